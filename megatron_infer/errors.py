@@ -1,0 +1,67 @@
+"""One exception family. Errors carry data: what, got, limit, remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InferenceError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class RequestError(InferenceError, ValueError):
+    """A request that cannot be served as asked; belongs to that request alone."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt (plus one generated token) does not fit a limit."""
+
+    def __init__(self, *, got: int, limit: int, limit_name: str, remedy: str) -> None:
+        super().__init__(f"prompt has {got:,} tokens, limit is {limit:,} ({limit_name}); {remedy}")
+        self.got, self.limit, self.limit_name = got, limit, limit_name
+
+
+class InvalidPrompt(RequestError):
+    """Empty prompt, ids outside the vocabulary, or a prompt of the wrong type."""
+
+
+class DuplicateRequest(RequestError):
+    """A request id that is already in the engine."""
+
+
+class UnknownRequest(InferenceError, KeyError):
+    """An operation on a request id the engine does not hold."""
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])
+
+
+class ConfigError(InferenceError, ValueError):
+    """A configuration value that is wrong by itself or together with another."""
+
+
+class CapacityError(ConfigError):
+    """The memory given cannot hold what the configuration asks for."""
+
+
+class ModelError(InferenceError, ValueError):
+    """A model or checkpoint that cannot be loaded."""
+
+
+class AdoptionError(ModelError):
+    """A live model that cannot become paged; names the module and the reason."""
+
+    def __init__(self, module_name: str, reason: str) -> None:
+        super().__init__(f"{module_name or '<root>'}: {reason}")
+        self.module_name, self.reason = module_name, reason
+
+
+class BackendError(InferenceError, RuntimeError):
+    """A kernel backend was asked for a shape or dtype it does not support."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Message for an unknown keyword, with the nearest known name when there is one."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,0 +1,148 @@
+"""The seams of a step: what a model's layers see, what a kernel backend offers, what the runner needs of a model.
+
+`models` and `forward` never import each other: they meet here. Shape legend: T tokens of the step, S sampled
+positions, K kv heads, G query heads per kv head, N = K*G query heads, H head dim, D hidden, F ffn, V vocab (local),
+P positions, B block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendSpec:
+    """How one attention layer attends; built once at adoption."""
+
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Keys visible to a query, itself included (position p sees p-window+1 .. p); None: all before it."""
+    rotary_dim: int = 0
+    """Leading dims of a head that rotate by the step's cos/sin; 0: this layer does not rotate."""
+    rotary_interleaved: bool = False
+
+
+class Ops(Protocol):
+    """Elementwise, norm and linear primitives of one backend. Never autograd; inputs are contiguous [T, *]."""
+
+    name: str
+
+    def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); may write the sum into residual_TD and return it."""
+        ...
+
+    def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        """silu(x[:, :F]) * x[:, F:] -> [T, F]."""
+        ...
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """One step as a kernel backend sees it. Rows are the plan's sequences: decode rows first, each with one query token.
+
+    Host arrays (int32, valid until the next step is built) and their device mirrors describe the same thing; backends
+    that launch from the host use the former, device kernels the latter.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_decode: int
+    """The first num_decode rows have q_len 1 and start > 0 or not; token i of them is row i's query."""
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    """Keys visible to the row's last query, this step's own included: start + q_len."""
+    cu_q: np.ndarray
+    """[rows + 1] token offsets."""
+    table_row: np.ndarray
+    """Row of `block_table` that belongs to each sequence."""
+    q_len_R: Tensor
+    kv_len_R: Tensor
+    cu_q_R1: Tensor
+    table_row_R: Tensor
+    """int32 device mirrors of the arrays above."""
+    block_table: Tensor
+    """int32 [request rows + 1, max blocks] on the device; entries beyond a row's blocks hold the dummy block."""
+    positions_T: Tensor
+    """int64 position of each token in its sequence."""
+    kv_pos_T: Tensor
+    """int64 block * B + offset: where each token's key and value go in the flat cache."""
+    cos_TR: Tensor | None
+    """cos/sin of each token's position in the activation dtype, [T, rotary_dim]; None: the model has no rotary embedding."""
+    sin_TR: Tensor | None
+
+
+class AttentionBackend(Protocol):
+    """Paged attention behind plan/run. `kv_cache` is [layers, 2, num_blocks, B, K, H]."""
+
+    name: str
+
+    def supports(self, spec: AttendSpec, *, dtype: object, block_size: int) -> str | None:
+        """None when it can run the layer, else the reason it cannot."""
+        ...
+
+    def plan(self, step: StepMetadata) -> None:
+        """Once a step, before the first layer."""
+        ...
+
+    def run(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec) -> Tensor:
+        """Rotate q and k, append k and v to the cache, attend causally -> out [T, N*H] contiguous.
+
+        q, k, v may be strided views of one fused projection (last dim contiguous); they may be overwritten.
+        Query i of row r sits at position kv_len[r] - q_len[r] + i and sees keys 0 .. that position (within `window`).
+        """
+        ...
+
+
+class StepInputs(Protocol):
+    """What a paged layer sees of the step: passed through the decoder as `inference_context`."""
+
+    num_tokens: int
+    ops: Ops
+    positions_T: Tensor
+    token_ids_T: Tensor
+
+    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryTable:
+    """cos and sin for every position, [P, rotary_dim] fp32 (halves layout repeated, or interleaved, as the model wants)."""
+
+    cos_PR: Tensor
+    sin_PR: Tensor
+
+
+class PagedModel(Protocol):
+    """A live model whose layers have been adopted; the runner drives it through this."""
+
+    def embed(self, step: StepInputs) -> Tensor:
+        """Token (and learned position) embeddings -> the decoder's input, megatron-core's [T, 1, D]."""
+        ...
+
+    def hidden(self, step: StepInputs) -> Tensor:
+        """Embedding and decoder -> final normed hidden states [T, D]."""
+        ...
+
+    def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
+        """[S, V] in the model's dtype, padding vocabulary entries included (the sampler masks them)."""
+        ...
+
+    def rotary_table(self, num_positions: int) -> RotaryTable | None: ...
+
+    def packable_weights(self) -> Iterable[Tensor]:
+        """2-D weights that go through `ops.linear`: a backend may keep prepacked copies of them."""
+        ...

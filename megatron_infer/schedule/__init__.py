@@ -1,0 +1,1 @@
+"""What runs next: requests, plans and the scheduler. Pure Python; knows ints, never tensors."""
