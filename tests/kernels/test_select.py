@@ -62,11 +62,10 @@ def test_a_compiler_that_fails_becomes_a_reason_with_its_message(fresh_build, mo
     assert choose().attention.name == "torch"
 
 
-def test_a_damaged_library_becomes_a_reason(fresh_build, native_library):
+def test_a_damaged_library_becomes_a_reason(native_library, fresh_build):
     library = native_build.build()
     library.unlink()
     library.write_bytes(b"not a library")
-    native_build.load.cache_clear()
     with pytest.raises(native_build.NativeUnavailable, match="does not load"):
         native_build.load()
 
@@ -79,7 +78,7 @@ def test_a_cache_directory_others_can_write_is_not_trusted(tmp_path, monkeypatch
     assert native_build.cache_directory() != folder
 
 
-def test_concurrent_builds_compile_once(fresh_build, native_library, monkeypatch):
+def test_concurrent_builds_compile_once(native_library, fresh_build, monkeypatch):
     compiled = []
     run = native_build._run
 
@@ -99,7 +98,7 @@ def test_concurrent_builds_compile_once(fresh_build, native_library, monkeypatch
     assert [path.suffix for path in paths[0].parent.iterdir() if path.suffix not in (".so", ".lock")] == []
 
 
-def test_changed_source_is_another_library(fresh_build, native_library, monkeypatch):
+def test_changed_source_is_another_library(native_library, fresh_build, monkeypatch):
     first = native_build.build()
     monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DANOTHER"))
     assert native_build.build() != first
