@@ -94,7 +94,7 @@ class MambaInferenceStateConfig:
 
     @classmethod
     def from_model(cls, model: torch.nn.Module) -> MambaInferenceStateConfig | None:
-        """None for a model without recurrent layers; a hybrid one raises NotImplementedError, since it cannot run yet."""
+        """None for a model without recurrent layers; NotImplementedError for a hybrid one, which cannot run yet."""
         inner: Any = model
         while not hasattr(inner, "decoder") and hasattr(inner, "module"):
             inner = inner.module
@@ -348,8 +348,8 @@ def _check_values(config: InferenceConfig) -> None:
         )
     if config.max_requests is not None and config.max_tokens is not None and config.max_requests > config.max_tokens:
         raise ConfigError(
-            f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (a decoding request "
-            "takes one token of a step); raise max_tokens or lower max_requests"
+            f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
+            "takes one token per request of a step); raise max_tokens or lower max_requests"
         )
 
 
@@ -367,8 +367,8 @@ def _check_gigabytes(config: InferenceConfig) -> None:
     paused = config.paused_buffer_size_gb or 0
     if config.unified_memory_level == 0 and paused > config.buffer_size_gb:
         raise ConfigError(
-            f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of which it "
-            "is a part; lower it or raise the buffer"
+            f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of "
+            "which it is a part; lower it or raise the buffer"
         )
     ratio = config.mamba_memory_ratio
     if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
@@ -396,8 +396,8 @@ def _warn_without_effect(config: InferenceConfig) -> None:
     messages: Sequence[tuple[bool, str]] = (
         (
             not config.materialize_only_last_token_logits,
-            "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt logprobs "
-            "in chunks) are ever computed, whatever its value",
+            "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
+            "logprobs in chunks) are ever computed, whatever its value",
         ),
         (
             config.prefix_caching_eviction_policy is not PrefixCachingEvictionPolicy.REF_ZERO
