@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -14,8 +15,8 @@ Labels = tuple[tuple[str, str], ...]
 class StepSnapshot:
     """The engine after one step, under the key names that Megatron's engine logs (`inference/...`)."""
 
-    inference_step: int
-    """Steps since the engine was built; the x axis."""
+    step: int
+    """Steps since the engine was built; the x axis, logged as `inference/inference_step`."""
     step_time_s: float
     waiting_queue_len: int
     total_requests_dict_size: int
@@ -50,6 +51,7 @@ class StepSnapshot:
     def as_metrics(self) -> dict[str, float]:
         """Every key with the prefix `inference/`, the two utilizations (percent) included."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["inference_step"] = values.pop("step")
         values["allocated_utilization"] = self.allocated_utilization
         values["active_utilization"] = self.active_utilization
         return {f"inference/{name}": value for name, value in values.items()}
@@ -97,7 +99,7 @@ class Histogram:
     kind = "histogram"
 
     def __init__(self, name: str, bounds: Sequence[float], labels: Labels = ()) -> None:
-        if not bounds or any(not a < b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if not bounds or any(not a < b for a, b in pairwise(bounds)):
             raise ValueError(f"histogram {name}: bounds must be non-empty and increasing, got {list(bounds)}")
         if not all(map(math.isfinite, bounds)):
             raise ValueError(f"histogram {name}: bounds must be finite, got {list(bounds)}; the last bucket is added")

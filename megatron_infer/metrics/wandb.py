@@ -1,4 +1,4 @@
-"""Steps of the engine as wandb metrics and console lines, every `logging_step_interval` steps.
+"""Steps of the engine as wandb metrics and console lines; the engine calls it every `logging_step_interval` steps.
 
 The writer is the wandb module the training script has already imported and initialised, or a wandb run: this module
 never imports wandb and makes no network call of its own.
@@ -7,7 +7,6 @@ never imports wandb and makes no network call of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
@@ -25,32 +24,25 @@ class MetricsWriter(Protocol):
     def define_metric(self, name: str, step_metric: str | None = None) -> Any: ...
 
 
-class StepReporter:
-    """Reports every `interval`-th step to the writer and to the log; interval 0 reports nothing.
+class WandbSink:
+    """Writes snapshots as console lines and, with a writer, as rows of its run.
 
     The x axis goes on from the run's own summary, so that an engine rebuilt in one run, or a resumed run, does not
     draw over earlier steps. Raises ConfigError (a ValueError) for a writer without log and define_metric, and for the
     wandb module before wandb.init().
     """
 
-    def __init__(self, interval: int, writer: MetricsWriter | None = None) -> None:
-        if interval < 0:
-            raise ConfigError(f"logging_step_interval is {interval}, must be 0 (off) or more")
+    def __init__(self, writer: MetricsWriter | None = None) -> None:
         check_writer(writer)
-        self.interval = interval
-        self.writer = writer if interval else None
+        self.writer = writer
         self.offset = 0
-        if self.writer is not None:
-            self.offset = _last_step(self.writer)
-            self.writer.define_metric(STEP_METRIC)
-            self.writer.define_metric("inference/*", step_metric=STEP_METRIC)
+        if writer is not None:
+            self.offset = _last_step(writer)
+            writer.define_metric(STEP_METRIC)
+            writer.define_metric("inference/*", step_metric=STEP_METRIC)
 
-    def due(self, step: int) -> bool:
-        """Whether step `step` (counted from 1) is to be reported: ask before a snapshot is built."""
-        return self.interval > 0 and step % self.interval == 0
-
-    def report(self, snapshot: StepSnapshot) -> None:
-        """One console line and, with a writer, one wandb row."""
+    def write(self, snapshot: StepSnapshot) -> None:
+        """One console line and, with a writer, one row."""
         logger.info("%s", console_line(snapshot))
         if self.writer is not None:
             values = snapshot.as_metrics()
@@ -76,7 +68,7 @@ def console_line(s: StepSnapshot) -> str:
     """The step in one line for the log."""
     rate = s.active_token_count / s.step_time_s if s.step_time_s > 0 else 0.0
     return (
-        f"step {s.inference_step}: {s.step_time_s * 1e3:.1f} ms, {s.active_token_count} tokens ({rate:,.0f}/s), "
+        f"step {s.step}: {s.step_time_s * 1e3:.1f} ms, {s.active_token_count} tokens ({rate:,.0f}/s), "
         f"{s.active_request_count} active, {s.paused_request_count} paused, {s.waiting_queue_len} waiting, "
         f"blocks {s.allocated_blocks}/{s.total_blocks} ({s.allocated_utilization:.1f} %), "
         f"prefix hits {s.prefix_cache_hits}"
@@ -87,6 +79,4 @@ def _last_step(writer: object) -> int:
     """The x value the run already holds: its summary is local, unlike its history."""
     run = getattr(writer, "run", writer)
     summary = getattr(run, "summary", None)
-    if not isinstance(summary, Mapping) and not hasattr(summary, "get"):
-        return 0
-    return int(summary.get(STEP_METRIC) or 0)
+    return int(summary.get(STEP_METRIC) or 0) if hasattr(summary, "get") else 0
