@@ -244,7 +244,7 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
     if shape.num_attention_layers == 0:
         raise NotImplementedError(
-            "a model without attention layers needs a context without KV blocks, which comes later"
+            "a model without attention layers needs a context without KV blocks: the hybrid issue"
         )
     size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
     num_blocks, paused = _pool(ask, block_bytes)
