@@ -77,7 +77,8 @@ class Assembly:
 
     def weights_changed(self) -> None:
         """Rebuild derived copies and retire cached KV; nothing may be in flight."""
-        self.chosen.packed.refresh()
+        if self.chosen.packed is not None:
+            self.chosen.packed.refresh()
         self.guard.accept()
         self.weight_version += 1
         self.scheduler.set_root(self.root())
@@ -128,7 +129,8 @@ def assemble(
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
     dtype = getattr(torch, shape.dtype)
     chosen = choose(where.torch, dtype, specs=adopted.specs, block_size=config.block_size_tokens)
-    chosen.packed.pack(adopted.packable_weights())
+    if chosen.packed is not None:
+        chosen.packed.pack(adopted.packable_weights())
     parts = Assembly(adopted.live, adopted, config=config, sizes=sizes, chosen=chosen, name=name)
 
     store = StateStore(
@@ -175,6 +177,7 @@ def assemble(
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
+        argmax=chosen.argmax,
     )
     parts.runner = ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
     parts.intake = Intake(

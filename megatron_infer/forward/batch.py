@@ -147,7 +147,7 @@ class BatchBuilder:
         if rotary is not None:
             self._cos_PR = rotary.cos_PR[:max_sequence_length].to(device.torch, dtype).contiguous()
             self._sin_PR = rotary.sin_PR[:max_sequence_length].to(device.torch, dtype).contiguous()
-        self._decode: Sequence[Request] = ()
+        self._decode: list[Request] = []
         self._decode_rows = np.empty(0, dtype=np.int64)
 
     def build(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Batch:
@@ -209,8 +209,9 @@ class BatchBuilder:
         self, plan: Plan, host: dict[str, np.ndarray], num_decode: int, num_rows: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Fill the per-row and per-token fields -> (sample_rows, sample_positions)."""
-        if plan.decode != self._decode:  # identity compare of the members: the set rarely changes between steps
-            self._decode = list(plan.decode)
+        decode = list(plan.decode)
+        if decode != self._decode:  # compares members by identity: the set rarely changes between steps
+            self._decode = decode
             self._decode_rows = np.fromiter((r.lease.row for r in plan.decode), np.int64, num_decode)  # type: ignore[union-attr]
         starts = np.fromiter(plan.decode_starts, np.int64, num_decode)
         host["positions"][:num_decode] = starts
