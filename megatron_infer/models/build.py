@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -92,11 +92,14 @@ def transformer_config(
     tensor_parallel: int = 1,
     **overrides: Any,
 ) -> TransformerConfig:
-    """megatron-core's config for a plan: no dropout, no fusions (each costs a C++ compile on a CPU), weights not drawn."""
+    """megatron-core's config for a plan: no dropout, no weights drawn, no fusions.
+
+    Each fusion would cost a C++ compile of seconds on a CPU.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     kwargs = dict(plan.transformer)
-    kwargs["activation_func"] = _ACTIVATIONS[kwargs.pop("activation")]
+    kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
     if "window_size" in kwargs:
         kwargs["window_size"] = tuple(kwargs["window_size"])
     on_cpu = torch.device(device).type == "cpu"
