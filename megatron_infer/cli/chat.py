@@ -132,6 +132,8 @@ class ChatSession:
             self.turns.pop()
             note(f"error: {output.error}")
             return None
+        if output.outputs[0].finish_reason == "length":
+            note(f"(cut after {output.metrics.num_output_tokens} tokens; --max-tokens allows more)")
         reply = output.outputs[0].text
         self.turns.append({"role": "assistant", "content": reply})
         return reply
@@ -152,18 +154,23 @@ class ChatSession:
         )
 
     def _ask(self) -> str:
-        """Queue the conversation; the oldest exchange is forgotten while it does not fit."""
+        """Queue the conversation; while it does not fit, its oldest exchange is forgotten."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        turns = list(self.turns)
         while True:
-            system = [] if self.system is None else [{"role": "system", "content": self.system}]
-            text = self.tokenizer.apply_chat_template(system + self.turns, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(system + turns, add_generation_prompt=True)
             ids = self.tokenizer.encode(text, add_special=False)
             try:
-                return self.engine.add_request(ids, self.params)
+                request_id = self.engine.add_request(ids, self.params)
+                break
             except PromptTooLong:
-                if len(self.turns) < 3:
+                if len(turns) < 3:
                     raise
-                del self.turns[:2]
-                note("(the conversation has become too long: its oldest exchange is forgotten)")
+                del turns[:2]
+        if len(turns) < len(self.turns):
+            note(f"(the conversation is too long: its oldest {(len(self.turns) - len(turns)) // 2} exchanges are forgotten)")
+            self.turns = turns
+        return request_id
 
     def _stream(self, request_id: str) -> RequestOutput:
         """Show text as it comes until the answer ends; Ctrl-C ends it here."""
