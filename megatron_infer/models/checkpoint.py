@@ -99,6 +99,7 @@ class CheckpointSource:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.validation import StrictHandling
+        from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
         wanted = model.sharded_state_dict()
         try:
@@ -106,6 +107,9 @@ class CheckpointSource:
                 state, missing, unexpected = dist_checkpointing.load(
                     wanted, str(self.path), strict=StrictHandling.RETURN_ALL
                 )
+        except TorchCheckpointException as error:  # a BaseException that carries the ranks' own errors
+            reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
+            raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {reason}") from error
         except (CheckpointingException, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
             raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {error}") from error
         missing = sorted(key for key in missing if "_extra_state" not in key)
