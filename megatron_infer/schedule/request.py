@@ -50,6 +50,10 @@ class Request:
     lease: Lease | None = None
     scheduled: int = 0
     in_flight: int = 0
+    arrival: int = -1
+    """Order of `Scheduler.add`, given by the scheduler: smaller is older."""
+    overtaken: int = 0
+    """Times a younger request was admitted while this one had to wait (bounded by `policy.MAX_OVERTAKEN`)."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache or a fork at the latest admission."""
     num_pauses: int = 0

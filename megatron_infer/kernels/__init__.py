@@ -1,0 +1,1 @@
+"""Kernel backends behind the seam of `base.py`: tensors in, tensors out, no requests."""

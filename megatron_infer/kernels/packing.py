@@ -1,0 +1,129 @@
+"""Prepacked copies of linear weights in the layout oneDNN's GEMM wants, kept equal to the live weights.
+
+A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow every
+update of the live weight and must never appear in a state dict, so it lives here, keyed by the weight object, and the
+model knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def packed_linear(x_TX: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias with a weight packed by `pack_weight`."""
+    return torch.ops.mkldnn._linear_pointwise.default(x_TX, packed, bias, "none", [], "")
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """An opaque oneDNN tensor with the content of `weight` [out, in]."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), None)
+
+
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why weights of `dtype` cannot be prepacked here; None when they can.
+
+    The operators are private to torch, so besides looking for them this runs them once against `F.linear`.
+    """
+    if dtype not in PACKABLE_DTYPES:
+        return f"no prepacked linear for {dtype}"
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    try:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(32, 48, generator=generator).to(dtype)
+        x = torch.randn(3, 48, generator=generator).to(dtype)
+        with torch.no_grad():
+            got = packed_linear(x, pack_weight(weight), None).float()
+            want = F.linear(x, weight).float()
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        return f"oneDNN prepacking fails in this torch: {str(error).splitlines()[0]}"
+    if not torch.allclose(got, want, rtol=2e-2, atol=2e-2):
+        return "oneDNN prepacked linear differs from the plain one"
+    return None
+
+
+def content_checksum(weight: Tensor) -> int:
+    """CRC-32 of the bytes of a CPU tensor; the fallback where no native checksum exists."""
+    return zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
+
+
+class PackedLinears:
+    """Packed copies of a set of weights: `get` on the hot path, `stale` once a step, `refresh` after an update.
+
+    Three ways a live weight changes, and what notices: an in-place operation bumps `_version`; assigning `.data` moves
+    `data_ptr`; writing through `.data` does neither and only `content_changed` sees it (one pass over all bytes). A parameter
+    object that is replaced is unknown here and runs unpacked until the next `pack`.
+    """
+
+    def __init__(self, checksum: Callable[[Tensor], int] = content_checksum, *, reason: str | None = None) -> None:
+        self.reason = reason
+        """Why nothing is ever packed here (`pack` then keeps no weight and linears run plain); None: packing works."""
+        self._checksum = checksum
+        self._weights: list[Tensor] = []
+        self._tracked: list[Tensor] = []
+        self._packed: dict[int, Tensor] = {}
+        self._pointers: list[int] = []
+        self._versions: list[int] = []
+        self._fingerprint = 0
+        self.get: Callable[[int], Tensor | None] = self._packed.get
+        """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
+
+    def pack(self, weights: Iterable[Tensor]) -> None:
+        """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out."""
+        unique = {id(weight): weight for weight in weights}
+        self._weights = [
+            weight
+            for weight in unique.values()
+            if self.reason is None
+            and weight.device.type == "cpu"
+            and weight.dtype in PACKABLE_DTYPES
+            and weight.ndim == 2
+        ]
+        # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
+        self._tracked = [weight for weight in self._weights if not weight.is_inference()]
+        self._packed.clear()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Pack every weight again from its present content."""
+        with torch.no_grad():
+            for weight in self._weights:
+                self._packed.pop(id(weight), None)  # freed first: the peak stays at one extra weight
+                self._packed[id(weight)] = pack_weight(weight)
+        self._versions = [weight._version for weight in self._tracked]
+        self._pointers = [weight.data_ptr() for weight in self._weights]
+        self._fingerprint = self.fingerprint()
+
+    def stale(self) -> bool:
+        """True when a weight was updated in place or re-pointed since the last pack; about 0.15 us a weight."""
+        return [weight._version for weight in self._tracked] != self._versions or [
+            weight.data_ptr() for weight in self._weights
+        ] != self._pointers
+
+    def content_changed(self) -> bool:
+        """True when any bit of a weight differs from what was packed, however it was written."""
+        return self.fingerprint() != self._fingerprint
+
+    def fingerprint(self) -> int:
+        """Checksum of the present bits of all packed weights, in order."""
+        total = 0
+        for weight in self._weights:
+            total = (total * 0x100000001B3 + self._checksum(weight)) & 0xFFFFFFFFFFFFFFFF
+        return total
+
+    @property
+    def num_weights(self) -> int:
+        return len(self._weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the packed copies take beside the live weights."""
+        return sum(weight.numel() * weight.element_size() for weight in self._weights)

@@ -1,0 +1,160 @@
+"""Which backend runs which operation, decided once at start-up and shown in one table."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build, packing
+from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
+from megatron_infer.kernels.cpu_native import SUFFIXES, NativeOps, NativePagedAttention, native_checksum
+from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+
+BACKEND_VARIABLE = "MEGATRON_INFER_CPU_BACKEND"
+"""For debugging only: `native`, `torch` or `reference` forces that backend."""
+BACKENDS = ("native", "torch", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """One line of the start-up table."""
+
+    operation: str
+    chosen: str
+    reasons: dict[str, str]
+    """Backend that was not chosen -> why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The kernels of one engine."""
+
+    ops: Ops
+    attention: AttentionBackend
+    packed: packing.PackedLinears
+    """Give it the model's weights with `pack`; `ops.linear` then uses the packed copies. Stays empty where packing fails."""
+    argmax: Callable[[Tensor], Tensor]
+    """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
+    rows: list[BackendChoice]
+
+    def table(self) -> str:
+        """The choices as text: operation, backend, why not the others."""
+        return format_rows(self.rows)
+
+
+def format_rows(rows: list[BackendChoice]) -> str:
+    """Aligned text, one line an operation."""
+    lines = [("operation", "chosen", "why not the others")]
+    for row in rows:
+        why = "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items()) or "first choice"
+        lines.append((row.operation, row.chosen, why))
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    return "\n".join(f"{op:<{widths[0]}}  {chosen:<{widths[1]}}  {why}" for op, chosen, why in lines)
+
+
+def lowest_argmax(logits_SV: Tensor) -> Tensor:
+    """Index of the largest entry of each row; torch's argmax on a CPU already prefers the lowest index."""
+    return logits_SV.argmax(-1)
+
+
+def _forced_backend() -> str | None:
+    name = os.environ.get(BACKEND_VARIABLE) or None
+    if name is not None and name not in BACKENDS:
+        raise ConfigError(f"{BACKEND_VARIABLE} is {name!r}; it can be {', '.join(BACKENDS)}")
+    return name
+
+
+def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
+    if device.type != "cpu":
+        raise native_build.NativeUnavailable(f"runs on a CPU, the model is on {device.type}")
+    if dtype not in SUFFIXES:
+        raise native_build.NativeUnavailable(f"needs float32 or bfloat16, got {dtype}")
+    return native_build.load()
+
+
+def _choose_linear(
+    device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
+) -> tuple[BackendChoice, packing.PackedLinears]:
+    if forced == "reference":
+        reason: str | None = f"{BACKEND_VARIABLE}=reference"
+    elif device.type != "cpu":
+        reason = f"weights are on {device.type}"
+    else:
+        reason = packing.unavailable(dtype)
+    checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
+    packed = packing.PackedLinears(checksum, reason=reason)
+    if reason is None:
+        return BackendChoice("linear", "oneDNN prepacked", {}), packed
+    return BackendChoice("linear", "torch", {"oneDNN prepacked": reason}), packed
+
+
+def _choose_attention(
+    library: ctypes.CDLL | None,
+    dtype: torch.dtype,
+    specs: list[AttendSpec],
+    block_size: int,
+    reasons: dict[str, str],
+    forced: str | None,
+) -> tuple[BackendChoice, AttentionBackend]:
+    """The first backend that supports every spec; the reference supports all."""
+    reasons = dict(reasons)
+    if forced != "reference":
+        candidates: list[AttentionBackend] = [TorchPagedAttention()]
+        if library is not None:
+            candidates.insert(0, NativePagedAttention(library, dtype))
+        for backend in candidates:
+            refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
+            refused = next((reason for reason in refusals if reason is not None), None)
+            if refused is None:
+                return BackendChoice("attention", backend.name, reasons), backend
+            reasons[backend.name] = refused
+            if forced == backend.name:
+                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but attention {refused}")
+    return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+
+
+def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[AttendSpec], block_size: int) -> Chosen:
+    """The fastest backends that can run every layer in `specs` here; never fails for lack of a compiler or a library.
+
+    Raises ConfigError if the debugging variable forces a backend that cannot run.
+    """
+    device = torch.device(device)
+    forced = _forced_backend()
+    reasons: dict[str, str] = {}
+    library = None
+    if forced in (None, "native"):
+        try:
+            library = _native_library(device, dtype)
+        except native_build.NativeUnavailable as error:
+            reasons["native"] = str(error)
+    else:
+        reasons["native"] = f"{BACKEND_VARIABLE}={forced}"
+    if forced == "native" and library is None:
+        raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
+
+    linear_row, packed = _choose_linear(device, dtype, forced, library)
+    argmax: Callable[[Tensor], Tensor] = lowest_argmax
+    if forced == "reference":
+        reasons["torch"] = f"{BACKEND_VARIABLE}=reference"
+        ops: Ops = ReferenceOps()
+    elif library is None:
+        ops = TorchOps(packed)
+    else:
+        ops = NativeOps(library, dtype, packed)
+        argmax = ops.argmax
+    attention_row, attention = _choose_attention(library, dtype, specs, block_size, reasons, forced)
+    rows = [
+        attention_row,
+        BackendChoice("norms, activations", ops.name, dict(reasons)),
+        BackendChoice("argmax", "torch" if library is None else "native", dict(reasons)),
+        linear_row,
+    ]
+    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, rows=rows)

@@ -1,0 +1,65 @@
+"""How many CPU threads to compute with, and the process-wide settings that go with it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadAdvice:
+    """A thread count and where it comes from."""
+
+    num_threads: int
+    reason: str
+
+
+def _physical_cores(cpus: set[int], topology: Path) -> int:
+    """Distinct cores behind `cpus`; hyperthreads of one core share its vector units and count once."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            siblings = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return len(cores)
+
+
+def _cgroup_cpus(cpu_max: Path) -> int | None:
+    """Whole CPUs the container may use, from cgroup v2's quota; None when unlimited or unknown."""
+    try:
+        quota, period = cpu_max.read_text().split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else max(1, int(quota) // int(period))
+
+
+def default_threads(
+    *, topology: Path = Path("/sys/devices/system/cpu"), cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")
+) -> ThreadAdvice:
+    """Threads that use every core this process may run on once, and no more."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return ThreadAdvice(num_threads=int(asked), reason="OMP_NUM_THREADS")
+    if hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+    else:
+        cpus = set(range(os.cpu_count() or 1))
+    cores = _physical_cores(cpus, topology)
+    quota = _cgroup_cpus(cpu_max)
+    if quota is not None and quota < cores:
+        return ThreadAdvice(num_threads=quota, reason="the container's CPU quota")
+    return ThreadAdvice(num_threads=cores, reason="physical cores this process may run on")
+
+
+def apply_cpu_settings(num_threads: int | None = None) -> ThreadAdvice:
+    """Set torch's thread count (None: `default_threads`) and flush denormals, which cost a hundred cycles each."""
+    advice = default_threads() if num_threads is None else ThreadAdvice(num_threads=num_threads, reason="as asked")
+    if torch.get_num_threads() != advice.num_threads:
+        torch.set_num_threads(advice.num_threads)
+    torch.set_flush_denormal(True)
+    return advice

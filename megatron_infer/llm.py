@@ -1,0 +1,141 @@
+"""LLM: a model by name, prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.forward.device import Device
+from megatron_infer.intake import Prompt, is_single_prompt
+from megatron_infer.kernels.threads import apply_cpu_settings
+from megatron_infer.models.build import build_model
+from megatron_infer.models.sources import ModelSource, open_source
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.text.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
+"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
+CPU_STEP_TOKENS = 2048
+"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
+
+    `config` None takes sizes fit for the machine: see `default_config`. dtype "auto" is bfloat16 where the device computes
+    in it, else float32. The engine underneath is `llm.engine`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        config: InferenceConfig | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        seed: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        where = Device(device)
+        if not where.is_cuda:
+            apply_cpu_settings(threads)
+        source: ModelSource = open_source(model)
+        live = build_model(source, dtype=choose_dtype(dtype, where), device=str(where.torch))
+        self.tokenizer = tokenizer if tokenizer is not None else source.tokenizer()
+        if config is None:
+            config = default_config(where, seed=seed or 0)
+        elif seed is not None and seed != config.seed:
+            raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
+        self.engine = DynamicInferenceEngine(
+            live, config, tokenizer=self.tokenizer, device=str(where.torch), model_name=source.name
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text, token ids, or lists of either) -> one output a prompt, in order."""
+        if not use_tqdm:
+            return self.engine.generate(prompts, params)
+        from tqdm import tqdm
+
+        count = 1 if is_single_prompt(prompts) else len(prompts)
+        num_tokens = 0
+        with tqdm(total=count, unit="req", dynamic_ncols=True) as bar:
+
+            def advance(output: RequestOutput) -> None:
+                nonlocal num_tokens
+                num_tokens += output.metrics.num_output_tokens
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
+
+            return self.engine.generate(prompts, params, on_output=advance)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if not conversations:
+            raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
+        return self.generate([chat_prompt(self.tokenizer, one) for one in conversations], params, use_tqdm=use_tqdm)
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn; the template writes its own special tokens."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special=False)
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """The compute dtype for "auto" or a name."""
+    if name == "auto":
+        if device.is_cuda:
+            return torch.bfloat16
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cpu_has_bf16() -> bool:
+    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def default_config(device: Device, *, seed: int = 0) -> InferenceConfig:
+    """What an LLM takes when it is given no config: prefix cache on, prompts chunked; on a CPU a pool that leaves the laptop alone."""
+    common = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "seed": seed}
+    if device.is_cuda:
+        return InferenceConfig(prefix_caching_eviction_policy="lru", **common)
+    gib = min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * device.available_bytes() / 2**30)
+    return InferenceConfig(
+        buffer_size_gb=round(gib, 2),
+        block_size_tokens=64,
+        max_requests=256,
+        max_tokens=CPU_STEP_TOKENS,
+        prefix_caching_eviction_policy="lru",
+        **common,
+    )
