@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -103,7 +104,9 @@ class CheckpointSource:
 
         wanted = model.sharded_state_dict()
         try:
-            with torch.serialization.safe_globals(_safe_classes()):
+            with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+                # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
+                warnings.filterwarnings("ignore", category=FutureWarning)
                 state, missing, unexpected = dist_checkpointing.load(
                     wanted, str(self.path), strict=StrictHandling.RETURN_ALL
                 )
