@@ -154,7 +154,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
                     f"{event['step']} ({event['kind']} {event['id']!r}); was it recorded with another configuration?"
                 )
         if event["kind"] == "add":
-            params = dataclasses.replace(params_from_dict(event["params"]), seed=event["seed"])
+            params = dataclasses.replace(SamplingParams.from_dict(event["params"]), seed=event["seed"])
             engine.add_request(event["tokens"], params, request_id=event["id"], stream="final")
         else:
             outputs.append(engine.abort(event["id"]))
@@ -211,14 +211,6 @@ def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     default = SamplingParams()
     changed = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
     return {name: _plain(value) for name, value in changed.items() if value != getattr(default, name)}
-
-
-def params_from_dict(values: Mapping[str, Any]) -> SamplingParams:
-    """Undo `params_to_dict`: JSON has no integer keys."""
-    values = dict(values)
-    if values.get("logit_bias") is not None:
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    return SamplingParams.from_dict(values)
 
 
 def _at(tokens: list[int], index: int) -> int | None:
