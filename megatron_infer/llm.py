@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megatron_infer.config import InferenceConfig, machine_config
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.forward.device import Device
+from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.intake import Prompt, is_single_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.models.build import build_model
@@ -18,8 +16,6 @@ from megatron_infer.models.sources import ModelSource, open_source
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.text.tokenizer import Tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -98,27 +94,6 @@ def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
     """Token ids of a conversation, ready for the assistant's turn; the template writes its own special tokens."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special=False)
-
-
-def choose_dtype(name: str, device: Device) -> torch.dtype:
-    """The compute dtype for "auto" or a name."""
-    if name == "auto":
-        if device.is_cuda:
-            return torch.bfloat16
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def cpu_has_bf16() -> bool:
-    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return False
-    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def default_config(device: Device, *, seed: int = 0) -> InferenceConfig:

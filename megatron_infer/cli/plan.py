@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_infer.forward.device import Device
+    from megatron_infer.forward.device import Device, choose_dtype
     from megatron_infer.models.sources import open_source
 
     if args.memory_gb is not None and not args.memory_gb > 0:
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     device = Device(args.device)
     config = config_from(args)
     plan = open_source(args.model).config()
-    shape = shape_of(plan, dtype=_dtype_name(args.dtype, device), tensor_parallel_size=args.tensor_parallel_size)
+    dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
+    shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = int(args.memory_gb * GIB) if args.memory_gb is not None else device.available_bytes()
     sizes = config.resolve(shape, tensor_parallel_size=args.tensor_parallel_size, available_bytes=available)
     if args.json:
@@ -116,23 +117,18 @@ def as_dict(config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) ->
     return {"config": config.to_dict(), "model": model, "sizes": {row.name: row._asdict() for row in sizes.table()}}
 
 
-def _dtype_name(name: str, device: Any) -> str:
-    from megatron_infer.llm import choose_dtype
-
-    return str(choose_dtype(name, device)).removeprefix("torch.")
-
-
 def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     weights = shape.num_parameters * shape.kv_dtype_bytes
     title = f"{name}: {shape.num_parameters / 1e6:,.1f} M parameters, {shape.dtype}, {weights / GIB:.2f} GiB of weights"
-    table = Table(title=title, title_justify="left")
-    table.add_column("size")
-    table.add_column("value", justify="right")
-    table.add_column("unit")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column("size", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
     table.add_column("how it was derived")
     for row in sizes.table():
         value, unit = _readable(row.value, row.unit)
@@ -147,5 +143,5 @@ def _readable(value: int | str, unit: str) -> tuple[str, str]:
     if isinstance(value, str):
         return value, unit
     if unit == "bytes" and value >= 1 << 20:
-        return f"{value:,}", f"bytes = {value / (1 << 20):,.1f} MiB"
+        return f"{value:,}", f"bytes ({value / (1 << 20):,.1f} MiB)"
     return f"{value:,}", unit
