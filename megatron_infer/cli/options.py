@@ -68,8 +68,9 @@ def field_docs() -> dict[str, str]:
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
     for field, below in pairwise(body):
-        has_name = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if has_name and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             docs[field.target.id] = " ".join(str(below.value.value).split())
     return docs
 
@@ -88,7 +89,8 @@ def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
         return {"choices": list(config_module.LOGPROBS_MODES)}
     if kind == "bool" and not optional:
         return {"action": argparse.BooleanOptionalAction}
-    parse: Callable[[str], Any] = {"int": int, "float": float, "int | float": float, "bool": _boolean}[kind]
+    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
+    parse = parsers[kind]
     metavar = {"int": "N", "float": "X", "int | float": "GIB", "bool": "{true,false,none}"}[kind]
     return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
 

@@ -107,7 +107,7 @@ def _guarded(section: str, probe: Callable[[], Iterator[Fact]]) -> Iterator[Fact
     """The facts of a probe, and its failure as the last of them: broken machines need the report most."""
     try:
         yield from probe()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         yield Fact(section, "failed", f"{type(error).__name__}: {error}")
 
 

