@@ -90,7 +90,9 @@ class TransformersPeer:
             max_requests_per_batch=workload.concurrency,
             allow_block_sharing=False,
         )
-        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens))
+        generation = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
+        )
         done: dict[str, Any] = {}
         with self.model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=settings
