@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config import InferenceConfig, machine_config
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.forward.device import Device
@@ -20,10 +20,6 @@ from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
-"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CPU_STEP_TOKENS = 2048
-"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -126,16 +122,5 @@ def cpu_has_bf16() -> bool:
 
 
 def default_config(device: Device, *, seed: int = 0) -> InferenceConfig:
-    """What an LLM takes when it is given no config: prefix cache on, prompts chunked; on a CPU a pool that leaves the laptop alone."""
-    common = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "seed": seed}
-    if device.is_cuda:
-        return InferenceConfig(prefix_caching_eviction_policy="lru", **common)
-    gib = min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * device.available_bytes() / 2**30)
-    return InferenceConfig(
-        buffer_size_gb=round(gib, 2),
-        block_size_tokens=64,
-        max_requests=256,
-        max_tokens=CPU_STEP_TOKENS,
-        prefix_caching_eviction_policy="lru",
-        **common,
-    )
+    """What an LLM takes when it is given no config: sizes fit for the machine (`config.machine_defaults`)."""
+    return machine_config({"seed": seed}, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
