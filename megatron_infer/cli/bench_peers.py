@@ -99,7 +99,7 @@ class TransformersPeer:
         ) as manager:
             clock = CpuClock.now()
             order = [
-                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1, record_timestamps=True)
+                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1)
                 for prompt, wanted in zip(workload.prompts, workload.output_lens, strict=True)
             ]
             while len(done) < len(order):
