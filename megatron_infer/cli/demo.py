@@ -60,3 +60,9 @@ def run(args: argparse.Namespace) -> int:
         f'    megatron-infer generate {args.model} --prompt "..." --temperature 0.7 --n 3'
     )
     return 0
+
+
+if __name__ == "__main__":
+    from megatron_infer.cli.main import main
+
+    raise SystemExit(main(["demo"]))
