@@ -76,7 +76,7 @@ def _open_output(path: str | None, stack: contextlib.ExitStack) -> TextIO | None
     if path is None or path == "-":
         return sys.stdout if path else None
     try:
-        return stack.enter_context(open(path, "w", encoding="utf-8"))  # noqa: SIM115 - the stack closes it
+        return stack.enter_context(open(path, "w", encoding="utf-8"))
     except OSError as error:
         raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -1,4 +1,4 @@
-"""Prompts as people give them (flags, JSON lines) -> token ids with sampling parameters; a bad line is that line's error."""
+"""Prompts as people give them (flags, JSON lines) -> what the engine takes; a bad line is that line's error."""
 
 from __future__ import annotations
 
@@ -95,12 +95,6 @@ def _job_of(value: Any, where: str) -> Job:
         wanted = "a list of token ids" if key == "token_ids" else "text or a list of token ids"
         raise InvalidPrompt(f"{key}: expected {wanted}, got {type(prompt).__name__}")
     sampling = {name: value[name] for name in SAMPLING_KEYS if name in value}
-    bias = sampling.get("logit_bias")
-    if isinstance(bias, dict):
-        try:
-            sampling["logit_bias"] = {int(token): number for token, number in bias.items()}
-        except ValueError:
-            raise InvalidPrompt(f"logit_bias: keys are token ids, got {next(iter(bias))!r}") from None
     return Job(where=where, prompt=prompt, sampling=sampling, id=value.get("id"))
 
 

@@ -20,12 +20,14 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_infer.engine import DynamicInferenceEngine
 
 VERSION = 1
 
@@ -134,7 +136,7 @@ class Difference:
 
 
 def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutput]:
-    """Give an idle engine the recorded commands at their recorded steps -> finished outputs, in the order they finished.
+    """Give an idle engine the recorded commands at their recorded steps -> outputs, in the order they finished.
 
     Outputs are cumulative. An aborted request's output is what it had when it was aborted, in its place.
     Draws need no seed of the engine's: every request's own is in the recording.
@@ -154,7 +156,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
                     f"{event['step']} ({event['kind']} {event['id']!r}); was it recorded with another configuration?"
                 )
         if event["kind"] == "add":
-            params = dataclasses.replace(params_from_dict(event["params"]), seed=event["seed"])
+            params = dataclasses.replace(SamplingParams.from_dict(event["params"]), seed=event["seed"])
             engine.add_request(event["tokens"], params, request_id=event["id"], stream="final")
         else:
             outputs.append(engine.abort(event["id"]))
@@ -164,7 +166,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
 
 
 def verify(path: str | Path, engine: DynamicInferenceEngine) -> Difference | None:
-    """Replay and compare -> the first difference in the order requests finished, or None when every token is the same."""
+    """Replay and compare -> the first difference in the order requests finished; None: every token is the same."""
     outputs = {output.request_id: output for output in replay(path, engine)}
     for event in read(path):
         if event["kind"] != "done":
@@ -211,14 +213,6 @@ def params_to_dict(params: SamplingParams) -> dict[str, Any]:
     default = SamplingParams()
     changed = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
     return {name: _plain(value) for name, value in changed.items() if value != getattr(default, name)}
-
-
-def params_from_dict(values: Mapping[str, Any]) -> SamplingParams:
-    """Undo `params_to_dict`: JSON has no integer keys."""
-    values = dict(values)
-    if values.get("logit_bias") is not None:
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    return SamplingParams.from_dict(values)
 
 
 def _at(tokens: list[int], index: int) -> int | None:

@@ -121,6 +121,8 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
+    if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
+        kwargs["cuda_graph_scope"] = []  # 0.16's own default, spelt in the way that it does not warn about
     return TransformerConfig(**(kwargs | overrides))
 
 

@@ -1,4 +1,4 @@
-"""Full forward of a freshly built GPTModel on a CPU, by the slowest and plainest means: the oracle side of the tests."""
+"""Full forward of a freshly built GPTModel on a CPU by the plainest means: the oracle side of the tests."""
 
 from __future__ import annotations
 
