@@ -10,7 +10,7 @@ from fake_device import VOCAB, random_leader, random_world
 
 from megatron_infer.schedule.request import FinishReason
 
-NUM_SEEDS = 1200
+NUM_SEEDS = 800
 NUM_SHARDS = 4
 
 

@@ -9,6 +9,7 @@ from megatron_infer.errors import RequestError
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import StepResult
+from megatron_infer.schedule.queue import WaitingQueue
 from megatron_infer.schedule.request import FinishReason, Status
 
 NEVER = frozenset()
@@ -540,3 +541,30 @@ def test_nothing_to_do_is_an_empty_plan():
     plan = world.scheduler.schedule()
     assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == []
     assert not world.scheduler.has_unfinished
+
+
+def test_table_writes_lost_with_a_failed_step_reach_requests_outside_it():
+    world = World(block_size=2, caching=True, max_tokens=8)
+    world.add(endless("a", 3, 6))
+    other = world.add(endless("b", 3, 6))
+    world.step()  # both computed the same block: at the commit b moved to a's, which the device does not know yet
+    world.scheduler.max_tokens = 1
+    plan = world.scheduler.schedule()
+    assert names(plan.decode) == ["a"]
+    assert other.lease.row in {row for row, _, _ in world.context.take_table_writes()}, "nothing is lost: no proof"
+    world.scheduler.cancel(plan)
+    world.scheduler.max_tokens = 8
+    world.drain()
+
+
+def test_evicted_requests_wait_by_arrival_ahead_of_the_others():
+    queue = WaitingQueue()
+    requests = [endless(f"r{i}", 2, 2) for i in range(5)]
+    for arrival, request in enumerate(requests):
+        request.arrival = arrival
+    queue.append(requests[1])
+    queue.append(requests[4])
+    for index in (2, 3, 0):
+        requests[index].num_evictions = 1
+        queue.put_back(requests[index])
+    assert names(queue.line) == ["r0", "r2", "r3", "r1", "r4"]
