@@ -12,10 +12,11 @@ from megatron_infer.schedule.params import SamplingParams
 
 MODEL = "smollm2"
 QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in two sentences.",
+    "Tell me the capital of France.",
+    "What is photosynthesis? Answer in one sentence.",
     "Write a haiku about the sea.",
 )
+"""Answered alike in bfloat16 and float32: this model's first token is a near tie for many others."""
 MISSING = f"""\
 The demo model cannot be loaded: {{error}}
 
