@@ -75,7 +75,7 @@ class StepMetadata:
     table_row_R: Tensor
     """int32 device mirrors of the arrays above."""
     block_table: Tensor
-    """int32 [request rows + 1, max blocks] on the device; entries beyond a row's blocks hold the dummy block."""
+    """int32 [request rows + 1, max blocks] on the device; only the entries a row's kv_len reaches are meaningful."""
     positions_T: Tensor
     """int64 position of each token in its sequence."""
     kv_pos_T: Tensor

@@ -1,0 +1,52 @@
+"""Dynamic inference that lives inside a Megatron training job.
+
+Public names are loaded on first use, so that importing the package (or its pure parts) costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_infer.config import InferenceConfig as InferenceConfig
+    from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
+    from megatron_infer.config import MambaInferenceStateConfig as MambaInferenceStateConfig
+    from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
+    from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+    from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from megatron_infer.llm import LLM as LLM
+    from megatron_infer.async_llm import AsyncLLM as AsyncLLM
+    from megatron_infer.models.specs import with_inference as with_inference
+    from megatron_infer.outputs import CompletionOutput as CompletionOutput
+    from megatron_infer.outputs import RequestOutput as RequestOutput
+    from megatron_infer.schedule.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "outputs",
+    "DynamicInferenceEngine": "engine",
+    "InferenceConfig": "config",
+    "KVCacheManagementMode": "config",
+    "LLM": "llm",
+    "MambaInferenceStateConfig": "config",
+    "PrefixCachingCoordinatorPolicy": "config",
+    "PrefixCachingEvictionPolicy": "config",
+    "RequestOutput": "outputs",
+    "SamplingParams": "schedule.params",
+    "with_inference": "models.specs",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatron_infer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron_infer.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

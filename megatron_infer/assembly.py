@@ -1,0 +1,203 @@
+"""Builds an engine's parts from a live model and a configuration, and keeps what ties them to the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes, refuse_parallel_groups
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.prefix import root_digest
+from megatron_infer.context.store import StateStore
+from megatron_infer.forward.batch import BatchBuilder
+from megatron_infer.forward.device import Device
+from megatron_infer.forward.runner import ModelRunner
+from megatron_infer.forward.weights import WeightGuard
+from megatron_infer.intake import Intake, Limits, TextCodec
+from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.scheduler import Scheduler
+
+log = logging.getLogger("megatron_infer")
+
+
+class Assembly:
+    """The parts of one engine. Weight versions count what the engine saw change; version 0 is what it was built with."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        adopted: AdoptedModel,
+        *,
+        config: InferenceConfig,
+        sizes: ResolvedSizes,
+        chosen: Chosen,
+        name: str,
+    ) -> None:
+        self.model, self.adopted, self.config, self.sizes, self.chosen = model, adopted, config, sizes, chosen
+        self.name = name
+        self.weight_version = 0
+        self.guard = WeightGuard(model.parameters())
+        self.intake: Intake
+        self.context: DynamicInferenceContext
+        self.scheduler: Scheduler
+        self.runner: ModelRunner
+        self.sink: Any = None
+        self._training: list[torch.nn.Module] = []
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.adopted.shape
+
+    def root(self) -> bytes:
+        """Root of the prefix-hash chain: KV of another model or of earlier weights can never match."""
+        return root_digest(model=self.name, weight_version=self.weight_version)
+
+    def enter_inference(self, *, idle: bool) -> None:
+        """Before a step: modules in eval mode, derived copies true to the weights. idle: nothing is in flight."""
+        if self.model.training:
+            self._training = [module for module in self.model.modules() if module.training]
+            self.model.eval()
+        fresh = idle and not self.scheduler.num_running and not self.scheduler.num_paused
+        if idle and (self.guard.changed() if fresh else self.guard.moved()):
+            self.weights_changed()
+
+    def leave_inference(self) -> None:
+        """After the last step: the modules go back to the mode they were found in."""
+        for module in self._training:
+            module.training = True
+        self._training = []
+
+    def weights_changed(self) -> None:
+        """Rebuild derived copies and retire cached KV; nothing may be in flight."""
+        if self.chosen.packed is not None:
+            self.chosen.packed.refresh()
+        self.guard.accept()
+        self.weight_version += 1
+        self.scheduler.set_root(self.root())
+        log.info("weights changed: version %d", self.weight_version)
+
+    def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
+        """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
+        interval = self.config.logging_step_interval
+        if self.sink is None or interval <= 0 or step % interval:
+            return
+        scheduler, sizes = self.scheduler, self.sizes
+        used = sizes.num_usable_blocks - self.context.num_free_blocks
+        active = {block for request in scheduler.running for block in request.lease.blocks}  # type: ignore[union-attr]
+        self.sink.write(
+            StepSnapshot(
+                step=step,
+                step_time_s=seconds,
+                waiting_queue_len=scheduler.num_waiting,
+                total_requests_dict_size=num_requests,
+                total_blocks=sizes.num_usable_blocks,
+                allocated_blocks=used,
+                active_unique_blocks=len(active),
+                active_request_count=scheduler.num_running,
+                paused_request_count=scheduler.num_paused,
+                block_count_avail=self.context.num_free_blocks,
+                active_token_count=plan.num_tokens,
+                total_request_count=scheduler.num_running + scheduler.num_paused,
+                max_requests=sizes.max_requests,
+                prefix_cache_hits=scheduler.stats.prefix_hits,
+                prefix_cache_blocks_matched=scheduler.stats.prefix_hit_tokens // self.config.block_size_tokens,
+            )
+        )
+
+
+def assemble(
+    model: torch.nn.Module,
+    config: InferenceConfig,
+    *,
+    tokenizer: TextCodec | None,
+    eos_ids: Sequence[int],
+    device: str,
+    name: str,
+    on_event: Callable[..., None],
+) -> Assembly:
+    """Adopt the model, size the pool, choose kernels, and connect everything."""
+    refuse_parallel_groups(config.pg_collection)
+    adopted = adopt(model, name=name)
+    refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
+    where = Device(device if device != "auto" else adopted.device)
+    shape = adopted.shape
+    sizes = config.resolve(shape, available_bytes=where.available_bytes())
+    dtype = getattr(torch, shape.dtype)
+    chosen = choose(where.torch, dtype, specs=adopted.specs, block_size=config.block_size_tokens)
+    if chosen.packed is not None:
+        chosen.packed.pack(adopted.packable_weights())
+    parts = Assembly(adopted.live, adopted, config=config, sizes=sizes, chosen=chosen, name=name)
+
+    store = StateStore(
+        num_layers=shape.num_attention_layers,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size_tokens,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=where.torch,
+    )
+    parts.context = DynamicInferenceContext(
+        num_blocks=sizes.num_usable_blocks,
+        block_size=config.block_size_tokens,
+        num_rows=sizes.max_requests,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+        prefix_caching=config.enable_prefix_caching,
+        keep_cached=config.prefix_caching_eviction_policy.value == "lru",
+    )
+    parts.scheduler = Scheduler(
+        parts.context,
+        max_tokens=sizes.max_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        paused_block_limit=sizes.paused_block_limit,
+        root=parts.root(),
+        on_event=on_event,
+    )
+    builder = BatchBuilder(
+        device=where,
+        max_requests=sizes.max_requests,
+        max_tokens=sizes.max_tokens,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+        max_sequence_length=sizes.max_sequence_length,
+        block_size=config.block_size_tokens,
+        dummy_block=store.dummy_block,
+        ops=chosen.ops,
+        attention=chosen.attention,
+        kv_cache=store.kv_cache,
+        rotary=adopted.rotary_table(sizes.max_sequence_length),
+        dtype=dtype,
+    )
+    sampler = Sampler(
+        RowParams(sizes.max_requests + 1, shape.vocab_size),
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.padded_vocab_size,
+        logprobs_mode=config.logprobs_mode,
+        argmax=chosen.argmax,
+    )
+    parts.runner = ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    parts.intake = Intake(
+        Limits(
+            vocab_size=shape.vocab_size,
+            max_sequence_length=sizes.max_sequence_length,
+            max_tokens_per_step=sizes.max_tokens,
+            chunked_prefill=config.enable_chunked_prefill,
+            block_size=config.block_size_tokens,
+            num_usable_blocks=sizes.num_usable_blocks,
+        ),
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        seed=config.seed,
+    )
+    if config.metrics_writer is not None:
+        from megatron_infer.metrics.wandb import WandbSink
+
+        parts.sink = WandbSink(config.metrics_writer)
+    return parts

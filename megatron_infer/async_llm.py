@@ -1,0 +1,183 @@
+"""AsyncLLM: the same engine behind asyncio; one thread steps it, any number of coroutines wait for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import InferenceError, UnknownRequest
+from megatron_infer.intake import Prompt
+from megatron_infer.llm import LLM
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.tracking import StreamMode
+
+
+class EngineStopped(InferenceError):
+    """The engine's thread has ended; carries why as __cause__ when it did not end on request."""
+
+
+class EngineThread:
+    """Runs an engine's loop; commands are callables applied between steps, in order."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._sinks: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._thread = threading.Thread(target=self._run, name="megatron-infer-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, command: Callable[[], Any]) -> Future[Any]:
+        """Run `command` on the engine's thread between two steps."""
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._stopping or self._failure is not None:
+                future.set_exception(self._stopped())
+                return future
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        stream: StreamMode,
+        sink: Callable[[RequestOutput | BaseException], None],
+    ) -> Future[str]:
+        """Queue a request; `sink` gets its outputs (or what ended the engine) on the engine's thread."""
+
+        def add() -> str:
+            added = self.engine.add_request(prompt, params, request_id=request_id, stream=stream)
+            self._sinks[added] = sink
+            return added
+
+        return self.call(add)
+
+    def abort(self, request_id: str) -> Future[RequestOutput]:
+        def end() -> RequestOutput:
+            self._sinks.pop(request_id, None)
+            return self.engine.abort(request_id)
+
+        return self.call(end)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End after the step under way; waiting callers get EngineStopped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def _stopped(self) -> EngineStopped:
+        error = EngineStopped("the engine has been shut down" if self._failure is None else "the engine's loop failed")
+        error.__cause__ = self._failure
+        return error
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                for output in self.engine.step():
+                    sink = self._sinks.get(output.request_id)
+                    if output.finished:
+                        self._sinks.pop(output.request_id, None)
+                    if sink is not None:
+                        sink(output)
+        except BaseException as error:  # reported to every waiting caller, then the thread ends
+            self._failure = error
+        finally:
+            with self._wake:
+                self._stopping = True
+                left = list(self._commands)
+                self._commands.clear()
+            for _, future in left:
+                future.set_exception(self._stopped())
+            for sink in self._sinks.values():
+                sink(self._stopped())
+            self._sinks.clear()
+
+    def _take_commands(self) -> bool:
+        """Apply queued commands, waiting for one while the engine is idle -> False when it is time to end."""
+        while True:
+            with self._wake:
+                while not self._commands and not self._stopping and not self.engine.has_unfinished():
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                commands = list(self._commands)
+                self._commands.clear()
+            for command, future in commands:
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(command())
+                except Exception as error:  # belongs to the caller of this command
+                    future.set_exception(error)
+            if self.engine.has_unfinished():
+                return True
+
+
+class AsyncLLM:
+    """asyncio face of an engine: pass a model's name (and LLM's options), or an `LLM` that exists."""
+
+    def __init__(self, model: str | LLM, **options: Any) -> None:
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.tokenizer = self.llm.tokenizer
+        self._thread = EngineThread(self.llm.engine)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: StreamMode = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come, the last one finished. Leaving the loop early aborts the request."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+        def sink(item: RequestOutput | BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        added = await asyncio.wrap_future(self._thread.submit(prompt, params, request_id, stream, sink))
+        finished = False
+        try:
+            while not finished:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._thread.abort(added)
+
+    async def abort(self, request_id: str) -> RequestOutput:
+        """End a request -> what it has so far. Raises UnknownRequest; a generate() loop over it is left waiting for no one."""
+        sink = self._thread._sinks.get(request_id)
+        output: RequestOutput = await asyncio.wrap_future(self._thread.abort(request_id))
+        if sink is None:
+            raise UnknownRequest(f"no request {request_id!r} in the engine")
+        sink(output)
+        return output
+
+    def shutdown(self) -> None:
+        """End the engine's thread; requests under way get EngineStopped."""
+        self._thread.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.shutdown)

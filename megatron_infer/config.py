@@ -1,0 +1,458 @@
+"""What the user asks for: `InferenceConfig`, and the one place where everything else is derived from it (`resolve`).
+
+Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config moves over unchanged; fields
+below the line "ours" have no counterpart there. Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_infer.context.layout import (
+    GIB,
+    ModelShape,
+    ResolvedSizes,
+    SizeRow,
+    SizingRequest,
+    cap_to_memory,
+    resolve_sizes,
+)
+from megatron_infer.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = [
+    "ConfigWarning",
+    "InferenceConfig",
+    "KVCacheManagementMode",
+    "MambaInferenceStateConfig",
+    "ModelShape",
+    "PrefixCachingCoordinatorPolicy",
+    "PrefixCachingEvictionPolicy",
+    "ResolvedSizes",
+    "SizeRow",
+    "machine_config",
+    "machine_defaults",
+    "refuse_parallel_groups",
+]
+
+WandbModule = ModuleType
+_E = TypeVar("_E", bound=Enum)
+
+
+CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
+"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
+CPU_STEP_TOKENS = 2048
+"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
+
+
+class ConfigWarning(UserWarning):
+    """An option that acts differently from what its value suggests; names what is used instead."""
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """What becomes of a cached prefix block that no request holds any more."""
+
+    REF_ZERO = "ref_zero"
+    """Forgotten at once: prefixes are shared only among requests that overlap in time."""
+    LRU = "lru"
+    """Kept until its memory is needed, oldest first."""
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):
+    """Which data-parallel rank a coordinator sends a request to."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    """The rank with the longest run of matching blocks."""
+    FIRST_PREFIX_BLOCK = "first_prefix_block"
+    """The rank that holds the first block; looks at one hash per rank."""
+    ROUND_ROBIN = "round_robin"
+    """Ranks in turn, whatever they hold."""
+
+
+class KVCacheManagementMode(str, Enum):
+    """What happens to the large tensors (KV cache, recurrent states) between suspend and resume."""
+
+    PERSIST = "persist"
+    """They stay where they are."""
+    OFFLOAD = "offload"
+    """They move to host memory and come back."""
+    RECOMPUTE = "recompute"
+    """They are freed; running requests are computed again."""
+
+
+@dataclass(frozen=True)
+class MambaInferenceStateConfig:
+    """Shapes of the recurrent state one request keeps in a hybrid model."""
+
+    layer_type_list: list[str]
+    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP."""
+    mamba_conv_states_shape: tuple[int, ...]
+    """Convolution state per request and Mamba layer."""
+    mamba_ssm_states_shape: tuple[int, ...]
+    """SSM state per request and Mamba layer."""
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module) -> MambaInferenceStateConfig | None:
+        """None for a model without recurrent layers; NotImplementedError for a hybrid one, which cannot run yet."""
+        inner: Any = model
+        while not hasattr(inner, "decoder") and hasattr(inner, "module"):
+            inner = inner.module
+        kinds = getattr(getattr(inner, "decoder", None), "layer_type_list", None)
+        if kinds is None or "M" not in kinds:
+            return None
+        raise NotImplementedError(
+            f"{type(inner).__name__} has {sum(kind == 'M' for kind in kinds)} Mamba layers: hybrid models need the "
+            "recurrent-state store and Mamba kernels of the hybrid-model issue; attention-only models run today"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
+
+    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value whose machinery does not
+    exist yet. Nothing is ignored: what has no effect in some combination warns with `ConfigWarning`.
+    """
+
+    block_size_tokens: int = 256
+    """Tokens per KV cache block; also the granularity of the prefix cache. Small blocks waste less memory and share
+    more, large ones are faster to read."""
+    buffer_size_gb: int | float = 20
+    """GiB reserved for the KV cache on each rank, fractions allowed. Above 80 % of the memory that is free it is cut
+    to 60 %, with a warning."""
+    paused_buffer_size_gb: int | float | None = None
+    """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and recomputed
+    later. None: 0, every pause that cannot end at once evicts."""
+    mamba_memory_ratio: float | None = None
+    """Share of both buffers for recurrent states, between 0 and 1; hybrid models only. None: one state per KV block."""
+    max_requests: int | None = None
+    """Requests that hold memory at once, and the largest decode batch. None: one per usable block, at most max_tokens,
+    rounded down to a multiple of the tensor parallel size and of 4."""
+    max_tokens: int | None = None
+    """Tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt needs
+    enable_chunked_prefill."""
+    unified_memory_level: int = 0
+    """0: cache in device memory. 1: in unified memory, the paused buffer then adds to the buffer."""
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
+    """What suspend and resume do with the cache: persist, offload or recompute."""
+    num_cuda_graphs: int | None = None
+    """CUDA graphs to capture, at most; -1: chosen automatically. None: no graphs, every step runs eagerly."""
+    cuda_graph_mixed_prefill_count: int | None = 16
+    """Prefill requests in each mixed prefill/decode graph. Acts only with CUDA graphs."""
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    """Capture graphs for steps that prefill, too. Acts only with CUDA graphs."""
+    static_kv_memory_pointers: bool = False
+    """The cache keeps its addresses over suspend and resume, so that CUDA graphs stay valid."""
+    max_sequence_length: int = 2560
+    """Tokens of prompt and output together, per request; cut to the positions the model has."""
+    mamba_inference_state_config: MambaInferenceStateConfig | None = None
+    """Recurrent-state shapes of a hybrid model (see `MambaInferenceStateConfig.from_model`)."""
+    pg_collection: ProcessGroupCollection | None = None
+    """megatron-core process groups of a distributed model. None: one process."""
+    use_flashinfer_fused_rope: bool | None = False
+    """Rotate queries and keys with FlashInfer's fused kernel. None: when it is available and faster."""
+    materialize_only_last_token_logits: bool = True
+    """Logits of each sequence's last token only. False changes nothing but memory elsewhere; here only rows that
+    somebody asked for (sampling, prompt logprobs) are ever computed."""
+    enable_chunked_prefill: bool = False
+    """Split prompts over steps to fill max_tokens exactly, next to decoding requests; allows prompts longer than
+    max_tokens."""
+    enable_prefix_caching: bool = False
+    """Requests that begin with the same full blocks share them and skip their prefill."""
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
+    """ref_zero: a cached block is forgotten when its last request ends. lru: it is kept until memory is needed. Acts
+    only with enable_prefix_caching."""
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    )
+    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block or round_robin."""
+    track_paused_request_events: bool = False
+    """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
+    track_generated_token_events: bool = False
+    """Record an event with a timestamp for every generated token; costs memory per token."""
+    metrics_writer: WandbModule | None = None
+    """The wandb module (or a run): engine metrics go there every logging_step_interval steps."""
+    logging_step_interval: int = 0
+    """Steps between two lines of metrics. 0: none."""
+    request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = None
+    """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
+
+    # ours
+    overlap: bool = False
+    """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
+    stay the same."""
+    seed: int = 0
+    """Seed of requests that bring none, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else is in the
+    batch."""
+    logprobs_mode: str = "raw"
+    """raw: logprobs of the model's distribution. processed: of the one sampled from, after penalties, temperature and
+    filters."""
+    check_invariants: bool = False
+    """Prove the books (blocks, rows, references) after every step; for debugging, costs time."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
+        """Refuse an unknown keyword with the nearest known one, where dataclasses would only name it."""
+        known = [item.name for item in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(unknown_name("InferenceConfig field", name, known))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, kind in _ENUM_FIELDS.items():
+            object.__setattr__(self, name, _coerce(kind, name, getattr(self, name)))
+        _check_values(self)
+        _check_supported(self)
+        _warn_without_effect(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> InferenceConfig:
+        """A config from plain values (enums by their string), as a file or a command line has them."""
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` takes back; objects of the process (groups, metrics writer) are left out."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _PROCESS_OBJECTS}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
+
+    def resolve(
+        self, shape: ModelShape, *, tensor_parallel_size: int = 1, available_bytes: int | None = None
+    ) -> ResolvedSizes:
+        """Derive every size for one rank's share of a model; `.table()` of the result explains them.
+
+        available_bytes: free memory of the device, None if unknown.
+        Raises CapacityError when the buffer holds no usable block, ConfigError when sizes contradict each other.
+        """
+        if tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, it must be at least 1")
+        asked, paused = int(self.buffer_size_gb * GIB), int((self.paused_buffer_size_gb or 0) * GIB)
+        buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
+        if note:
+            warnings.warn(note, ConfigWarning, stacklevel=2)
+        sizes = resolve_sizes(
+            shape,
+            SizingRequest(
+                block_size=self.block_size_tokens,
+                buffer_bytes=buffer_bytes,
+                paused_bytes=paused_bytes,
+                max_requests=self.max_requests,
+                max_tokens=self.max_tokens,
+                max_sequence_length=self.max_sequence_length,
+                chunked_prefill=self.enable_chunked_prefill,
+                tensor_parallel_size=tensor_parallel_size,
+                buffer_note=note or "",
+            ),
+        )
+        if sizes.max_sequence_length < self.max_sequence_length != _DEFAULTS["max_sequence_length"]:
+            warnings.warn(
+                f"max_sequence_length is {self.max_sequence_length:,}, the model has {sizes.max_sequence_length:,} "
+                "positions: the latter is used",
+                ConfigWarning,
+                stacklevel=2,
+            )
+        return sizes
+
+
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(InferenceConfig)}
+_PROCESS_OBJECTS = ("pg_collection", "metrics_writer")
+_ENUM_FIELDS: dict[str, type[Enum]] = {
+    "kv_cache_management_mode": KVCacheManagementMode,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
+    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
+}
+_AT_LEAST: dict[str, tuple[int, bool]] = {
+    "block_size_tokens": (1, False),
+    "max_requests": (1, True),
+    "max_tokens": (1, True),
+    "max_sequence_length": (2, False),
+    "logging_step_interval": (0, False),
+    "unified_memory_level": (0, False),
+    "num_cuda_graphs": (-1, True),
+    "cuda_graph_mixed_prefill_count": (0, True),
+    "seed": (0, False),
+}
+"""Integer fields: smallest value, and whether None is allowed."""
+_BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
+LOGPROBS_MODES = ("raw", "processed")
+_NEEDS: dict[str, str] = {
+    "mamba_memory_ratio": "the recurrent-state store of the hybrid-model issue",
+    "unified_memory_level": "the unified-memory allocator of the suspend/resume issue",
+    "kv_cache_management_mode": "the suspend/resume issue (offload and recompute of the cache)",
+    "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
+    "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
+    "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
+    "static_kv_memory_pointers": "the suspend/resume issue (address-stable allocators)",
+    "mamba_inference_state_config": "the recurrent-state store of the hybrid-model issue",
+    "prefix_caching_coordinator_policy": "the data-parallel coordinator issue",
+    "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
+}
+"""Fields that act only together with machinery that comes later: away from the default they raise."""
+
+
+def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
+    """Fields in which an LLM or a command that is given no config departs from the defaults above.
+
+    Prefix cache on and prompts chunked; on a CPU a pool that leaves the laptop alone.
+    """
+    common: dict[str, Any] = {
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
+    }
+    if is_cuda:
+        return common
+    return common | {
+        "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
+        "block_size_tokens": 64,
+        "max_requests": 256,
+        "max_tokens": CPU_STEP_TOKENS,
+    }
+
+
+def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: int) -> InferenceConfig:
+    """What the user asked for over `machine_defaults`; a machine default that contradicts it gives way."""
+    base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
+    if asked.get("enable_prefix_caching") is False:
+        base.pop("prefix_caching_eviction_policy")
+    if asked.get("enable_chunked_prefill") is False:
+        base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
+    requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
+    if isinstance(tokens, int) and "max_requests" in base:
+        base["max_requests"] = min(base["max_requests"], tokens)
+    if isinstance(requests, int) and "max_tokens" in base:
+        base["max_tokens"] = max(base["max_tokens"], requests)
+    return InferenceConfig.from_dict(base | dict(asked))
+
+
+def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:
+    """Raise NotImplementedError when a group of the collection has more than one member; None and groups of one pass.
+    Raise NotImplementedError when a group of the collection has more than one member; None and groups of one pass."""
+    if groups is None:
+        return
+    wide = {name: group.size() for name, group in vars(groups).items() if hasattr(group, "size") and group.size() > 1}
+    if wide:
+        sizes = ", ".join(f"{name}={size}" for name, size in sorted(wide.items()))
+        raise NotImplementedError(
+            f"pg_collection has groups of more than one process ({sizes}): distributed inference needs the lockstep "
+            "engine of the parallelism issue; one process serves today"
+        )
+
+
+def _coerce(kind: type[_E], name: str, value: object) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        known = [member.value for member in kind]
+        raise ConfigError(f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}") from None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_values(config: InferenceConfig) -> None:
+    for name, (smallest, optional) in _AT_LEAST.items():
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if not _is_int(value):
+            raise ConfigError(
+                f"{name} is {value!r} ({type(value).__name__}), it must be an integer"
+                + (" or None" if optional else "")
+            )
+        if value < smallest:
+            raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
+    for name in _BOOLEANS:
+        value = getattr(config, name)
+        if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
+            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
+    _check_gigabytes(config)
+    if config.unified_memory_level > 1:
+        raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
+    if config.num_cuda_graphs == 0:
+        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+    if config.seed >= 2**64:
+        raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
+    if config.logprobs_mode not in LOGPROBS_MODES:
+        message = unknown_name("value", str(config.logprobs_mode), LOGPROBS_MODES)
+        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(LOGPROBS_MODES)}")
+    if config.metrics_writer is not None and not callable(getattr(config.metrics_writer, "log", None)):
+        raise ConfigError(
+            f"metrics_writer is {config.metrics_writer!r}, it must be the wandb module (or an object with its log())"
+        )
+    if config.max_requests is not None and config.max_tokens is not None and config.max_requests > config.max_tokens:
+        raise ConfigError(
+            f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
+            "takes one token per request of a step); raise max_tokens or lower max_requests"
+        )
+
+
+def _check_gigabytes(config: InferenceConfig) -> None:
+    for name, allow_zero in (("buffer_size_gb", False), ("paused_buffer_size_gb", True)):
+        value = getattr(config, name)
+        if value is None and allow_zero:
+            continue
+        if not (_is_int(value) or isinstance(value, float)):
+            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+            raise ConfigError(
+                f"{name} is {value} GiB, it must be a finite number {'of 0 or more' if allow_zero else 'above 0'}"
+            )
+    paused = config.paused_buffer_size_gb or 0
+    if config.unified_memory_level == 0 and paused > config.buffer_size_gb:
+        raise ConfigError(
+            f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of "
+            "which it is a part; lower it or raise the buffer"
+        )
+    ratio = config.mamba_memory_ratio
+    if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
+        raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
+
+
+def _check_supported(config: InferenceConfig) -> None:
+    for name, needed in _NEEDS.items():
+        value = getattr(config, name)
+        if value != _DEFAULTS[name]:
+            shown = value.value if isinstance(value, Enum) else value
+            raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown_default(name)}")
+    if config.use_flashinfer_fused_rope:
+        raise NotImplementedError(
+            "use_flashinfer_fused_rope=True needs the FlashInfer backend of the GPU issue; leave it False or None"
+        )
+
+
+def _shown_default(name: str) -> str:
+    default = _DEFAULTS[name]
+    return repr(default.value if isinstance(default, Enum) else default)
+
+
+def _warn_without_effect(config: InferenceConfig) -> None:
+    messages: Sequence[tuple[bool, str]] = (
+        (
+            not config.materialize_only_last_token_logits,
+            "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
+            "logprobs in chunks) are ever computed, whatever its value",
+        ),
+        (
+            config.prefix_caching_eviction_policy is not PrefixCachingEvictionPolicy.REF_ZERO
+            and not config.enable_prefix_caching,
+            f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
+            "enable_prefix_caching=True, which is off: nothing is cached",
+        ),
+        (
+            config.metrics_writer is not None and config.logging_step_interval == 0,
+            "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval",
+        ),
+    )
+    for applies, message in messages:
+        if applies:
+            warnings.warn(message, ConfigWarning, stacklevel=4)

@@ -1,0 +1,349 @@
+"""Sizing arithmetic: bytes per block and state slot, GiB in, counts out. Pure: knows ints, never tensors.
+
+The rules are those of Megatron's dynamic context, so that a job sized there is sized the same here:
+
+    buffer bytes ── // (block bytes [+ state bytes]) ──> blocks of the pool, the last one a dummy for padding writes
+    paused bytes ── // the same ───────────────────────> how many of those blocks paused requests may keep
+    blocks - 1   ── floor to TP, then to 4 ────────────> max_requests, when the user gives none
+
+Two deviations, both on purpose. A buffer that holds no usable block is refused (Megatron silently takes two blocks,
+more than it was given); and a derived max_requests never rounds down to zero nor exceeds max_tokens (Megatron asserts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from megatron_infer.errors import CapacityError, ConfigError
+
+GIB = 1 << 30
+REQUEST_ROUNDER = 4
+DEFAULT_MAX_TOKENS = 16384
+TOKEN_ID_BYTES = 4
+MIN_POOL_BLOCKS = 2
+"""One block to use and the dummy block."""
+AVAILABLE_SHARE_LIMIT = 0.8
+AVAILABLE_SHARE_CAP = 0.6
+"""A buffer above 80 % of the memory that is free leaves too little for weights and activations: it is cut to 60 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What sizes depend on, of one rank's share of a model."""
+
+    num_layers: int
+    num_attention_layers: int
+    """Layers of this rank that keep keys and values."""
+    num_query_heads: int
+    num_kv_heads: int
+    """Heads of this rank (see `heads_per_rank`)."""
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    """True size; entries above it in the padded vocabulary are never drawn."""
+    padded_vocab_size: int
+    max_position: int | None
+    """Positions the model can tell apart; None if unbounded."""
+    kv_dtype_bytes: int
+    dtype: str
+    """"float32" or "bfloat16": the dtype of parameters, activations and cache."""
+    num_parameters: int
+
+
+class SizeRow(NamedTuple):
+    """One line of `ResolvedSizes.table()`."""
+
+    name: str
+    value: int | str
+    unit: str
+    how: str
+
+
+def _in(unit: str) -> Any:
+    return field(metadata={"unit": unit})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSizes:
+    """Every size that follows from (config, model, memory), derived once; `table()` says how."""
+
+    block_size: int = _in("tokens")
+    block_bytes: int = _in("bytes")
+    num_blocks: int = _in("blocks")
+    num_usable_blocks: int = _in("blocks")
+    paused_block_limit: int = _in("blocks")
+    max_sequence_length: int = _in("tokens")
+    max_blocks_per_row: int = _in("blocks")
+    max_requests: int = _in("requests")
+    max_tokens: int = _in("tokens/step")
+    max_decode_requests: int = _in("requests/step")
+    max_prefill_tokens: int = _in("tokens/step")
+    max_prompt_tokens: int = _in("tokens")
+    full_length_requests: int = _in("requests")
+    """How many requests of max_sequence_length fit at once."""
+    kv_bytes: int = _in("bytes")
+    token_pool_bytes: int = _in("bytes")
+    block_table_bytes: int = _in("bytes")
+    graph_shapes: tuple[tuple[int, int, int], ...] = _in("shapes")
+    """CUDA graphs captured, as (tokens, prefill requests, decode requests)."""
+    how: Mapping[str, str] = field(repr=False, compare=False)
+    """Field name -> how its value came about."""
+
+    def table(self) -> list[SizeRow]:
+        """(name, value, unit, how it was derived) of every size, in order of derivation."""
+        rows = []
+        for item in fields(self):
+            if item.name == "how":
+                continue
+            value = getattr(self, item.name)
+            if item.name == "graph_shapes":
+                value = ", ".join(map(str, value)) or "none"
+            rows.append(SizeRow(item.name, value, item.metadata["unit"], self.how[item.name]))
+        return rows
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens. Example: 45 tokens, B=16 -> 3."""
+    return -(-num_tokens // block_size)
+
+
+def heads_per_rank(num_heads: int, tensor_parallel_size: int) -> int:
+    """KV heads of one rank; at least one, since heads are replicated when there are more ranks than heads."""
+    return max(1, num_heads // tensor_parallel_size)
+
+
+def kv_block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes of one block over all attention layers, keys and values. Example: 30 x 16 x 3 x 64 bf16 -> 368,640."""
+    return dtype_bytes * 2 * num_layers * block_size * num_kv_heads * head_dim
+
+
+def latent_block_bytes(*, num_layers: int, block_size: int, latent_dim: int, rope_dim: int, dtype_bytes: int) -> int:
+    """Bytes of one block of multi-latent attention: one latent and one rotary key per token, no values."""
+    return dtype_bytes * num_layers * block_size * (latent_dim + rope_dim)
+
+
+def state_bytes_per_request(
+    *,
+    conv_shape: Sequence[int],
+    ssm_shape: Sequence[int],
+    conv_bytes: int,
+    ssm_bytes: int,
+    num_layers: int,
+    num_speculative_tokens: int = 0,
+) -> int:
+    """Bytes of recurrent state one request needs; speculation keeps one more copy per drafted position and the next."""
+    copies = 1 + (num_speculative_tokens + 1 if num_speculative_tokens else 0)
+    return (math.prod(conv_shape) * conv_bytes + math.prod(ssm_shape) * ssm_bytes) * num_layers * copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSplit:
+    """How the two buffers divide into blocks and recurrent-state slots."""
+
+    num_blocks: int
+    """Blocks the buffer holds, before the paused buffer of unified memory is added."""
+    paused_blocks: int
+    state_slots: int | None
+    """Requests whose recurrent state fits; None when the blocks alone decide."""
+
+
+def split_pool(
+    buffer_bytes: int,
+    paused_bytes: int,
+    *,
+    block_bytes: int,
+    state_bytes: int = 0,
+    state_ratio: float | None = None,
+    max_requests: int | None = None,
+) -> PoolSplit:
+    """Divide the buffers between KV blocks and recurrent states (state_bytes a request; 0 for attention-only models).
+
+    A ratio gives that share of both buffers to states. Without one, a given max_requests reserves exactly its states,
+    in proportion from both buffers. Without either, every block brings a state slot along.
+    Raises ConfigError (ratio out of range or without states) or CapacityError (reserved states exceed the buffers).
+    """
+    if state_ratio is not None:
+        if not state_bytes:
+            raise ConfigError("mamba_memory_ratio is set, but the model keeps no recurrent state; leave it None")
+        if not 0.0 < state_ratio < 1.0:
+            raise ConfigError(f"mamba_memory_ratio is {state_ratio}, it must lie between 0 and 1 (exclusive)")
+        slots = int((buffer_bytes + paused_bytes) * state_ratio // state_bytes)
+        kv_share = 1.0 - state_ratio
+        return PoolSplit(
+            num_blocks=int(buffer_bytes * kv_share) // block_bytes,
+            paused_blocks=int(paused_bytes * kv_share) // block_bytes,
+            state_slots=slots,
+        )
+    if state_bytes and max_requests is not None:
+        reserved, total = max_requests * state_bytes, buffer_bytes + paused_bytes
+        if reserved >= total:
+            raise CapacityError(
+                f"recurrent states of {max_requests:,} requests (max_requests) need {reserved:,} bytes, the buffers "
+                f"hold {total:,}; lower max_requests or raise buffer_size_gb"
+            )
+        kv_share = 1.0 - reserved / total
+        return PoolSplit(
+            num_blocks=int(buffer_bytes * kv_share) // block_bytes,
+            paused_blocks=int(paused_bytes * kv_share) // block_bytes,
+            state_slots=max_requests,
+        )
+    unit = block_bytes + state_bytes
+    return PoolSplit(num_blocks=buffer_bytes // unit, paused_blocks=paused_bytes // unit, state_slots=None)
+
+
+def derive_max_requests(
+    limit: int, *, tensor_parallel_size: int = 1, max_tokens: int | None = None, rounder: int = REQUEST_ROUNDER
+) -> int:
+    """Largest request count <= `limit` (and max_tokens) divisible by TP, and by `rounder` where that leaves any.
+
+    Raises CapacityError when not even one request per tensor-parallel rank fits.
+    """
+    if max_tokens is not None:
+        limit = min(limit, max_tokens)
+    whole = limit // tensor_parallel_size * tensor_parallel_size
+    if whole == 0:
+        raise CapacityError(
+            f"room for {limit:,} requests, but tensor parallelism needs a multiple of {tensor_parallel_size}; "
+            "raise buffer_size_gb and max_tokens"
+        )
+    step = math.lcm(tensor_parallel_size, rounder)
+    return whole // step * step or whole
+
+
+def cap_to_memory(buffer_bytes: int, paused_bytes: int, available_bytes: int | None) -> tuple[int, int, str | None]:
+    """(buffer, paused, note or None): a buffer above 80 % of what is free is cut to 60 %, the paused part with it."""
+    if available_bytes is None or buffer_bytes <= AVAILABLE_SHARE_LIMIT * available_bytes:
+        return buffer_bytes, paused_bytes, None
+    capped = int(AVAILABLE_SHARE_CAP * available_bytes)
+    note = (
+        f"buffer_size_gb asks for {buffer_bytes / GIB:.2f} GiB, more than {AVAILABLE_SHARE_LIMIT:.0%} of the "
+        f"{available_bytes / GIB:.2f} GiB available: capped to {AVAILABLE_SHARE_CAP:.0%} = {capped / GIB:.2f} GiB"
+    )
+    return capped, paused_bytes * capped // buffer_bytes, note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRequest:
+    """The numbers of an InferenceConfig that sizing reads."""
+
+    block_size: int
+    buffer_bytes: int
+    paused_bytes: int
+    max_requests: int | None
+    max_tokens: int | None
+    max_sequence_length: int
+    chunked_prefill: bool
+    tensor_parallel_size: int
+    buffer_note: str = ""
+
+
+def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
+    """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
+    if shape.num_attention_layers == 0:
+        raise NotImplementedError(
+            "a model without attention layers needs a context without KV blocks: the hybrid issue"
+        )
+    size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
+    num_blocks, paused = _pool(ask, block_bytes)
+    max_sequence_length = min(ask.max_sequence_length, shape.max_position or ask.max_sequence_length)
+    max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
+    max_requests = _max_requests(ask, num_blocks - 1, max_tokens)
+    usable, width = num_blocks - 1, blocks_for(max_sequence_length, size)
+    prompt_limits = [max_sequence_length - 1, usable * size] + ([] if ask.chunked_prefill else [max_tokens])
+    how = {
+        "block_size": "block_size_tokens",
+        "block_bytes": f"{shape.kv_dtype_bytes} B x 2 (K, V) x {shape.num_attention_layers} attention layers "
+        f"x {size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
+        "num_blocks": f"{ask.buffer_bytes:,} bytes // block_bytes, the last is the dummy block"
+        + (f"; {ask.buffer_note}" if ask.buffer_note else ""),
+        "num_usable_blocks": f"num_blocks - 1: {usable * size:,} tokens",
+        "paused_block_limit": f"{ask.paused_bytes:,} bytes (paused_buffer_size_gb, part of the buffer) // block_bytes",
+        "max_sequence_length": "as configured"
+        if max_sequence_length == ask.max_sequence_length
+        else f"the model's positions; {ask.max_sequence_length:,} were asked for",
+        "max_blocks_per_row": "ceil(max_sequence_length / block_size)",
+        "max_requests": "as configured"
+        if ask.max_requests is not None
+        else f"num_usable_blocks, at most max_tokens, floored to TP={ask.tensor_parallel_size} and {REQUEST_ROUNDER}",
+        "max_tokens": "as configured" if ask.max_tokens is not None else "default",
+        "max_decode_requests": "max_requests: one token each",
+        "max_prefill_tokens": "max_tokens, less one per request that decodes in the same step",
+        "max_prompt_tokens": "min(max_sequence_length - 1, num_usable_blocks x block_size"
+        + (")" if ask.chunked_prefill else ", max_tokens: enable_chunked_prefill is off)"),
+        "full_length_requests": "min(num_usable_blocks // max_blocks_per_row, max_requests)",
+        "kv_bytes": "num_blocks x block_bytes",
+        "token_pool_bytes": f"(max_requests + 1) x max_sequence_length x {TOKEN_ID_BYTES} B",
+        "block_table_bytes": "(max_requests + 1) x max_blocks_per_row x 4 B",
+        "graph_shapes": "num_cuda_graphs is None: every step runs eagerly",
+    }
+    return ResolvedSizes(
+        block_size=size,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        num_usable_blocks=usable,
+        paused_block_limit=paused,
+        max_sequence_length=max_sequence_length,
+        max_blocks_per_row=width,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_decode_requests=max_requests,
+        max_prefill_tokens=max_tokens,
+        max_prompt_tokens=min(prompt_limits),
+        full_length_requests=min(usable // width, max_requests),
+        kv_bytes=num_blocks * block_bytes,
+        token_pool_bytes=(max_requests + 1) * max_sequence_length * TOKEN_ID_BYTES,
+        block_table_bytes=(max_requests + 1) * width * 4,
+        graph_shapes=(),
+        how=how,
+    )
+
+
+def _block_bytes(shape: ModelShape, block_size: int) -> int:
+    return kv_block_bytes(
+        num_layers=shape.num_attention_layers,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=shape.kv_dtype_bytes,
+    )
+
+
+def _pool(ask: SizingRequest, block_bytes: int) -> tuple[int, int]:
+    """(blocks of the pool, blocks paused requests may keep)."""
+    split = split_pool(ask.buffer_bytes, ask.paused_bytes, block_bytes=block_bytes)
+    if split.num_blocks < MIN_POOL_BLOCKS:
+        needed = MIN_POOL_BLOCKS * block_bytes
+        smallest = math.ceil(needed / GIB * 1e6) / 1e6
+        raise CapacityError(
+            f"the KV buffer has {ask.buffer_bytes:,} bytes ({ask.buffer_bytes / GIB:.6f} GiB, buffer_size_gb), "
+            f"one block of {ask.block_size} tokens takes {block_bytes:,} and a dummy block is kept beside it: at least "
+            f"{needed:,} are needed; set buffer_size_gb >= {smallest:.6f} or lower block_size_tokens"
+        )
+    if split.paused_blocks > split.num_blocks - MIN_POOL_BLOCKS:
+        raise ConfigError(
+            f"paused_buffer_size_gb would let paused requests keep {split.paused_blocks:,} of {split.num_blocks:,} "
+            f"blocks, the limit is {split.num_blocks - MIN_POOL_BLOCKS:,} (one is to run, one is the dummy); "
+            "lower paused_buffer_size_gb or raise buffer_size_gb"
+        )
+    return split.num_blocks, split.paused_blocks
+
+
+def _max_requests(ask: SizingRequest, num_usable_blocks: int, max_tokens: int) -> int:
+    if ask.max_requests is None:
+        return derive_max_requests(
+            num_usable_blocks, tensor_parallel_size=ask.tensor_parallel_size, max_tokens=max_tokens
+        )
+    if ask.max_requests % ask.tensor_parallel_size:
+        raise ConfigError(
+            f"max_requests is {ask.max_requests:,}, it must be a multiple of the tensor parallel size "
+            f"{ask.tensor_parallel_size}; round it up"
+        )
+    if ask.max_requests > max_tokens:
+        raise ConfigError(
+            f"max_requests is {ask.max_requests:,}, the limit is max_tokens = {max_tokens:,} (a decoding request takes "
+            "one token of a step); raise max_tokens or lower max_requests"
+        )
+    return ask.max_requests

@@ -1,0 +1,41 @@
+"""The large tensors: the KV cache. Knows bytes and devices, not who owns a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class StateStore:
+    """Holds `kv_cache` [layers, 2, num_blocks, B, K, H]; pages are touched by first use, so an idle pool costs little on a CPU."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.dummy_block = num_blocks - 1
+        self.kv_cache: Tensor = torch.empty(
+            (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype, device=device
+        )
+        self.kv_cache[:, :, self.dummy_block].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv_cache.numel() * self.kv_cache.element_size()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
+        if not pairs:
+            return
+        index = torch.tensor(pairs, dtype=torch.int64).to(self.kv_cache.device, non_blocking=True)
+        self.kv_cache.index_copy_(2, index[:, 1], self.kv_cache.index_select(2, index[:, 0]))

@@ -1,0 +1,1 @@
+"""One step on one rank: plan in, tokens out."""

@@ -1,0 +1,92 @@
+"""The only place that knows how a device copies, waits and times; on a CPU every call is a plain copy or a no-op."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Device:
+    """A torch device with the few operations a step needs, the same on CPU and CUDA."""
+
+    def __init__(self, name: str | torch.device = "auto") -> None:
+        if str(name) == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        self.torch = torch.device(name)
+        self.is_cuda = self.torch.type == "cuda"
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory a step is written into: pinned where the device can copy from it without waiting."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch)
+
+    def upload(self, host: Tensor, target: Tensor) -> None:
+        """Copy host -> device on the current stream; does not wait."""
+        target.copy_(host, non_blocking=self.is_cuda)
+
+    def begin_read(self, tensor: Tensor) -> HostRead:
+        """Start copying `tensor` to the host; `HostRead.wait` gives it."""
+        return HostRead(self, tensor)
+
+    def available_bytes(self) -> int:
+        """Memory that can still be taken, by the system's own account."""
+        if self.is_cuda:
+            return int(torch.cuda.mem_get_info(self.torch)[0])
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass  # not Linux: the portable figure below
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+class HostRead:
+    """A device-to-host copy under way."""
+
+    def __init__(self, device: Device, tensor: Tensor) -> None:
+        self._event: Any = None
+        if device.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor
+
+    def wait(self) -> Tensor:
+        """The host tensor, once the device is done with it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """The compute dtype for "auto" or a name."""
+    if name == "auto":
+        if device.is_cuda:
+            return torch.bfloat16
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cpu_has_bf16() -> bool:
+    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))

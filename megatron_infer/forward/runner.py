@@ -1,0 +1,149 @@
+"""Plan -> batch -> hidden states -> logits -> tokens. Never changes a request; never waits for the device before it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_infer.context.store import StateStore
+from megatron_infer.forward.batch import Batch, BatchBuilder
+from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.request import Request
+
+PROMPT_LOGPROB_CHUNK = 256
+"""Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Log probabilities of prompt tokens first .. first+len-1 of one request, as the model gives them (raw)."""
+
+    request: Request
+    first: int
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+@dataclass(slots=True)
+class Drawn:
+    """A step's result on the host."""
+
+    result: StepResult
+    logprobs: LogprobBatch | None
+    bad: list[int]
+    """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
+    prompt_scores: list[PromptScores]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and whose result has not been read."""
+
+    plan: Plan
+    batch: Batch
+    logits_SV: Tensor | None = None
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+    logprobs: LogprobBatch | None = None
+    _tokens: HostRead | None = None
+    _bad: HostRead | None = None
+
+    def drawn_as(self, tokens: HostRead, bad: HostRead, logprobs: LogprobBatch | None) -> None:
+        self._tokens, self._bad, self.logprobs = tokens, bad, logprobs
+        self.logits_SV = None
+
+    def read(self) -> Drawn:
+        """Wait for the device and give the tokens."""
+        if self._tokens is None or self._bad is None:
+            return Drawn(StepResult(()), None, [], self.prompt_scores)
+        bad = self._bad.wait()
+        return Drawn(
+            StepResult(self._tokens.wait().tolist()),
+            self.logprobs,
+            bad.nonzero().flatten().tolist() if bool(bad.any()) else [],
+            self.prompt_scores,
+        )
+
+
+class ModelRunner:
+    """Runs plans on one model; `forward` then `sample`, so that masks can be made while the forward runs."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        store: StateStore,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        device: Device,
+        ops: Ops,
+    ) -> None:
+        self._model, self._store, self._builder = model, store, builder
+        self._sampler, self._device, self._ops = sampler, device, ops
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Flight:
+        """Enqueue the step's forward; logits exist only for the positions that draw a token."""
+        self._set_rows(plan)
+        batch = self._builder.build(plan, table_writes)
+        flight = Flight(plan=plan, batch=batch)
+        hidden_TD = self._model.hidden(batch)
+        self._store.copy_blocks(plan.copies)
+        if plan.sampled:
+            hidden_SD = hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
+            flight.logits_SV = self._model.logits(hidden_SD, self._ops)
+        flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+        return flight
+
+    @torch.inference_mode()
+    def sample(self, flight: Flight) -> None:
+        """Draw the step's tokens on the device and start their way to the host."""
+        if flight.logits_SV is None:
+            return
+        batch = flight.batch
+        out = self._sampler.sample(
+            flight.logits_SV,
+            SampleInputs(
+                rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self._builder.token_pool
+            ),
+        )
+        self._builder.store_drawn(batch, out.tokens_S)
+        flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out.logprobs)
+
+    def _set_rows(self, plan: Plan) -> None:
+        """Sampling parameters of rows that changed hands in this plan."""
+        for piece in plan.prefill:
+            for request in (piece.request, *piece.forks) if piece.first else piece.forks:
+                assert request.lease is not None, f"{request.id} is planned without a lease"
+                self._sampler.params.set(request.lease.row, request)
+
+    def _score_prompts(self, plan: Plan, hidden_TD: Tensor) -> list[PromptScores]:
+        """Prompt log probabilities of the slices whose requests asked; the last prompt position scores no prompt token."""
+        scores: list[PromptScores] = []
+        offset = len(plan.decode)
+        for piece in plan.prefill:
+            request, begin = piece.request, offset
+            offset += piece.n
+            top = request.params.prompt_logprobs
+            count = min(piece.n, request.prompt_len - 1 - piece.start)
+            if top is None or count <= 0:
+                continue
+            targets = torch.tensor(request.tokens[piece.start + 1 : piece.start + 1 + count], dtype=torch.int64)
+            scored = prompt_logprobs(
+                hidden_TD[begin : begin + count],
+                targets.to(self._device.torch),
+                lambda hidden: self._model.logits(hidden, self._ops),
+                top=top,
+                chunk=PROMPT_LOGPROB_CHUNK,
+                vocab_size=self._sampler.vocab_size,
+            )
+            scores.append(PromptScores(request, piece.start + 1, *scored))
+        return scores

@@ -1,0 +1,173 @@
+"""What every caller is owed: groups of samples, and how a committed step becomes outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.forward.runner import Drawn, PromptScores
+from megatron_infer.intake import TextCodec
+from megatron_infer.outputs import RequestMetrics, RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.request import FinishReason, Request
+from megatron_infer.schedule.scheduler import Scheduler
+from megatron_infer.tracking import Group, Sample, StreamMode, logprob_entry
+
+
+class Ledger:
+    """Open requests by id, and the sequences that want work per token (text, stop strings, logprobs, token events)."""
+
+    def __init__(self, tokenizer: TextCodec | None, *, token_events: bool, pause_events: bool) -> None:
+        self._tokenizer = tokenizer
+        self._token_events, self._pause_events = token_events, pause_events
+        self._groups: dict[str, Group] = {}
+        self._members: dict[str, tuple[Group, Sample]] = {}
+        self._watched: set[str] = set()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def get(self, request_id: str) -> Group | None:
+        return self._groups.get(request_id)
+
+    def open(
+        self, request_id: str, prompt: str | None, ids: list[int], params: SamplingParams, mode: StreamMode, members: Sequence[Request]
+    ) -> None:
+        """Start an account for a request of len(members) samples."""
+        samples = [Sample(request, i, params, self._tokenizer) for i, request in enumerate(members)]
+        group = Group(
+            id=request_id,
+            prompt=prompt,
+            prompt_ids=ids,
+            params=params,
+            mode=mode,
+            samples=samples,
+            metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids)),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        group.event("ADD_ENGINE")
+        self._groups[request_id] = group
+        per_token = mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
+        for sample in samples:
+            self._members[sample.request.id] = (group, sample)
+            if per_token:
+                self._watched.add(sample.request.id)
+
+    def retire(self, group: Group) -> RequestOutput:
+        """Close the account -> its last output."""
+        group.event("FINISH")
+        output = group.output()
+        del self._groups[group.id]
+        for sample in group.samples:
+            del self._members[sample.request.id]
+            self._watched.discard(sample.request.id)
+        return output
+
+    def on_event(self, request: Request, kind: str, payload: dict[str, Any]) -> None:
+        """The scheduler's account of what it did to a request."""
+        member = self._members.get(request.id)
+        if member is None:
+            return
+        group, sample = member
+        if kind == "admit":
+            if group.metrics.first_scheduled_time is None:
+                group.metrics.first_scheduled_time = time.monotonic()
+            group.event("ADD_CONTEXT", sample=sample.index, **payload)
+        elif kind == "evict" or (kind in ("pause", "resume") and self._pause_events):
+            group.event(kind.upper(), sample=sample.index, **payload)
+
+    def set_error(self, request: Request, error: InferenceError) -> None:
+        member = self._members.get(request.id)
+        if member is not None and member[0].error is None:
+            member[0].error = error
+            member[0].event("FAIL", message=str(error))
+
+    def alive(self, plan: Plan) -> list[bool]:
+        """Which of plan.sampled still take a token; ask before the scheduler commits. Empty when nobody watches."""
+        return [request.finish_reason is None for request in plan.sampled] if self._watched else []
+
+    def take(
+        self, plan: Plan, drawn: Drawn, alive: list[bool], ended: Iterable[Request], scheduler: Scheduler
+    ) -> list[RequestOutput]:
+        """A committed step -> outputs with news. Stop strings found here end their request in the scheduler."""
+        if drawn.prompt_scores:
+            self._take_prompt_scores(drawn.prompt_scores)
+        now = time.monotonic()
+        for piece in plan.prefill:
+            member = self._members.get(piece.request.id)
+            if member is not None and piece.samples and member[0].metrics.first_token_time is None:
+                member[0].metrics.first_token_time = now
+        touched: dict[str, Group] = {}
+        if self._watched:
+            if drawn.logprobs is not None:
+                self._take_logprobs(plan, drawn, alive)
+            self._take_tokens(plan, alive, touched, scheduler)
+        return self.close(ended, touched)
+
+    def close(self, ended: Iterable[Request], touched: dict[str, Group] | None = None) -> list[RequestOutput]:
+        """Outputs of groups that ended or have news."""
+        touched = {} if touched is None else touched
+        for request in ended:
+            member = self._members.get(request.id)
+            if member is not None:
+                touched[member[0].id] = member[0]
+        outputs: list[RequestOutput] = []
+        for group in touched.values():
+            for sample in group.samples:
+                if sample.request.finish_reason is not None:
+                    sample.close()
+            if group.finished:
+                outputs.append(self.retire(group))
+            elif group.mode != "final" and any(sample.has_news() for sample in group.samples):
+                outputs.append(group.output())
+        return outputs
+
+    def _take_tokens(self, plan: Plan, alive: list[bool], touched: dict[str, Group], scheduler: Scheduler) -> None:
+        for request, was_alive in zip(plan.sampled, alive, strict=True):
+            if not was_alive or request.id not in self._watched:
+                continue
+            group, sample = self._members[request.id]
+            if self._token_events:
+                group.event("GENERATED_TOKEN", token=request.tokens[-1], sample=sample.index)
+            matched = sample.advance()
+            if matched is not None:
+                if request.finish_reason is None:
+                    scheduler.finish(request, FinishReason.STOP, stop_reason=matched)
+                else:  # the same token also was the last one allowed: the text decides
+                    request.finish_reason, request.stop_reason = FinishReason.STOP, matched
+            touched[group.id] = group
+
+    def _take_logprobs(self, plan: Plan, drawn: Drawn, alive: list[bool]) -> None:
+        batch = drawn.logprobs
+        assert batch is not None
+        columns = (batch.index, batch.token_logprob, batch.token_rank, batch.counts, batch.top_ids, batch.top_logprobs)
+        for place, logprob, rank, count, ids, values in zip(*(column.tolist() for column in columns), strict=True):
+            if not alive[place]:
+                continue
+            request = plan.sampled[place]
+            sample = self._members[request.id][1]
+            assert sample.logprobs is not None, f"{request.id} has logprobs nobody asked for"
+            sample.cumulative_logprob += logprob
+            sample.logprobs.append(
+                logprob_entry(self._tokenizer, request.tokens[-1], logprob, rank, ids[:count], values[:count])
+            )
+
+    def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
+        for scores in scored:
+            member = self._members.get(scores.request.id)
+            if member is None or member[0].prompt_logprobs is None:
+                continue
+            group = member[0]
+            known = group.prompt_logprobs
+            assert known is not None
+            columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+            entries = zip(*(column.tolist() for column in columns), strict=True)
+            for position, (logprob, rank, ids, values) in enumerate(entries, start=scores.first):
+                if position == len(known):  # a recomputed prompt is scored once, not twice
+                    known.append(logprob_entry(self._tokenizer, group.prompt_ids[position], logprob, rank, ids, values))

@@ -1,0 +1,1 @@
+"""Watching the engine: typed metrics (core) and the sinks that show them."""

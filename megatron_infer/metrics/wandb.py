@@ -1,0 +1,82 @@
+"""Steps of the engine as wandb metrics and console lines; the engine calls it every `logging_step_interval` steps.
+
+The writer is the wandb module the training script has already imported and initialised, or a wandb run: this module
+never imports wandb and makes no network call of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.metrics.core import StepSnapshot
+
+STEP_METRIC = "inference/inference_step"
+logger = logging.getLogger("megatron_infer")
+
+
+class MetricsWriter(Protocol):
+    """What is asked of `metrics_writer`: the wandb module and a wandb run both offer it."""
+
+    def log(self, data: dict[str, float]) -> Any: ...
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> Any: ...
+
+
+class WandbSink:
+    """Writes snapshots as console lines and, with a writer, as rows of its run.
+
+    The x axis goes on from the run's own summary, so that an engine rebuilt in one run, or a resumed run, does not
+    draw over earlier steps. Raises ConfigError (a ValueError) for a writer without log and define_metric, and for the
+    wandb module before wandb.init().
+    """
+
+    def __init__(self, writer: MetricsWriter | None = None) -> None:
+        check_writer(writer)
+        self.writer = writer
+        self.offset = 0
+        if writer is not None:
+            self.offset = _last_step(writer)
+            writer.define_metric(STEP_METRIC)
+            writer.define_metric("inference/*", step_metric=STEP_METRIC)
+
+    def write(self, snapshot: StepSnapshot) -> None:
+        """One console line and, with a writer, one row."""
+        logger.info("%s", console_line(snapshot))
+        if self.writer is not None:
+            values = snapshot.as_metrics()
+            values[STEP_METRIC] += self.offset
+            self.writer.log(values)
+
+
+def check_writer(writer: object) -> None:
+    """Raises ConfigError unless `writer` is None or can log and define metrics now."""
+    if writer is None:
+        return
+    missing = [name for name in ("log", "define_metric") if not callable(getattr(writer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"metrics_writer is {type(writer).__name__} without {' and '.join(missing)}; "
+            "pass the wandb module or a wandb run, or None"
+        )
+    if getattr(writer, "run", True) is None:
+        raise ConfigError("metrics_writer is the wandb module but no run is active; call wandb.init() first")
+
+
+def console_line(s: StepSnapshot) -> str:
+    """The step in one line for the log."""
+    rate = s.active_token_count / s.step_time_s if s.step_time_s > 0 else 0.0
+    return (
+        f"step {s.step}: {s.step_time_s * 1e3:.1f} ms, {s.active_token_count} tokens ({rate:,.0f}/s), "
+        f"{s.active_request_count} active, {s.paused_request_count} paused, {s.waiting_queue_len} waiting, "
+        f"blocks {s.allocated_blocks}/{s.total_blocks} ({s.allocated_utilization:.1f} %), "
+        f"prefix hits {s.prefix_cache_hits}"
+    )
+
+
+def _last_step(writer: object) -> int:
+    """The x value the run already holds: its summary is local, unlike its history."""
+    run = getattr(writer, "run", writer)
+    summary = getattr(run, "summary", None)
+    return int(summary.get(STEP_METRIC) or 0) if hasattr(summary, "get") else 0

@@ -1,0 +1,175 @@
+"""The GGUF container: metadata and tensors of a file, read through a memory map.
+
+The `gguf` package's reader takes two seconds to index a 49k-token vocabulary, one array object a string; this one walks
+the bytes once. Dequantisation is the package's. Format: the GGUF specification, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_infer.errors import ModelError
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, str] = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTensor:
+    """Where one tensor lies. `shape` is row-major, as torch has it (GGUF stores the fastest dimension first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    type_name: str
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """An open GGUF file: `metadata` by key, `tensors` by name, `read` dequantises.
+
+    Raises ModelError naming the file when it is no GGUF file, is cut short or has a type that cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, 2)
+                if size < 24:
+                    raise ModelError(f"{self.path}: not a GGUF file ({size} bytes)")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if self._map[:4] != _MAGIC:
+            raise ModelError(
+                f"{self.path}: not a GGUF file (it begins with {bytes(self._map[:4])!r}, expected {_MAGIC!r})"
+            )
+        self._position = 4
+        try:
+            self._read_header()
+        except (struct.error, IndexError) as error:
+            raise ModelError(f"{self.path}: truncated: the file ends within its header") from error
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: damaged: a string of its header is not UTF-8") from error
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """A tensor (or rows start..stop of its first dimension) as float32, dequantised."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        kind = GGMLQuantizationType(tensor.type_id)
+        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        raw = raw.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
+        shape = tensor.shape
+        if rows is not None:
+            if len(shape) > 1:
+                raw, shape = raw[rows[0] : rows[1]], (rows[1] - rows[0], *shape[1:])
+            else:
+                return self.read(name)[rows[0] : rows[1]]
+        if kind == GGMLQuantizationType.F32:
+            return raw.copy().view("<f4").reshape(shape)
+        if kind == GGMLQuantizationType.F16:
+            return raw.copy().view("<f2").reshape(shape).astype(np.float32)
+        try:
+            return dequantize(raw, kind).reshape(shape)
+        except NotImplementedError as error:
+            raise ModelError(f"{self.path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+
+    def _read_header(self) -> None:
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            raise ModelError(f"{self.path}: GGUF version {version}, supported are 2 and 3 (little-endian)")
+        num_tensors, num_entries = self._scalar("<Q"), self._scalar("<Q")
+        for _ in range(num_entries):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("<I"))
+        infos = []
+        for _ in range(num_tensors):
+            name = self._string()
+            num_dims = self._scalar("<I")
+            dims = [self._scalar("<Q") for _ in range(num_dims)]
+            infos.append((name, tuple(reversed(dims)), self._scalar("<I"), self._scalar("<Q")))
+        alignment = int(self.metadata.get("general.alignment", 32))
+        start = -(-self._position // alignment) * alignment
+        for name, shape, type_id, offset in infos:
+            self.tensors[name] = self._place(name, shape, type_id, start + offset)
+
+    def _place(self, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> GGUFTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            kind = GGMLQuantizationType(type_id)
+        except ValueError as error:
+            raise ModelError(f"{self.path}: tensor {name} has unknown type {type_id}") from error
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        count = 1
+        for dim in shape:
+            count *= dim
+        if not shape or shape[-1] % block:
+            raise ModelError(
+                f"{self.path}: tensor {name} of shape {shape} is not whole blocks of {block} ({kind.name})"
+            )
+        num_bytes = count // block * block_bytes
+        if offset + num_bytes > len(self._map):
+            raise ModelError(
+                f"{self.path}: truncated: tensor {name} ends at byte {offset + num_bytes:,}, "
+                f"the file has {len(self._map):,}"
+            )
+        return GGUFTensor(
+            name=name, shape=shape, type_id=type_id, type_name=kind.name, offset=offset, num_bytes=num_bytes
+        )
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self._map, self._position)
+        self._position += struct.calcsize(code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("<Q")
+        start = self._position
+        if start + length > len(self._map):
+            raise IndexError
+        self._position = start + length
+        return self._map[start : start + length].decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise ModelError(f"{self.path}: damaged: unknown metadata type {kind}")
+        return self._numbers(kind, 1)[0]
+
+    def _array(self) -> list[Any]:
+        kind, count = self._scalar("<I"), self._scalar("<Q")
+        if kind == _STRING:
+            return [self._string() for _ in range(count)]
+        if kind == _ARRAY:
+            return [self._array() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ModelError(f"{self.path}: damaged: unknown metadata array type {kind}")
+        return self._numbers(kind, count)
+
+    def _numbers(self, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(_SCALARS[kind])
+        end = self._position + dtype.itemsize * count
+        if end > len(self._map):
+            raise IndexError
+        values = np.frombuffer(self._map, dtype, count, self._position).tolist()
+        self._position = end
+        return [bool(v) for v in values] if kind == _BOOL else values

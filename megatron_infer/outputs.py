@@ -1,0 +1,84 @@
+"""What a caller gets back; field names follow vLLM's RequestOutput and CompletionOutput so that scripts move over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_infer.errors import InferenceError
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log probability of one token: its rank among the vocabulary (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestEvent:
+    """Something that happened to a request; `time_s` on time.monotonic's clock."""
+
+    kind: str
+    time_s: float
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on time.monotonic's clock; None until it happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_pauses: int = 0
+    num_evictions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def latency_s(self) -> float | None:
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n samples. text and token_ids are cumulative or new only, as the request's stream mode says."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    """None while running, else "stop", "length", "abort" or "error"."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that matched; None for end of sequence."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request as it stands after a step."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    events: list[RequestEvent] = field(default_factory=list)
+    error: InferenceError | None = None
+    """Why the request failed, when a sample's finish_reason is "error"."""

@@ -1,0 +1,1 @@
+"""Text at the edges: ids to text and back, stop strings, chat templates."""

@@ -1,0 +1,95 @@
+"""Chat templates: Jinja2 in a sandbox, with the helpers that Hugging Face templates expect."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from megatron_infer.errors import InvalidPrompt, ModelError
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant said (for training masks); when rendering it is its body."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes <, > and & for HTML, which would change what the model reads.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"chat template: line {error.lineno}: {error.message}") from error
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The conversation as the text the model was trained on.
+
+    `variables` are further names the template may use (bos_token, eos_token, enable_thinking, ...).
+    Raises ModelError for a template that does not parse, InvalidPrompt for messages that it refuses.
+    """
+    if isinstance(messages, (str, bytes)) or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidPrompt("messages: expected a list of {'role': ..., 'content': ...} objects")
+    if not messages:
+        raise InvalidPrompt("messages: the conversation is empty; give at least one message")
+    for index, message in enumerate(messages):
+        if "role" not in message:
+            raise InvalidPrompt(f"messages[{index}]: no 'role'")
+    compiled = _compile(template)
+    try:
+        return compiled.render(
+            **dict(variables or {}),
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

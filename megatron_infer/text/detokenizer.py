@@ -1,0 +1,158 @@
+"""Incremental detokenising: text of a growing list of ids, piece by piece, never half a character."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from megatron_infer.text.tokenizer import Tokenizer
+
+# A UTF-8 character has at most four bytes, so at most three tokens can wait for its end.
+_MAX_WAITING = 3
+_REPLACEMENT = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """The text of one output as it grows.
+
+    What `push` and `flush` return, joined, is `tokenizer.decode(output ids)`, seen after the prompt: a character or
+    a leading space that depends on the prompt's last tokens comes out as it would in the whole text.
+    Amortised cost of a token is constant.
+    """
+
+    __slots__ = ("_impl",)
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
+        skipped = tokenizer.special_ids if skip_special else frozenset()
+        tail = list(prompt_ids[-8:])
+        self._impl: _Impl
+        if _is_byte_level(tokenizer):
+            self._impl = _ByteLevel(_vocabulary_bytes(tokenizer), skipped, tail)
+        else:
+            self._impl = _Windowed(tokenizer, skip_special, skipped, tail)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that these ids complete."""
+        return self._impl.push(ids)
+
+    def flush(self) -> str:
+        """Text still held at the end of the output: what cannot become a character any more."""
+        return self._impl.flush()
+
+
+class _Impl(Protocol):
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteLevel:
+    """Byte-level BPE: every token is some bytes, so text is one incremental UTF-8 decode."""
+
+    __slots__ = ("_bytes_of", "_decoder", "_skipped")
+
+    def __init__(self, bytes_of: _VocabularyBytes, skipped: frozenset[int], prompt_tail: Sequence[int]) -> None:
+        self._bytes_of = bytes_of
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(prompt_tail)  # only the bytes of a character that the prompt left unfinished stay behind
+
+    def push(self, ids: Iterable[int]) -> str:
+        bytes_of, skipped = self._bytes_of, self._skipped
+        return self._decoder.decode(b"".join([bytes_of[id] for id in ids if id not in skipped]))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _Windowed:
+    """Any other decoder: decode a short window twice, without and with the new tokens, and show the difference.
+
+    ids:  ... [context][shown last][pending]      context and shown last give the decoder its surroundings
+                      ^start       ^read    ^end
+    """
+
+    __slots__ = ("_ids", "_read", "_skip_special", "_skipped", "_tokenizer", "_waiting")
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, skipped: frozenset[int], prompt_tail: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._skipped = skipped
+        self._ids = [id for id in prompt_tail if id not in skipped]
+        self._read = len(self._ids)
+        self._waiting = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        out: list[str] = []
+        for id in ids:
+            if id in self._skipped:
+                continue
+            self._ids.append(id)
+            shown = self._decode(self._ids[: self._read])
+            text = self._decode(self._ids)
+            if len(text) <= len(shown):
+                continue
+            # When more tokens wait than a character can have, their bytes are invalid and stay so.
+            if text.endswith(_REPLACEMENT) and self._waiting < _MAX_WAITING:
+                self._waiting += 1
+                continue
+            self._waiting = 0
+            out.append(text[len(shown) :])
+            self._ids = self._ids[self._read :] if self._read else self._ids
+            self._read = len(self._ids)
+        return "".join(out)
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :]
+        self._read = len(self._ids)
+        return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+
+
+class _VocabularyBytes(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary, worked out at first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._byte_of = byte_level_alphabet()
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._tokenizer.token_str(id)
+        byte_of = self._byte_of
+        try:
+            value = bytes([byte_of[character] for character in token])
+        except KeyError:  # an added token spelt outside the byte alphabet is plain text
+            value = token.encode("utf-8")
+        self[id] = value
+        return value
+
+
+@lru_cache(maxsize=1)
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's reversible byte alphabet: printable Latin-1 is itself, the rest follow U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+@lru_cache(maxsize=8)
+def _vocabulary_bytes(tokenizer: Tokenizer) -> _VocabularyBytes:
+    return _VocabularyBytes(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = tokenizer.backend.decoder
+    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"

@@ -1,0 +1,180 @@
+"""A tokenizer from GGUF metadata, built with the `tokenizers` library directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from megatron_infer.errors import ModelError
+from megatron_infer.text.tokenizer import Tokenizer, add_bos_eos
+
+
+class _Kind(IntEnum):
+    """tokenizer.ggml.token_type, as the GGUF specification numbers it."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# How text is cut before BPE, per `tokenizer.ggml.pre`: the patterns of the models' own tokenizer.json files.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+
+_GPT2_LIKE = ("gpt-2", "gpt2", "default", "mpt", "olmo", "phi-2", "jais")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_LLAMA3_LIKE = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "dbrx",
+    "smaug-bpe",
+)
+_QWEN2_LIKE = ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, Any], *, name: str = "") -> Tokenizer:
+    """The tokenizer that a GGUF file describes under `tokenizer.*`.
+
+    Byte-level BPE ("gpt2") and SentencePiece-style BPE with byte fall-back ("llama", when the file lists merges) are
+    built; other kinds, and pre-tokenizers whose pattern is not known here, are refused by name.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or "tokenizer.ggml.tokens" not in metadata:
+        raise ModelError(f"{name}: the GGUF file holds no tokenizer; prompts must be given as token ids")
+    tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+    kinds: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [_Kind.NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ModelError(f"{name}: {len(tokens)} tokens but {len(kinds)} token types in the GGUF metadata")
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens, name)
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, tokens, name)
+    else:
+        raise ModelError(f"{name}: GGUF tokenizer kind {kind!r} is not supported (supported: gpt2, llama)")
+    added = [
+        AddedToken(token, normalized=False, special=kinds[id] in (_Kind.CONTROL, _Kind.UNKNOWN))
+        for id, token in enumerate(tokens)
+        if kinds[id] in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN)
+    ]
+    backend.add_tokens(added)
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    eos_id = metadata.get("tokenizer.ggml.eos_token_id")
+    add_bos_default = kind == "llama"
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos_default)
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    add_bos_eos(backend, bos_id if add_bos else None, eos_id if add_eos else None)
+    return Tokenizer(
+        backend,
+        eos_ids=end_ids(metadata),
+        bos_id=bos_id,
+        pad_id=metadata.get("tokenizer.ggml.padding_token_id"),
+        template=metadata.get("tokenizer.chat_template"),
+        name=name,
+    )
+
+
+def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end an answer: end of sequence, of turn, of message."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    return tuple(dict.fromkeys(id for id in ids if id is not None))
+
+
+def _merges(metadata: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
+    merges = []
+    for index, line in enumerate(metadata["tokenizer.ggml.merges"]):
+        left, space, right = line.partition(" ")
+        if not space or not left or not right:
+            raise ModelError(f"{name}: merge {index} of the GGUF tokenizer is {line!r}, expected two pieces")
+        merges.append((left, right))
+    return merges
+
+
+def _model(tokens: Sequence[str], merges: list[tuple[str, str]], name: str, **options: Any) -> models.BPE:
+    vocab = {token: id for id, token in enumerate(tokens)}
+    try:
+        return models.BPE(vocab=vocab, merges=merges, **options)
+    except Exception as error:  # the library raises bare Exception, e.g. for a merge outside the vocabulary
+        raise ModelError(f"{name}: the GGUF tokenizer is inconsistent: {error}") from error
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> Backend:
+    if "tokenizer.ggml.merges" not in metadata:
+        raise ModelError(f"{name}: the GGUF tokenizer is BPE but lists no merges")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
+    merges = _merges(metadata, name)
+    # Llama 3's vocabulary holds words that no merge reaches: a whole word that is a token is taken as it is.
+    backend = Backend(
+        _model(tokens, merges, name, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _LLAMA3_LIKE)
+    )
+    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)
+    if pre in _GPT2_LIKE:
+        backend.pre_tokenizer = gpt2
+    elif pre in _SINGLE_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    elif pre in _LLAMA3_LIKE:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(_LLAMA3), whole_bytes])
+    elif pre in _QWEN2_LIKE:
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(_QWEN2), whole_bytes])
+    else:
+        known = sorted({*_GPT2_LIKE, *_SINGLE_DIGITS, *_LLAMA3_LIKE, *_QWEN2_LIKE})
+        raise ModelError(f"{name}: GGUF pre-tokenizer {pre!r} is not supported (supported: {', '.join(known)})")
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> Backend:
+    """SentencePiece BPE. A file without merges gets them from the scores: pieces merge in order of their score."""
+    if "tokenizer.ggml.merges" in metadata:
+        merges = _merges(metadata, name)
+    else:
+        merges = _merges_from_scores(tokens, metadata.get("tokenizer.ggml.scores"), name)
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Backend(_model(tokens, merges, name, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
+    prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    steps = [normalizers.Prepend("\u2581"), spaces] if prefix_space else [spaces]
+    backend.normalizer = normalizers.Sequence(steps)
+    strip = [decoders.Strip(" ", 1, 0)] if prefix_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float] | None, name: str) -> list[tuple[str, str]]:
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError(
+            f"{name}: the GGUF tokenizer has neither merges nor a score for each of its {len(tokens)} tokens"
+        )
+    id_of = {token: id for id, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    for id, token in enumerate(tokens):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in id_of and right in id_of:
+                found.append((-scores[id], id_of[left], id_of[right], (left, right)))
+    return [merge for *_, merge in sorted(found)]
+
+
+def _isolate(pattern: str) -> pre_tokenizers.Split:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)

@@ -1,0 +1,173 @@
+"""What has become of each request: text, logprobs, events, times. Lives beside the scheduler and survives evictions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.intake import TextCodec
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.request import FinishReason, Request
+from megatron_infer.text.detokenizer import IncrementalDetokenizer
+from megatron_infer.text.stop import StopStrings
+
+StreamMode = Literal["cumulative", "delta", "final"]
+
+
+class Sample:
+    """One sequence's visible side: its text so far, its logprobs, what was already handed out."""
+
+    def __init__(self, request: Request, index: int, params: SamplingParams, tokenizer: TextCodec | None) -> None:
+        self.request, self.index = request, index
+        self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
+        self.cumulative_logprob = 0.0
+        self.stop_string: str | None = None
+        self._text = ""
+        self._num_seen = 0
+        self._sent_tokens = self._sent_chars = 0
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._stops: StopStrings | None = None
+        if tokenizer is not None and params.detokenize:
+            prompt_ids = request.tokens[: request.prompt_len]
+            self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special=params.skip_special_tokens)
+            if params.stop:
+                self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+
+    @property
+    def has_stops(self) -> bool:
+        return self._stops is not None
+
+    def advance(self) -> str | None:
+        """Take in the tokens committed since the last call -> the stop string that matched, if one did."""
+        new = self.request.tokens[self.request.prompt_len + self._num_seen :]
+        self._num_seen += len(new)
+        if self._detokenizer is None or not new:
+            return None
+        if self._hides_last_token():
+            new = new[:-1]
+        text = self._detokenizer.push(new)
+        if self._stops is None:
+            self._text += text
+            return None
+        released, self.stop_string = self._stops.feed(text)
+        self._text += released
+        return self.stop_string
+
+    def close(self) -> None:
+        """The sequence has ended: release held-back text and half characters."""
+        self.advance()
+        if self._detokenizer is None or self.stop_string is not None:
+            return
+        tail = self._detokenizer.flush()
+        if self._stops is None:
+            self._text += tail
+            return
+        released, self.stop_string = self._stops.feed(tail, finished=True)
+        self._text += released
+        if self.stop_string is not None:
+            self.request.finish_reason, self.request.stop_reason = FinishReason.STOP, self.stop_string
+
+    def output(self, mode: StreamMode) -> CompletionOutput:
+        """A snapshot; in delta mode only what was not handed out before."""
+        request = self.request
+        token_ids = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
+        text, logprobs = self._text, self.logprobs
+        if mode == "delta":
+            token_ids, text = token_ids[self._sent_tokens :], text[self._sent_chars :]
+            logprobs = None if logprobs is None else logprobs[self._sent_tokens :]
+            self._sent_tokens, self._sent_chars = self._num_seen, len(self._text)
+        reason = request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=None if logprobs is None else list(logprobs),
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=request.stop_reason,
+        )
+
+    def has_news(self) -> bool:
+        """True when a delta output would carry something."""
+        return self._num_seen > self._sent_tokens or self.request.finish_reason is not None
+
+    def _hides_last_token(self) -> bool:
+        """A stop token that ended the sequence belongs to token_ids, not to the text."""
+        request = self.request
+        return (
+            request.finish_reason is not None
+            and request.finish_reason.value == "stop"
+            and self.stop_string is None
+            and len(request.tokens) > request.prompt_len
+            and request.tokens[-1] in request.stop_ids
+            and not request.params.include_stop_str_in_output
+        )
+
+
+@dataclass(slots=True)
+class Group:
+    """A caller's request: one prompt, n samples."""
+
+    id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    mode: StreamMode
+    samples: list[Sample]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    events: list[RequestEvent] = field(default_factory=list)
+    error: InferenceError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.request.finish_reason is not None for sample in self.samples)
+
+    def event(self, kind: str, **payload: object) -> None:
+        self.events.append(RequestEvent(kind, time.monotonic(), payload))
+
+    def output(self) -> RequestOutput:
+        finished = self.finished
+        leader = self.samples[0].request
+        self.metrics.num_output_tokens = sum(sample.request.num_output for sample in self.samples)
+        self.metrics.num_pauses = sum(sample.request.num_pauses for sample in self.samples)
+        self.metrics.num_evictions = sum(sample.request.num_evictions for sample in self.samples)
+        self.metrics.num_cached_tokens = leader.cached_tokens
+        if finished and self.metrics.finished_time is None:
+            self.metrics.finished_time = time.monotonic()
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[sample.output(self.mode) for sample in self.samples],
+            finished=finished,
+            metrics=self.metrics,
+            num_cached_tokens=leader.cached_tokens,
+            events=self.events,
+            error=self.error,
+        )
+
+
+def logprob_entry(
+    tokenizer: TextCodec | None,
+    token: int,
+    logprob: float,
+    rank: int,
+    top_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+) -> dict[int, Logprob]:
+    """The drawn (or prompt) token first, then the top ones by rank."""
+
+    def text(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_str(token_id)
+
+    entry = {token: Logprob(logprob, rank, text(token))}
+    for place, (token_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+        if token_id not in entry:
+            entry[token_id] = Logprob(value, place, text(token_id))
+    return entry
