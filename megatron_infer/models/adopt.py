@@ -1,7 +1,7 @@
 """A live megatron-core model becomes a paged one, in place: same parameters, same state dict, same training path.
 
-Adoption has two halves. The first looks at every module and either knows what it computes or refuses by name; nothing has
-changed then. The second gives each stock attention and layer our subclass and binds it to its place in the cache.
+Adoption has two halves. The first looks at every module and either knows what it computes or refuses by name; nothing
+has changed then. The second gives each stock attention and layer our subclass and binds it to its place in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.core_attention import TorchCoreAttention
-from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer, require_inference
+from megatron_infer.models.layers import PagedAttention, PagedSelfAttention, PagedTransformerLayer, require_inference
 from megatron_infer.models.lean import FeedForward, LeanAttention, LeanLayer, LeanMLP, LeanNorm
 from megatron_infer.models.moe import LeanExperts
 from megatron_infer.models.rotary import DeviceAgnosticRotary, cpu_rotary, rotary_table
@@ -33,9 +33,9 @@ def adopt(
 ) -> AdoptedModel:
     """Make a live GPTModel paged, in place, and give it as what the runner drives.
 
-    `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the true
-    size where the model's own is padded. Adopting twice is fine. Raises AdoptionError, with nothing changed, naming the
-    module and the reason if any part of the model is not known to compute what the paged path computes.
+    `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the
+    true size where the model's own is padded. Adopting twice is fine. Raises AdoptionError, with nothing changed,
+    naming the module and the reason if any part of the model is not known to compute what the paged path computes.
     """
     live = unwrap(model)
     check_config(live.config)
@@ -78,13 +78,14 @@ class _LayerPlan:
                 mlp=_feed_forward(layer.mlp, f"{name}.mlp", num_ranks),
             )
             check_hooks(layer, name)
-        elif type(self.attention) is not PagedSelfAttention:
+        elif not isinstance(self.attention, PagedAttention):
             raise AdoptionError(
                 name, f"layer class {_qualified(layer)} is not megatron-core's TransformerLayer; {BY_SPEC}"
             )
 
     def apply(self) -> None:
-        self.attention.__class__ = PagedSelfAttention
+        if type(self.attention) is mcore.SelfAttention:
+            self.attention.__class__ = PagedSelfAttention
         self.attention.lean = self.lean_attention
         if self.lean is not None:
             self.layer.__class__ = PagedTransformerLayer
@@ -166,14 +167,15 @@ class AdoptedModel:
 def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
     """How this layer's attention attends; raises AdoptionError where that is not known."""
     attention, where = layer.self_attention, f"{name}.self_attention"
-    if type(attention) not in (mcore.SelfAttention, PagedSelfAttention):
+    if type(attention) is not mcore.SelfAttention and not isinstance(attention, PagedAttention):
         reason = f"attention class {_qualified(attention)} is not megatron-core's SelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, mcore.SelfAttention) else ""))
     core = attention.core_attention
     if type(attention) is mcore.SelfAttention and type(core) not in (mcore.DotProductAttention, TorchCoreAttention):
         raise AdoptionError(
             f"{where}.core_attention",
-            f"class {_qualified(core)} is not known, so neither is what it computes; if it is causal softmax attention, {BY_SPEC}",
+            f"class {_qualified(core)} is not known, so neither is what it computes; "
+            f"if it is causal softmax attention, {BY_SPEC}",
         )
     if attention.attn_mask_type != mcore.AttnMaskType.causal:
         raise AdoptionError(where, f"attn_mask_type is {attention.attn_mask_type.name}; only causal attention is paged")

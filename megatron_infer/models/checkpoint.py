@@ -93,7 +93,10 @@ class CheckpointSource:
         """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
         from megatron.core.dist_checkpointing import load_plain_tensors
 
-        yield from load_plain_tensors(str(self.path)).items()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # as in load_into
+            tensors = load_plain_tensors(str(self.path))
+        yield from tensors.items()
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         """Load this rank's part; the model itself knows which (`shard` only has to agree with it)."""

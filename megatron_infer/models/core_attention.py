@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -74,7 +75,7 @@ class TorchCoreAttention(MegatronModule):
         starts = packed_seq_params.cu_seqlens_q.tolist()
         pieces = [
             self._attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)), None, AttnMaskType.causal).squeeze(1)
-            for a, b in zip(starts[:-1], starts[1:], strict=True)
+            for a, b in itertools.pairwise(starts)
         ]
         return torch.cat(pieces).flatten(1)
 
@@ -110,9 +111,9 @@ def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], devic
 
 
 class TorchNorm(torch.nn.Module):
-    """Layer norm or RMS norm by `config.normalization`, with stock parameter names; also sequence parallel and zero-centred.
+    """Layer norm or RMS norm by `config.normalization`, with stock parameter names.
 
-    megatron-core's wrapper of torch's norms refuses both.
+    Also sequence parallel and zero-centred, both of which megatron-core's wrapper of torch's norms refuses.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -1,11 +1,13 @@
-"""Paged self attention and decoder layer: megatron-core's own classes, with a second way through for a step of inference.
+"""Paged self attention and decoder layer: megatron-core's own classes, with a second way through for inference.
 
 With no context, or with a context of megatron-core's own, these are the stock modules: same code, same parameters, same
-state-dict keys. With one of our steps they take the lean path. Specs name these classes; `adopt` gives them to live modules.
+state-dict keys. With one of our steps they take the lean path. Specs name these classes; `adopt` gives them to live
+modules.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ def require_inference(module: torch.nn.Module) -> None:
         )
 
 
-class PagedSelfAttention(SelfAttention):
-    """Stock self attention whose queries, with a step, attend to the paged cache."""
+class PagedAttention:
+    """Mixed into self attention: with a step, queries attend to the paged cache."""
 
     lean: LeanAttention | None = None
     """Set by `adopt`."""
@@ -48,10 +50,24 @@ class PagedSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if not is_step(inference_context):
-            return super().forward(hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs)
-        require_inference(self)
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs
+            )
+        require_inference(self)  # type: ignore[arg-type]
         lean = _bound(self.lean, self)
         return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+
+
+class PagedSelfAttention(PagedAttention, SelfAttention):
+    """Stock self attention with the paged path for a step."""
+
+
+@functools.cache
+def paged_attention_class(attention: type) -> type:
+    """The paged subclass of a SelfAttention class; training runs the class's own forward."""
+    if attention is SelfAttention:
+        return PagedSelfAttention
+    return type(f"Paged{attention.__name__}", (PagedAttention, attention), {"__doc__": attention.__doc__})
 
 
 class PagedForward:

@@ -86,7 +86,8 @@ class LeanNorm:
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
         """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
-        return self.run(ops, x_THs.reshape(-1, x_THs.shape[-1])).view(x_THs.shape)
+        # reshape alone may give a strided view: rows of one head are evenly spaced in the projection
+        return self.run(ops, x_THs.reshape(-1, x_THs.shape[-1]).contiguous()).view(x_THs.shape)
 
 
 class LeanLinear:
@@ -260,7 +261,7 @@ class LeanLayer:
         return self.mlp.run(ops, normed_TD), residual_TD
 
     def _run_plain(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """RMS norms, SwiGLU, one rank: the same arithmetic with every call inlined (a tenth of a small model's step)."""
+        """RMS norms, SwiGLU, one rank: the same arithmetic with every call inlined."""
         ops, norm, attention, mlp = step.ops, self.input_norm, self.attention, self.mlp
         linear = ops.linear
         if residual_TD is None:

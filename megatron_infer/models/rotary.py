@@ -26,7 +26,7 @@ def angles(rotary: RotaryEmbedding, num_positions: int, offset: int = 0) -> Tens
 
 
 def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
-    """Let the model's rotary embedding run on a CPU, in place; changes nothing where CUDA is available or it is not stock.
+    """Let the model's rotary embedding run on a CPU, in place; a no-op where CUDA is available or it is not stock.
 
     Stock `RotaryEmbedding` moves its frequencies to CUDA in the first forward, so a model with rotary positions cannot
     train or score on a CPU. No parameter, buffer or state-dict key changes.
@@ -38,6 +38,9 @@ def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.device) -> RotaryTable:
-    """cos and sin of positions 0 .. num_positions - 1, fp32; cast to the activation dtype they are training's, to the bit."""
+    """cos and sin of positions 0 .. num_positions - 1, fp32.
+
+    Cast to the activation dtype they are those of the training path, to the bit.
+    """
     table = angles(rotary, num_positions)
     return RotaryTable(cos_PR=table.cos().to(device), sin_PR=table.sin().to(device))

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
-from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.layers import PagedAttention, PagedTransformerLayer, paged_attention_class
 from megatron_infer.models.mcore_compat import (
     IdentityOp,
     ModuleSpec,
@@ -26,9 +26,10 @@ from megatron_infer.models.moe import DeviceAgnosticRouter
 def with_inference(spec: Any) -> Any:
     """A copy of a layer or block spec whose self attention (and stock layer) take the paged path when given a step.
 
-    Everything else in the spec stays: parameters, checkpoint keys and training are the same. A spec that names a layer or
-    core-attention class of your own keeps it; by passing it here you say that the class attends as megatron-core's does
-    (causal softmax of scaled dot products), which is what the paged path computes. Raises AdoptionError.
+    Everything else in the spec stays: parameters, checkpoint keys and training are the same. Classes of your own (a
+    layer, a subclass of SelfAttention, a core attention) stay too; by passing them here you say that they attend as
+    megatron-core's do (causal softmax of scaled dot products), which is what the paged path computes.
+    Raises AdoptionError.
     """
     spec = copy.deepcopy(spec)
     if isinstance(spec, TransformerBlockSubmodules):
@@ -46,10 +47,12 @@ def _paged_layer(spec: Any, name: str) -> Any:
     if attention is None:
         raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
     found = spec_module(attention)
-    if found not in (SelfAttention, PagedSelfAttention):
+    if not (isinstance(found, type) and issubclass(found, SelfAttention)):
         what = getattr(found, "__qualname__", repr(found))
-        raise AdoptionError(f"{name}.self_attention".lstrip("."), f"{what} is not megatron-core's SelfAttention")
-    attention.module = PagedSelfAttention
+        where = f"{name}.self_attention".lstrip(".")
+        raise AdoptionError(where, f"{what} is neither megatron-core's SelfAttention nor derived from it")
+    if not issubclass(found, PagedAttention):
+        attention.module = paged_attention_class(found)
     if spec.module is TransformerLayer:
         spec.module = PagedTransformerLayer
     return spec
@@ -64,15 +67,15 @@ def gpt_spec(
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
-    Pass it as GPTModel's `transformer_layer_spec`. What is None comes from the config. State-dict and checkpoint keys are
-    those of megatron-core's local spec. Layers without experts where `config.moe_layer_freq` says so.
+    Pass it as GPTModel's `transformer_layer_spec`. What is None comes from the config. State-dict and checkpoint keys
+    are those of megatron-core's local spec. Layers without experts where `config.moe_layer_freq` says so.
     """
     num_experts = config.num_moe_experts if num_experts is None else num_experts
     qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
     if normalization is not None and normalization != config.normalization:
         raise ConfigError(
-            f"normalization={normalization!r}, but config.normalization={config.normalization!r}; the norm's class reads "
-            "the config: set it there"
+            f"normalization={normalization!r}, but config.normalization={config.normalization!r}; "
+            "the norm's class reads the config: set it there"
         )
     if num_experts is not None and num_experts != config.num_moe_experts:
         raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")

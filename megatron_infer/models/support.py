@@ -11,8 +11,6 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.rotary import DeviceAgnosticRotary
 
-_OFF: tuple[Any, ...] = (None, False, "none", "vanilla", 0, 1)
-
 REFUSED_SETTINGS: dict[str, str] = {
     "multi_latent_attention": "multi-latent attention caches latents, not keys and values",
     "experimental_attention_variant": "this attention is not softmax over keys and values",
@@ -45,11 +43,14 @@ def check_config(config: Any) -> None:
     """Raise AdoptionError for a setting whose effect the paged path would not have."""
     for field, reason in REFUSED_SETTINGS.items():
         value = getattr(config, field, None)
-        value = getattr(value, "value", value)
-        if isinstance(value, str):
-            value = value.lower()
-        if value not in _OFF:
+        if not _is_off(field, getattr(value, "value", value)):
             raise AdoptionError("config", f"{field}={value!r}: {reason}")
+
+
+def _is_off(field: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() in ("none", "vanilla")
+    return not value or (field.endswith("_size") and value == 1)
 
 
 def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:

@@ -78,9 +78,9 @@ def tiny_config(**overrides: Any) -> Any:
 def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overrides: Any) -> Any:
     """A GPTModel in eval mode; equal arguments give equal weights, whatever the global generator holds.
 
-    `overrides` are fields of TransformerConfig or arguments of GPTModel. `spec` is a layer or block spec, or a function of
-    the config that makes one; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so that a
-    forgotten one shows. Sets up torch.distributed for one process if nobody has.
+    `overrides` are fields of TransformerConfig or arguments of GPTModel. `spec` is a layer or block spec, or a function
+    of the config that makes one; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so
+    that a forgotten one shows. Sets up torch.distributed for one process if nobody has.
     """
     init_single_process()
     arguments = set(inspect.signature(mcore.GPTModel.__init__).parameters) - {

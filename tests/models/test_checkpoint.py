@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
@@ -41,7 +41,7 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
     loaded = load_checkpoint(tmp_path / "ckpt")
     assert equal(model, loaded)
     ids = list(range(40))
-    assert torch.equal(full_logits(make_runnable(model), ids), full_logits(make_runnable(loaded), ids))
+    assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
 
 
 def test_bfloat16_survives(tmp_path):
@@ -113,7 +113,7 @@ def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(tmp_path):
     loaded = load_checkpoint(tmp_path / "run")
     assert equal(model, loaded)
     ids = list(range(40))
-    assert torch.equal(full_logits(make_runnable(model), ids), full_logits(make_runnable(loaded), ids))
+    assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
     assert open_source(tmp_path / "run" / "iter_0000012").config() == open_source(tmp_path / "run").config()
 
 

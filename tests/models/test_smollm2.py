@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 
 from megatron_infer.models.build import build_model
 from megatron_infer.models.sources import open_source
@@ -101,7 +101,7 @@ def test_facts_of_the_file(source, tokenizer):
 def test_logits_equal_transformers_and_it_answers(source, tokenizer):
     folder, file = os.path.split(source.path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    built = make_runnable(build_model(source))
+    built = build_model(source)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     ids = tokenizer.encode(text, add_special=False)
     with torch.inference_mode():

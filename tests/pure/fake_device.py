@@ -1,7 +1,8 @@
 """A device of plain lists that runs plans and notices every wrong byte, and a world that drives scheduler and device.
 
-A cache entry is (position, digest of all tokens up to it, weight version): it is right only if the whole sequence before
-it was. The token drawn after a sequence is a function of that digest and of the weight version: `draw` is the oracle.
+A cache entry is (position, digest of all tokens up to it, weight version): it is right only if the whole sequence
+before it was. The token drawn after a sequence is a function of that digest and of the weight version: `draw` is the
+oracle.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class FakeDevice:
         for request, end, token in zip(plan.sampled, ends, drawn, strict=True):
             self.rows[request.lease.row][end] = token
         for source, target in plan.copies:
-            self.kv[target * self.size : (target + 1) * self.size] = self.kv[source * self.size : (source + 1) * self.size]
+            self.kv[target * self.size : (target + 1) * self.size] = self.kv[
+                source * self.size : (source + 1) * self.size
+            ]
             self.num_copies += 1
         return drawn
 
@@ -192,6 +195,7 @@ class World:
         if not self.overlap:
             self.commit_previous()
         self.steps += 1
+        assert self.steps < 5000, "this never ends"
         self.check()
         return plan
 
@@ -284,7 +288,9 @@ class World:
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
         assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
-        assert all(request.overtaken <= policy.MAX_OVERTAKEN for request in self.requests)
+        overtaken = scheduler.queue.overtaken
+        assert all(count <= policy.MAX_OVERTAKEN for count in overtaken.values())
+        assert set(overtaken) <= set(scheduler.queue.line)
         unfinished = [request for request in self.requests if request.finish_reason is None]
         assert len(unfinished) == scheduler.num_waiting + scheduler.num_running + scheduler.num_paused
         leases = {request.lease.row for request in self.requests if request.lease is not None}

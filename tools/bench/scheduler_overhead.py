@@ -1,6 +1,6 @@
 """Host time of a decode step: schedule, batch build, commit. Medians in microseconds, and the budget beside them.
 
-    python tools/bench/scheduler_overhead.py [--rows 512] [--steps 400] [--prefix-caching] [--batch-build MODULE:FACTORY]
+    python tools/bench/scheduler_overhead.py [--rows 512] [--prefix-caching] [--batch-build MODULE:FACTORY]
 
 A batch builder is made by FACTORY(context, rows) and called as build(plan, table_writes) between schedule and commit.
 Every row crosses a block border once in `--block-size` steps, the rows spread evenly over them, so that each step pays
