@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
+from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes, refuse_parallel_groups
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.context.store import StateStore
@@ -123,7 +123,9 @@ def assemble(
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
+    refuse_parallel_groups(config.pg_collection)
     adopted = adopt(model, name=name)
+    refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())

@@ -87,7 +87,7 @@ class ResolvedSizes:
     kv_bytes: int = _in("bytes")
     token_pool_bytes: int = _in("bytes")
     block_table_bytes: int = _in("bytes")
-    graph_shapes: tuple[tuple[int, int, int], ...] = _in("(tokens, prefill, decode)")
+    graph_shapes: tuple[tuple[int, int, int], ...] = _in("shapes")
     """CUDA graphs captured, as (tokens, prefill requests, decode requests)."""
     how: Mapping[str, str] = field(repr=False, compare=False)
     """Field name -> how its value came about."""
@@ -244,7 +244,7 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
     if shape.num_attention_layers == 0:
         raise NotImplementedError(
-            "a model without attention layers needs a context without KV blocks, which comes later"
+            "a model without attention layers needs a context without KV blocks: the hybrid issue"
         )
     size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
     num_blocks, paused = _pool(ask, block_bytes)
@@ -320,12 +320,12 @@ def _pool(ask: SizingRequest, block_bytes: int) -> tuple[int, int]:
         raise CapacityError(
             f"the KV buffer has {ask.buffer_bytes:,} bytes ({ask.buffer_bytes / GIB:.6f} GiB, buffer_size_gb), "
             f"one block of {ask.block_size} tokens takes {block_bytes:,} and a dummy block is kept beside it: at least "
-            f"{needed:,} are needed; set buffer_size_gb >= {smallest:.6f} or a smaller block_size_tokens (now {ask.block_size})"
+            f"{needed:,} are needed; set buffer_size_gb >= {smallest:.6f} or lower block_size_tokens"
         )
     if split.paused_blocks > split.num_blocks - MIN_POOL_BLOCKS:
         raise ConfigError(
             f"paused_buffer_size_gb would let paused requests keep {split.paused_blocks:,} of {split.num_blocks:,} "
-            f"blocks, the limit is {split.num_blocks - MIN_POOL_BLOCKS:,} (one is for running requests, one the dummy); "
+            f"blocks, the limit is {split.num_blocks - MIN_POOL_BLOCKS:,} (one is to run, one is the dummy); "
             "lower paused_buffer_size_gb or raise buffer_size_gb"
         )
     return split.num_blocks, split.paused_blocks

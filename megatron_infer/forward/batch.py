@@ -20,19 +20,20 @@ from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, Rotar
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.request import Request
 
-# (field, dtype, capacity in units of: R rows, R1 rows + 1, T tokens, W table writes)
+# (field, dtype, capacity in units of: R rows, R1 rows + 1, T tokens, W table writes). `token` is last, so that a step
+# copies only as much of it as it has tokens.
 FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("positions", "int64", "T"),
-    ("token_row", "int64", "T"),
     ("sample_token", "int64", "R"),
+    ("write_at", "int64", "W"),
+    ("write_block", "int32", "W"),
     ("q_len", "int32", "R"),
     ("kv_len", "int32", "R"),
     ("table_row", "int32", "R"),
     ("cu_q", "int32", "R1"),
-    ("write_row", "int64", "W"),
-    ("write_column", "int64", "W"),
-    ("write_block", "int32", "W"),
+    ("token", "int64", "T"),
 )
+ROW_SHIFT = 32
+"""`token` holds row << 32 | position: one array, so that what a step uses of it is one run of bytes."""
 
 
 class StepBuffer:
@@ -53,8 +54,12 @@ class StepBuffer:
             self.mirror[name] = self._mirror[offset:end].view(getattr(torch, dtype))
             offset = -(-end // 8) * 8
 
-    def upload(self) -> None:
-        self._device.upload(self._host, self._mirror)
+        self._token_offset = offset - np.dtype("int64").itemsize * capacity["T"]
+
+    def upload(self, num_tokens: int) -> None:
+        """One copy: every field whole, `token` as far as it is used."""
+        end = self._token_offset + np.dtype("int64").itemsize * num_tokens
+        self._device.upload(self._host[:end], self._mirror[:end])
 
 
 @dataclass(slots=True)
@@ -140,7 +145,8 @@ class BatchBuilder:
             (max_requests + 1, max_blocks_per_row), dummy_block, dtype=torch.int32, device=device.torch
         )
         self.token_pool = torch.zeros((max_requests + 1, max_sequence_length), dtype=torch.int32, device=device.torch)
-        self._block_size = block_size
+        self._flat_table, self._flat_pool = self.block_table.view(-1), self.token_pool.view(-1)
+        self._block_size, self._max_blocks = block_size, max_blocks_per_row
         self._max_sequence_length = max_sequence_length
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
         self._cos_PR = self._sin_PR = None
@@ -156,17 +162,16 @@ class BatchBuilder:
         num_decode, num_rows = len(plan.decode), len(plan.decode) + len(plan.prefill)
         sample_rows, sample_positions = self._write_rows(plan, host, num_decode, num_rows)
         num_writes = self._write_table(table_writes, host)
-        self._buffer.upload()
+        num_tokens = plan.num_tokens
+        self._buffer.upload(num_tokens)
         if num_writes:
-            self.block_table[mirror["write_row"][:num_writes], mirror["write_column"][:num_writes]] = mirror[
-                "write_block"
-            ][:num_writes]
+            self._flat_table.index_copy_(0, mirror["write_at"][:num_writes], mirror["write_block"][:num_writes])
         self._upload_admitted(plan)
 
-        num_tokens = plan.num_tokens
-        positions_T = mirror["positions"][:num_tokens]
-        row_T = mirror["token_row"][:num_tokens]
-        block_T = self.block_table[row_T, positions_T // self._block_size]
+        token_T = mirror["token"][:num_tokens]
+        row_T, positions_T = token_T >> ROW_SHIFT, token_T & ((1 << ROW_SHIFT) - 1)
+        block_T = self._flat_table.index_select(0, row_T * self._max_blocks + positions_T // self._block_size)
+        ids_T = self._flat_pool.index_select(0, row_T * self._max_sequence_length + positions_T)
         meta = StepMetadata(
             num_tokens=num_tokens,
             num_rows=num_rows,
@@ -188,7 +193,7 @@ class BatchBuilder:
         self._attention.plan(meta)
         return Batch(
             meta=meta,
-            token_ids_T=self.token_pool[row_T, positions_T].long(),
+            token_ids_T=ids_T.long(),
             sample_token_S=mirror["sample_token"][: len(sample_rows)],
             sampled=plan.sampled,
             sample_rows=sample_rows,
@@ -201,9 +206,10 @@ class BatchBuilder:
 
     def store_drawn(self, batch: Batch, tokens_S: Tensor) -> None:
         """Put drawn tokens where the next step's gather finds them."""
-        rows = torch.from_numpy(batch.sample_rows.astype(np.int64)).to(self._device.torch, non_blocking=True)
-        positions = torch.from_numpy(batch.sample_positions).to(self._device.torch, non_blocking=True)
-        self.token_pool[rows, positions] = tokens_S.to(torch.int32)
+        at = batch.sample_rows.astype(np.int64) * self._max_sequence_length + batch.sample_positions
+        self._flat_pool.index_copy_(
+            0, torch.from_numpy(at).to(self._device.torch, non_blocking=True), tokens_S.to(torch.int32)
+        )
 
     def _write_rows(
         self, plan: Plan, host: dict[str, np.ndarray], num_decode: int, num_rows: int
@@ -214,8 +220,7 @@ class BatchBuilder:
             self._decode = decode
             self._decode_rows = np.fromiter((r.lease.row for r in plan.decode), np.int64, num_decode)  # type: ignore[union-attr]
         starts = np.fromiter(plan.decode_starts, np.int64, num_decode)
-        host["positions"][:num_decode] = starts
-        host["token_row"][:num_decode] = self._decode_rows
+        host["token"][:num_decode] = (self._decode_rows << ROW_SHIFT) | starts
         host["table_row"][:num_decode] = self._decode_rows
         host["q_len"][:num_decode] = 1
         host["kv_len"][:num_decode] = starts + 1
@@ -232,8 +237,7 @@ class BatchBuilder:
             lease = piece.request.lease
             assert lease is not None, f"{piece.request.id} is planned without a lease"
             end = offset + piece.n
-            host["positions"][offset:end] = np.arange(piece.start, piece.start + piece.n)
-            host["token_row"][offset:end] = lease.row
+            host["token"][offset:end] = np.arange(piece.start, piece.start + piece.n) | lease.row << ROW_SHIFT
             host["table_row"][i] = lease.row
             host["q_len"][i] = piece.n
             host["kv_len"][i] = piece.start + piece.n
@@ -254,22 +258,17 @@ class BatchBuilder:
         """Stage block-table writes for the step's copy; what does not fit there goes ahead in a copy of its own."""
         if not writes:
             return 0
-        table = np.asarray(writes, dtype=np.int64)
-        while len(table) > self._max_writes:
-            early, table = table[: self._max_writes], table[self._max_writes :]
-            row, column, block = torch.from_numpy(early.T.copy()).to(self._device.torch)
-            self.block_table[row, column] = block.to(torch.int32)
-        # Of two writes to one place the later one counts; an index_put_ does not promise an order.
-        if len(table) > 1:
-            key = table[:, 0] * self.block_table.shape[1] + table[:, 1]
-            _, last = np.unique(key[::-1], return_index=True)
-            if len(last) < len(table):
-                table = table[np.sort(len(table) - 1 - last)]
-        count = len(table)
-        host["write_row"][:count] = table[:, 0]
-        host["write_column"][:count] = table[:, 1]
-        host["write_block"][:count] = table[:, 2]
-        return count
+        # A dict keeps the last of several writes to one place; a device scatter promises no order.
+        table = {row * self._max_blocks + column: block for row, column, block in writes}
+        at = np.fromiter(table.keys(), np.int64, len(table))
+        block = np.fromiter(table.values(), np.int32, len(table))
+        while len(at) > self._max_writes:
+            early = torch.from_numpy(at[: self._max_writes].copy()), torch.from_numpy(block[: self._max_writes].copy())
+            self._flat_table.index_copy_(0, *(tensor.to(self._device.torch) for tensor in early))
+            at, block = at[self._max_writes :], block[self._max_writes :]
+        host["write_at"][: len(at)] = at
+        host["write_block"][: len(at)] = block
+        return len(at)
 
     def _upload_admitted(self, plan: Plan) -> None:
         """Give newly admitted rows every token the host knows, cached prefix included (penalties count them)."""

@@ -114,7 +114,11 @@ class TorchPagedAttention:
         keys.view(-1, *keys.shape[2:]).index_copy_(0, step.kv_pos_T, k_TKH)
         values.view(-1, *values.shape[2:]).index_copy_(0, step.kv_pos_T, v_TKH)
         out_TNH = torch.empty(
-            q_TKGH.shape[0], spec.num_kv_heads * spec.group_size, spec.head_dim, dtype=q_TKGH.dtype, device=q_TKGH.device
+            q_TKGH.shape[0],
+            spec.num_kv_heads * spec.group_size,
+            spec.head_dim,
+            dtype=q_TKGH.dtype,
+            device=q_TKGH.device,
         )
         if step.num_decode:
             self._decode(q_TKGH, keys, values, out_TNH, spec)
@@ -215,7 +219,9 @@ class TorchPagedAttention:
             table_rows = torch.tensor([int(step.table_row[row]) for row in rows])[:, None]
             block_ids = step.block_table[table_rows.to(device), columns.to(device)].flatten()
             mask = None
-            exact = [firsts[r] * block_size == starts[r] and starts[r] + widest * block_size == lengths[r] for r in rows]
+            exact = [
+                firsts[r] * block_size == starts[r] and starts[r] + widest * block_size == lengths[r] for r in rows
+            ]
             if not all(exact):
                 position = torch.tensor([firsts[r] * block_size for r in rows])[:, None]
                 position = position + torch.arange(widest * block_size)

@@ -63,7 +63,9 @@ class PackedLinears:
     object that is replaced is unknown here and runs unpacked until the next `pack`.
     """
 
-    def __init__(self, checksum: Callable[[Tensor], int] = content_checksum) -> None:
+    def __init__(self, checksum: Callable[[Tensor], int] = content_checksum, *, reason: str | None = None) -> None:
+        self.reason = reason
+        """Why nothing is ever packed here (`pack` then keeps no weight and linears run plain); None: packing works."""
         self._checksum = checksum
         self._weights: list[Tensor] = []
         self._tracked: list[Tensor] = []
@@ -80,7 +82,10 @@ class PackedLinears:
         self._weights = [
             weight
             for weight in unique.values()
-            if weight.device.type == "cpu" and weight.dtype in PACKABLE_DTYPES and weight.ndim == 2
+            if self.reason is None
+            and weight.device.type == "cpu"
+            and weight.dtype in PACKABLE_DTYPES
+            and weight.ndim == 2
         ]
         # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
         self._tracked = [weight for weight in self._weights if not weight.is_inference()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import packing
+from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
+from megatron_infer.kernels.cpu_native import SUFFIXES, NativeOps, NativePagedAttention, native_checksum
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
@@ -36,8 +39,8 @@ class Chosen:
 
     ops: Ops
     attention: AttentionBackend
-    packed: packing.PackedLinears | None
-    """Give it the model's weights with `pack`; `ops.linear` then uses the packed copies. None: packing is unavailable."""
+    packed: packing.PackedLinears
+    """Give it the model's weights with `pack`; `ops.linear` then uses the packed copies. Stays empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
     rows: list[BackendChoice]
@@ -69,16 +72,53 @@ def _forced_backend() -> str | None:
     return name
 
 
-def _choose_linear(device: torch.device, dtype: torch.dtype, forced: str | None) -> tuple[BackendChoice, bool]:
+def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
+    if device.type != "cpu":
+        raise native_build.NativeUnavailable(f"runs on a CPU, the model is on {device.type}")
+    if dtype not in SUFFIXES:
+        raise native_build.NativeUnavailable(f"needs float32 or bfloat16, got {dtype}")
+    return native_build.load()
+
+
+def _choose_linear(
+    device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
+) -> tuple[BackendChoice, packing.PackedLinears]:
     if forced == "reference":
         reason: str | None = f"{BACKEND_VARIABLE}=reference"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
         reason = packing.unavailable(dtype)
+    checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
+    packed = packing.PackedLinears(checksum, reason=reason)
     if reason is None:
-        return BackendChoice("linear", "oneDNN prepacked", {}), True
-    return BackendChoice("linear", "torch", {"oneDNN prepacked": reason}), False
+        return BackendChoice("linear", "oneDNN prepacked", {}), packed
+    return BackendChoice("linear", "torch", {"oneDNN prepacked": reason}), packed
+
+
+def _choose_attention(
+    library: ctypes.CDLL | None,
+    dtype: torch.dtype,
+    specs: list[AttendSpec],
+    block_size: int,
+    reasons: dict[str, str],
+    forced: str | None,
+) -> tuple[BackendChoice, AttentionBackend]:
+    """The first backend that supports every spec; the reference supports all."""
+    reasons = dict(reasons)
+    if forced != "reference":
+        candidates: list[AttentionBackend] = [TorchPagedAttention()]
+        if library is not None:
+            candidates.insert(0, NativePagedAttention(library, dtype))
+        for backend in candidates:
+            refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
+            refused = next((reason for reason in refusals if reason is not None), None)
+            if refused is None:
+                return BackendChoice("attention", backend.name, reasons), backend
+            reasons[backend.name] = refused
+            if forced == backend.name:
+                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but attention {refused}")
+    return BackendChoice("attention", "reference", reasons), ReferenceAttention()
 
 
 def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[AttendSpec], block_size: int) -> Chosen:
@@ -88,17 +128,33 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
     """
     device = torch.device(device)
     forced = _forced_backend()
-    linear_row, can_pack = _choose_linear(device, dtype, forced)
-    packed = packing.PackedLinears() if can_pack else None
     reasons: dict[str, str] = {}
+    library = None
+    if forced in (None, "native"):
+        try:
+            library = _native_library(device, dtype)
+        except native_build.NativeUnavailable as error:
+            reasons["native"] = str(error)
+    else:
+        reasons["native"] = f"{BACKEND_VARIABLE}={forced}"
+    if forced == "native" and library is None:
+        raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
+
+    linear_row, packed = _choose_linear(device, dtype, forced, library)
+    argmax: Callable[[Tensor], Tensor] = lowest_argmax
     if forced == "reference":
-        reasons = dict.fromkeys(("native", "torch"), f"{BACKEND_VARIABLE}=reference")
-        rows = [BackendChoice(name, "reference", reasons) for name in ("attention", "norms, activations", "argmax")]
-        reference = ReferenceOps()
-        return Chosen(
-            ops=reference, attention=ReferenceAttention(), packed=None, argmax=lowest_argmax, rows=[*rows, linear_row]
-        )
-    rows = [BackendChoice(name, "torch", reasons) for name in ("attention", "norms, activations", "argmax")]
-    return Chosen(
-        ops=TorchOps(packed), attention=TorchPagedAttention(), packed=packed, argmax=lowest_argmax, rows=[*rows, linear_row]
-    )
+        reasons["torch"] = f"{BACKEND_VARIABLE}=reference"
+        ops: Ops = ReferenceOps()
+    elif library is None:
+        ops = TorchOps(packed)
+    else:
+        ops = NativeOps(library, dtype, packed)
+        argmax = ops.argmax
+    attention_row, attention = _choose_attention(library, dtype, specs, block_size, reasons, forced)
+    rows = [
+        attention_row,
+        BackendChoice("norms, activations", ops.name, dict(reasons)),
+        BackendChoice("argmax", "torch" if library is None else "native", dict(reasons)),
+        linear_row,
+    ]
+    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, rows=rows)

@@ -37,12 +37,14 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 # Metadata under "<architecture>." that this module reads or that does not change the arithmetic.
-_KNOWN = frozenset(
-    """block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv
-    attention.layer_norm_rms_epsilon attention.key_length attention.value_length attention.sliding_window vocab_size
-    rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
-    rope.scaling.finetuned rope.scale_linear""".split()
-)
+# fmt: off
+_KNOWN = frozenset({
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length",
+    "attention.sliding_window", "vocab_size", "rope.freq_base", "rope.dimension_count", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
+})
+# fmt: on
 
 
 class GGUFWeights:
@@ -55,7 +57,8 @@ class GGUFWeights:
         architecture = self.metadata.get("general.architecture")
         if architecture not in _ARCHITECTURES:
             raise ModelError(
-                f"{self.name}: GGUF architecture {architecture!r} is not supported (supported: {', '.join(_ARCHITECTURES)})"
+                f"{self.name}: GGUF architecture {architecture!r} is not supported "
+                f"(supported: {', '.join(_ARCHITECTURES)})"
             )
         self.architecture: str = architecture
         self._source = {hf_name(name): name for name in self.file.tensors if name != "rope_freqs.weight"}
@@ -72,7 +75,7 @@ class GGUFWeights:
         return self._unpermute(tensor) if permuted else tensor
 
     def _unpermute(self, tensor: Tensor) -> Tensor:
-        """Undo llama.cpp's reordering of each q / k head: [half, 2] interleaved rows -> two halves, as RoPE here wants."""
+        """Undo llama.cpp's reordering of each q / k head: pairs (2i, 2i + 1) -> (i, H/2 + i), as RoPE here wants."""
         head_dim = self.plan.transformer["kv_channels"]
         heads = tensor.shape[0] // head_dim
         pairs = tensor.reshape(heads, head_dim // 2, 2, *tensor.shape[1:])
@@ -167,7 +170,7 @@ class GGUFWeights:
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; an unknown one keeps its own name, so that it is reported as unexpected."""
+    """The Hugging Face name of a GGUF tensor; an unknown one keeps its name, so that it is reported as unexpected."""
     if name in _OUTER:
         return _OUTER[name]
     parts = name.split(".")

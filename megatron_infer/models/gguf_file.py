@@ -126,7 +126,8 @@ class GGUFFile:
         num_bytes = count // block * block_bytes
         if offset + num_bytes > len(self._map):
             raise ModelError(
-                f"{self.path}: truncated: tensor {name} ends at byte {offset + num_bytes:,}, the file has {len(self._map):,}"
+                f"{self.path}: truncated: tensor {name} ends at byte {offset + num_bytes:,}, "
+                f"the file has {len(self._map):,}"
             )
         return GGUFTensor(
             name=name, shape=shape, type_id=type_id, type_name=kind.name, offset=offset, num_bytes=num_bytes

@@ -1,4 +1,4 @@
-"""Hugging Face config.json -> a plain description of the model for megatron-core. Plain JSON; no transformers, no torch.
+"""Hugging Face config.json -> a plain description of the model for megatron-core; no transformers, no torch.
 
 A config key that changes the arithmetic either acts or is refused by name; a key that is not known here is named in one
 warning. Source of the semantics: the models' own config and modelling files in `transformers`.
@@ -16,7 +16,7 @@ from megatron_infer.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. kind "linear" (factor only), "llama3", or "factors" (GGUF: one per frequency)."""
+    """How rotary frequencies are stretched: kind "linear" (factor only), "llama3", or "factors" (one per frequency)."""
 
     kind: str
     factor: float = 1.0
@@ -44,8 +44,8 @@ class ModelPlan:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     linear_biases: tuple[str, ...] = ()
-    """Which of qkv, proj, fc1, fc2 have a bias in the source. megatron-core can give biases to all or to qkv alone: where
-    the model must have more than the source, the rest are zeros, which changes nothing."""
+    """Which of qkv, proj, fc1, fc2 have a bias in the source. megatron-core gives biases to all or to qkv alone; those
+    that the source does not have are zeros, which changes nothing."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
@@ -75,18 +75,22 @@ class ModelPlan:
 
 
 # Keys that say nothing about the arithmetic of inference.
-_HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype use_cache initializer_range attention_dropout
-    _name_or_path auto_map pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
-    decoder_start_token_id is_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder task_specific_params
-    problem_type id2label label2id num_labels return_dict output_hidden_states output_attentions chunk_size_feed_forward
-    use_return_dict torchscript pruned_heads tokenizer_class finetuning_task use_bfloat16 is_encoder_decoder
-    transformers.js_config _attn_implementation attn_implementation use_mrope unsloth_version unsloth_fixed
-    keys_to_ignore_at_inference summary_type summary_use_proj summary_activation summary_proj_to_labels
-    summary_first_dropout attn_pdrop embd_pdrop resid_pdrop resid_dropout embd_dropout hidden_dropout n_ctx
-    _attn_implementation_autoset gradient_checkpointing prefix temperature top_k top_p max_length
-    min_length do_sample num_beams repetition_penalty length_penalty is_llama_config""".split()
-)
+# fmt: off
+_HARMLESS = frozenset({
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
+    "attention_dropout", "_name_or_path", "auto_map", "pretraining_tp", "bos_token_id", "eos_token_id",
+    "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "is_decoder",
+    "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder", "task_specific_params",
+    "problem_type", "id2label", "label2id", "num_labels", "return_dict", "output_hidden_states", "output_attentions",
+    "chunk_size_feed_forward", "use_return_dict", "torchscript", "pruned_heads", "tokenizer_class",
+    "finetuning_task", "use_bfloat16", "is_encoder_decoder", "transformers.js_config", "_attn_implementation",
+    "attn_implementation", "use_mrope", "unsloth_version", "unsloth_fixed", "keys_to_ignore_at_inference",
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout", "embd_dropout", "hidden_dropout", "n_ctx",
+    "_attn_implementation_autoset", "gradient_checkpointing", "prefix", "temperature", "top_k", "top_p",
+    "max_length", "min_length", "do_sample", "num_beams", "repetition_penalty", "length_penalty", "is_llama_config",
+})
+# fmt: on
 
 # Keys of other models that change the arithmetic, with the value at which they do not. Any other value is refused.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -298,7 +302,10 @@ def _need(parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def _windows(keys: _Keys, parts: dict[str, Any], *, window: int | None, layers: list[bool] | None) -> None:
-    """Sliding windows: W keys with the query's own; megatron-core counts those to the left of it. `layers`: True slides."""
+    """Sliding windows of W keys, the query's own included; megatron-core counts those left of it.
+
+    layers: which layers slide (None: all).
+    """
     types = keys.get("layer_types")
     if types is not None:
         known = {"full_attention": False, "sliding_attention": True}
@@ -372,7 +379,9 @@ def _smollm3(keys: _Keys) -> dict[str, Any]:
         raise ModelError(f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
     # A 1 in the config means "rotates"; in megatron-core it means "does not".
     parts["transformer"]["no_rope_freq"] = [int(not rotate) for rotate in rotates[:num_layers]]
-    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
+    window = keys.get("sliding_window")
+    if not keys.get("use_sliding_window", False):
+        window = None
     _windows(keys, parts, window=window, layers=[not rotate for rotate in rotates[:num_layers]])
     attention = ("qkv", "proj") if keys.get("attention_bias", False) else ()
     mlp = ("fc1", "fc2") if keys.get("mlp_bias", False) else ()
@@ -391,7 +400,8 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     activation = keys.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise ModelError(
-            f"config.json: activation_function {activation!r} is not supported (supported: {', '.join(sorted(ACTIVATIONS))})"
+            f"config.json: activation_function {activation!r} is not supported "
+            f"(supported: {', '.join(sorted(ACTIVATIONS))})"
         )
     transformer = {
         "num_layers": keys.number("n_layer"),

@@ -1,7 +1,8 @@
 """Weights into a live GPTModel, in place, one tensor at a time and only this rank's part of it.
 
-Tensors come under their Hugging Face names from any `TensorReader` (safetensors here, GGUF in gguf.py). megatron-core keeps
-Q, K and V fused and interleaved per kv group ([q of group 0, k0, v0, q of group 1, ...]) and gate and up stacked in fc1.
+Tensors come under their Hugging Face names from any `TensorReader` (safetensors here, GGUF in gguf.py). megatron-core
+keeps Q, K and V fused and interleaved per kv group ([q of group 0, k0, v0, q of group 1, ...]), and gate and up stacked
+in fc1.
 Shape legend: N query heads, K kv heads, H head dim, D hidden, F ffn, V vocabulary.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,9 @@ class Shard:
         return self.rank * share, (self.rank + 1) * share
 
 
+WHOLE = Shard()
+
+
 @dataclass(slots=True)
 class _Recipe:
     """How one megatron-core parameter is made: the tensors it needs, with their full shapes, and the code."""
@@ -55,13 +59,13 @@ class _Recipe:
     """None: zeros (a bias the source does not have)."""
 
 
-def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard: Shard = Shard()) -> None:
+def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard: Shard = WHOLE) -> None:
     """Copy every parameter of `model` (a GPTModel or one pipeline stage of it) from `reader`.
 
     Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
     them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
     """
-    recipes = {name: recipe for name, recipe in _recipes(model, plan)}
+    recipes = dict(_recipes(model, plan))
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(plan, shapes, needed, whole=_is_whole(model))
@@ -150,6 +154,11 @@ def _recipes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, _Recipe]]
         )
 
 
+def base_prefix(plan: ModelPlan) -> str:
+    """What the names of all tensors but the head begin with."""
+    return "transformer" if plan.architecture == "GPT2LMHeadModel" else "model"
+
+
 # Transformer Engine specs keep the norm inside the linear that follows it; the local spec keeps it apart.
 _NORM_ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -164,7 +173,7 @@ class _LlamaNames:
 
     embedding, final_norm, positions, head = "model.embed_tokens", "model.norm", "", "lm_head"
     prefix = "model.layers"
-    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    norms: ClassVar = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
     def __init__(self, plan: ModelPlan, model: nn.Module) -> None:
         config = plan.transformer
@@ -251,7 +260,7 @@ class _LlamaNames:
         def make(reader: TensorReader, shard: Shard) -> Tensor:
             return torch.cat([reader.read(name, rows=shard.span(self.ffn)) for name in names])
 
-        return _Recipe({name: (self.ffn, *tail) for name in names}, make)
+        return _Recipe(dict.fromkeys(names, (self.ffn, *tail)), make)
 
     def _row_parallel(self, name: str, width: int) -> _Recipe:
         """A linear split over its inputs; its bias is whole on every rank."""
@@ -288,7 +297,7 @@ class _GPT2Names(_LlamaNames):
 
     embedding, final_norm, positions, head = "transformer.wte", "transformer.ln_f", "transformer.wpe", "lm_head"
     prefix = "transformer.h"
-    norms = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
+    norms: ClassVar = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
 
     def _qkv(self, prefix: str, kind: str) -> _Recipe:
         name, width = f"{prefix}.attn.c_attn.{kind}", self.hidden
@@ -328,17 +337,27 @@ def _whole(name: str, shape: tuple[int, ...]) -> _Recipe:
 
 
 class SafetensorsReader:
-    """Tensors of a Hugging Face directory: *.safetensors files, memory-mapped, found through the index when there is one.
+    """Tensors of a Hugging Face directory: *.safetensors files, memory-mapped; the index says which, when there is one.
 
     A directory with pytorch_model*.bin only is read with torch.load(weights_only=True): no code from the file runs.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, base: str = "") -> None:
+        """base: prefix of the tensors within the model; files saved from the bare body lack it, and it is put back."""
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
         self._home: dict[str, Any] = {}
         self._bin: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._added = ""
+        self._open_all()
+        if base and not any(name.startswith(f"{base}.") for name in self._shapes):
+            self._added = f"{base}."
+            self._shapes = {
+                name if name == "lm_head.weight" else self._added + name: s for name, s in self._shapes.items()
+            }
+
+    def _open_all(self) -> None:
         files = self._files("*.safetensors", "model.safetensors.index.json")
         if files:
             for path in files:
@@ -354,6 +373,7 @@ class SafetensorsReader:
         return self._shapes
 
     def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        name = name.removeprefix(self._added)
         if name in self._bin:
             tensor: Any = self._bin[name]
         elif rows is None and columns is None:

@@ -11,15 +11,16 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError, unknown_name
+from megatron_infer.models.checkpoint import CheckpointSource, is_checkpoint
 from megatron_infer.models.gguf import GGUFWeights
 from megatron_infer.models.hf_config import ModelPlan, plan_from_config
-from megatron_infer.models.hf_weights import SafetensorsReader, Shard, TensorReader, load_weights
+from megatron_infer.models.hf_weights import WHOLE, SafetensorsReader, Shard, TensorReader, base_prefix, load_weights
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer, read_json
 
 
 class ModelSource(Protocol):
-    """A model that can be loaded: what it is, its weights, its tokenizer. Nothing large is read before it is asked for."""
+    """A model that can be loaded: what it is, its weights, its tokenizer. Weights are read when asked for."""
 
     name: str
 
@@ -31,7 +32,7 @@ class ModelSource(Protocol):
         """Every tensor under its Hugging Face name, one at a time."""
         ...
 
-    def load_into(self, model: nn.Module, shard: Shard = Shard()) -> None:
+    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         """Copy the weights (this rank's part) into a model built from `config()`."""
         ...
 
@@ -60,7 +61,7 @@ class HFDirectory:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._open())
 
-    def load_into(self, model: nn.Module, shard: Shard = Shard()) -> None:
+    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._open(), self._plan, shard)
 
     def tokenizer(self) -> Tokenizer:
@@ -68,7 +69,7 @@ class HFDirectory:
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
-            self._reader = SafetensorsReader(self.path)
+            self._reader = SafetensorsReader(self.path, base=base_prefix(self._plan))
         return self._reader
 
 
@@ -86,7 +87,7 @@ class GGUFSource:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._weights)
 
-    def load_into(self, model: nn.Module, shard: Shard = Shard()) -> None:
+    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._weights, self._weights.plan, shard)
 
     def tokenizer(self) -> Tokenizer:
@@ -104,6 +105,12 @@ ALIASES: Mapping[str, tuple[str, str, str]] = {
 """Alias -> (Python package that carries the model, file in it, how to get it)."""
 
 
+_CHOICES = (
+    f"an alias ({', '.join(ALIASES)}), a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory "
+    "or a hub id (owner/name)"
+)
+
+
 def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
     """The model behind an alias, a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory or a hub id.
 
@@ -118,10 +125,7 @@ def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
     if path.is_file():
         return GGUFSource(path, name=name)
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(
-            f"{unknown_name('model', name, ALIASES)}: no such file or directory, and not an alias ({', '.join(ALIASES)}); "
-            "give an alias, a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory or a hub id (owner/name)"
-        )
+        raise ModelError(f"{unknown_name('model', name, ALIASES)}: no such file or directory; give {_CHOICES}")
     return _open_hub(name)
 
 
@@ -140,24 +144,25 @@ def _open_alias(name: str) -> ModelSource:
 def _open_directory(path: Path, name: str) -> ModelSource:
     if (path / "config.json").is_file():
         return HFDirectory(path, name=name)
+    if is_checkpoint(path):
+        return CheckpointSource(path, name=name)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return GGUFSource(ggufs[0], name=name)
     if ggufs:
         raise ModelError(f"{path}: holds several GGUF files ({', '.join(p.name for p in ggufs)}); name one of them")
     raise ModelError(
-        f"{path}: no model here: looked for config.json (Hugging Face), megatron_infer.json or metadata.json "
+        f"{path}: no model here: looked for config.json (Hugging Face), metadata.json "
         "(torch_dist checkpoint) and *.gguf"
     )
 
 
 def _open_hub(name: str) -> ModelSource:
-    remedy = f"give a local Hugging Face directory, a .gguf file, a torch_dist checkpoint directory or an alias ({', '.join(ALIASES)})"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError(
-            f"{name!r}: no such path; as a hub id it needs huggingface_hub (pip install huggingface_hub); or {remedy}"
+            f"{name!r}: no such path, and huggingface_hub, which could fetch it, is not installed; give {_CHOICES}"
         ) from error
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
@@ -165,6 +170,6 @@ def _open_hub(name: str) -> ModelSource:
     except Exception as error:  # offline, unknown, gated, refused: many exception families
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); {remedy}"
+            f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); give {_CHOICES}"
         ) from error
     return HFDirectory(folder, name=name)

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -20,7 +20,7 @@ from megatron_infer.errors import InvalidPrompt, ModelError
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks what an assistant said (for training masks); when rendering it is its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)

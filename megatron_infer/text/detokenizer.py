@@ -11,7 +11,7 @@ from typing import Protocol
 from megatron_infer.text.tokenizer import Tokenizer
 
 # A UTF-8 character has at most four bytes, so at most three tokens can wait for its end.
-_MAX_PENDING = 4
+_MAX_WAITING = 3
 _REPLACEMENT = "\ufffd"
 
 
@@ -77,7 +77,7 @@ class _Windowed:
                       ^start       ^read    ^end
     """
 
-    __slots__ = ("_ids", "_read", "_skip_special", "_skipped", "_tokenizer")
+    __slots__ = ("_ids", "_read", "_skip_special", "_skipped", "_tokenizer", "_waiting")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special: bool, skipped: frozenset[int], prompt_tail: Sequence[int]
@@ -87,6 +87,7 @@ class _Windowed:
         self._skipped = skipped
         self._ids = [id for id in prompt_tail if id not in skipped]
         self._read = len(self._ids)
+        self._waiting = 0
 
     def push(self, ids: Iterable[int]) -> str:
         out: list[str] = []
@@ -96,10 +97,13 @@ class _Windowed:
             self._ids.append(id)
             shown = self._decode(self._ids[: self._read])
             text = self._decode(self._ids)
-            # More pending tokens than a character can have: the bytes are invalid and stay so.
-            waits = text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_PENDING
-            if waits or len(text) <= len(shown):
+            if len(text) <= len(shown):
                 continue
+            # When more tokens wait than a character can have, their bytes are invalid and stay so.
+            if text.endswith(_REPLACEMENT) and self._waiting < _MAX_WAITING:
+                self._waiting += 1
+                continue
+            self._waiting = 0
             out.append(text[len(shown) :])
             self._ids = self._ids[self._read :] if self._read else self._ids
             self._read = len(self._ids)

@@ -56,11 +56,8 @@ class Tokenizer:
             raise InvalidPrompt(f"text to encode must be a str, got {type(text).__name__}")
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-        except UnicodeEncodeError as error:  # lone surrogates
-            raise InvalidPrompt(f"text is not valid Unicode: {error}") from error
-
-    def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
-        return [list(e.ids) for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special)]
+        except TypeError as error:  # the library's word for a str that is not UTF-8: lone surrogates
+            raise InvalidPrompt("text is not valid Unicode: it holds half of a surrogate pair") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids, exactly: no clean-up of spaces. Ids without a token (padded vocabulary) give nothing."""

@@ -46,10 +46,13 @@ def test_n_samples_share_one_prefill_and_equal_n_single_requests(model):
     engine = make_engine(model)
     params = SamplingParams(n=4, seed=11, temperature=1.0, max_tokens=12, ignore_eos=True)
     output = engine.generate(PROMPT, params)[0]
-    assert engine.stats().counters["scheduled_tokens"] == len(PROMPT) + 4 * 11  # the prompt once, then 11 decode steps each
+    counters = engine.stats().counters
+    assert (counters["prefill_tokens"], counters["decode_tokens"]) == (len(PROMPT), 4 * 11)  # the prompt once
     assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
     assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
-    alone = make_engine(model).generate(PROMPT, SamplingParams(seed=11, temperature=1.0, max_tokens=12, ignore_eos=True))
+    alone = make_engine(model).generate(
+        PROMPT, SamplingParams(seed=11, temperature=1.0, max_tokens=12, ignore_eos=True)
+    )
     assert output.outputs[0].token_ids == alone[0].outputs[0].token_ids
     crowded = make_engine(model, max_requests=4, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
     again = crowded.generate([list(range(60, 90)), PROMPT], [SamplingParams(max_tokens=5, seed=1), params])[1]
@@ -70,7 +73,10 @@ def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(model):
     params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
     first, second = (o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params))
     assert first != second
-    assert [o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params)] == [first, second]
+    assert [o.outputs[0].token_ids for o in make_engine(model, seed=5).generate([PROMPT, PROMPT], params)] == [
+        first,
+        second,
+    ]
     assert make_engine(model, seed=6).generate(PROMPT, params)[0].outputs[0].token_ids != first
 
 
@@ -79,7 +85,9 @@ def test_stop_token_ends_the_request_and_is_its_stop_reason(model):
     free = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))[0].outputs[0]
     stop = free.token_ids[7]
     first = free.token_ids.index(stop)
-    output = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop]))[0].outputs[0]
+    output = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[stop]))[0].outputs[
+        0
+    ]
     assert output.token_ids == free.token_ids[: first + 1]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     held = engine.generate(
@@ -90,7 +98,9 @@ def test_stop_token_ends_the_request_and_is_its_stop_reason(model):
 
 def test_logprobs_carry_rank_and_top_and_sum_up(model):
     engine = make_engine(model)
-    output = engine.generate(PROMPT, SamplingParams(temperature=0.8, seed=2, max_tokens=10, logprobs=5, ignore_eos=True))[0]
+    output = engine.generate(
+        PROMPT, SamplingParams(temperature=0.8, seed=2, max_tokens=10, logprobs=5, ignore_eos=True)
+    )[0]
     sample = output.outputs[0]
     assert len(sample.logprobs) == 10
     total = 0.0
@@ -104,7 +114,9 @@ def test_logprobs_carry_rank_and_top_and_sum_up(model):
     assert math.isclose(total, sample.cumulative_logprob, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"enable_chunked_prefill": True, "max_tokens": 17}, {"enable_prefix_caching": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"enable_chunked_prefill": True, "max_tokens": 17}, {"enable_prefix_caching": True}]
+)
 def test_prompt_logprobs_equal_a_full_forward(model, settings):
     engine = make_engine(model, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2)
@@ -112,7 +124,11 @@ def test_prompt_logprobs_equal_a_full_forward(model, settings):
         output = engine.generate(PROMPT, params)[0]
         assert len(output.prompt_logprobs) == len(PROMPT) and output.prompt_logprobs[0] is None
         with torch.inference_mode():
-            full = model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], None)[0].float()[:, :VOCAB].log_softmax(-1)
+            full = (
+                model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], None)[0]
+                .float()[:, :VOCAB]
+                .log_softmax(-1)
+            )
         for position in range(1, len(PROMPT)):
             entry = output.prompt_logprobs[position]
             assert abs(entry[PROMPT[position]].logprob - float(full[position - 1, PROMPT[position]])) < 1e-4
@@ -210,7 +226,9 @@ def test_a_failing_forward_ends_its_requests_and_not_the_engine(model, monkeypat
     engine.add_request(PROMPT, params, request_id="doomed")
     engine.step()
     real = engine.parts.adopted.hidden
-    monkeypatch.setattr(engine.parts.runner._model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(
+        engine.parts.runner._model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room"))
+    )
     output = engine.step()[-1]
     assert output.finished and output.outputs[0].finish_reason == "error" and isinstance(output.error, FailedStep)
     assert "no room" in str(output.error) and output.outputs[0].token_ids == expected[:1]

@@ -77,7 +77,12 @@ def workload(kind: str) -> tuple[list[list[int]], list[SamplingParams]]:
         if kind == "greedy":
             params.append(SamplingParams(temperature=0.0, **common))
         else:
-            extra: dict[str, Any] = [{}, {"top_k": 12}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}][i % 4]
+            extra: dict[str, Any] = [
+                {},
+                {"top_k": 12},
+                {"top_p": 0.8},
+                {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+            ][i % 4]
             params.append(SamplingParams(temperature=0.9, seed=i, **extra, **common))
     return prompts, params
 
@@ -102,7 +107,9 @@ def expected(model: torch.nn.Module) -> dict[str, list[list[int]]]:
     for kind in ("greedy", "sampled"):
         prompts, params = workload(kind)
         engine = make_engine(model)
-        answers[kind] = [engine.generate([p], [q])[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)]
+        answers[kind] = [
+            engine.generate([p], [q])[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)
+        ]
     return answers
 
 
@@ -113,7 +120,9 @@ def test_tokens_are_the_same_with_the_feature(model, expected, feature, kind):
     engine = make_engine(model, **settings)
     assert run(engine, kind, settings.get("order")) == expected[kind]
     if feature.startswith("tiny_pool"):
-        assert engine.stats().counters["evicted"] or engine.stats().counters["paused"], "the pool was not tight enough to test"
+        assert engine.stats().counters["evicted"] or engine.stats().counters["paused"], (
+            "the pool was not tight enough to test"
+        )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

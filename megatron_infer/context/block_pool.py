@@ -1,0 +1,119 @@
+"""Block ids: who holds how many references, which block holds which content, which is reused next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class BlockPool:
+    """Reference-counted block ids with an index from content digest to block.
+
+        blank --alloc--> held (refs > 0) --last unref--> blank     no digest, or REF_ZERO
+                          ^  |                       \\-> cached    has a digest and keep_cached (LRU)
+                          |  +-- publish(digest)           |
+                          +------------- share ------------+ (a hit);  alloc with no blank left reclaims the oldest
+
+    A digest names one block and a block has at most one digest. Callers unref a sequence's blocks last to first, and
+    whoever holds a block holds its predecessors, so a block is always reclaimed before its predecessor.
+    """
+
+    def __init__(self, num_blocks: int, *, keep_cached: bool) -> None:
+        assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
+        self.num_blocks = num_blocks
+        self.keep_cached = keep_cached
+        self._refs = [0] * num_blocks
+        self._blank = list(range(num_blocks))[::-1]
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `alloc` can hand out, free but cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that still hold content a prefix can hit."""
+        return len(self._cached)
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def alloc(self, n: int) -> list[int]:
+        """`n` blocks with one reference each; blank ones first, then cached ones, oldest first."""
+        blocks = self.try_alloc(n)
+        assert blocks is not None, f"alloc of {n} blocks, {self.num_free} are free"
+        return blocks
+
+    def try_alloc(self, n: int) -> list[int] | None:
+        """Like `alloc`; None (nothing changed) when fewer are free."""
+        blank, refs = self._blank, self._refs
+        if n == 1 and blank:  # a decoding request grows by one block: the path of every step
+            block = blank.pop()
+            refs[block] = 1
+            return [block]
+        if n > len(blank) + len(self._cached):
+            return None
+        blocks = []
+        for _ in range(n):
+            if blank:
+                block = blank.pop()
+            else:
+                block = self._cached.popitem(last=False)[0]
+                self._forget(block)
+            refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """One more reference to a held block, or the first one to a cached block (a prefix hit)."""
+        if self._refs[block] == 0:
+            del self._cached[block]  # KeyError: a blank block has no content to share
+        self._refs[block] += 1
+
+    def unref(self, block: int) -> None:
+        refs = self._refs[block] - 1
+        assert refs >= 0, f"block {block} was unreferenced once too often"
+        self._refs[block] = refs
+        if refs:
+            return
+        if block in self._digest_of:
+            if self.keep_cached:
+                self._cached[block] = None
+                return
+            self._forget(block)
+        self._blank.append(block)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Make held `block` findable under `digest`; does nothing if another block has that content already."""
+        assert self._refs[block] > 0, f"publish of free block {block}"
+        if digest not in self._block_of and block not in self._digest_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with this content, held or cached; the caller must `share` it before anything is allocated."""
+        return self._block_of.get(digest)
+
+    def forget_all(self) -> None:
+        """Drop every digest: cached blocks become blank, held ones can no longer be found."""
+        self._blank.extend(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]
+
+    def check(self, held: list[int]) -> None:
+        """Assert that block b has held[b] references and every index agrees with that."""
+        assert held == self._refs, f"references held {held} != counted {self._refs}"
+        free = sorted([*self._blank, *self._cached])
+        expected = [block for block, refs in enumerate(held) if refs == 0]
+        assert free == expected, f"free list {free} != blocks without references {expected}"
+        assert {b: d for d, b in self._block_of.items()} == self._digest_of, "digest index and its inverse differ"
+        blank_with_digest = [block for block in self._blank if block in self._digest_of]
+        assert not blank_with_digest, f"blank blocks {blank_with_digest} have a digest"
+        assert all(block in self._digest_of for block in self._cached), "a cached block has no digest"
+        assert self.keep_cached or not self._cached, f"{len(self._cached)} blocks cached under REF_ZERO"

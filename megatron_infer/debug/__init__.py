@@ -1,0 +1,1 @@
+"""Tools for finding out what happened: recording and replaying runs."""

@@ -1,0 +1,234 @@
+"""Record what an engine was told and what it answered; replay it and get the same tokens.
+
+A recording is JSON Lines, one event a line, in order:
+
+    {"kind": "run", "version": 1, "model": ..., "config": {...}}
+    {"kind": "add", "step": 0, "id": "0", "tokens": [...], "seed": 1234, "params": {...}}
+    {"kind": "abort", "step": 12, "id": "0"}
+    {"kind": "done", "step": 30, "id": "1", "outputs": [{"tokens": [...], "reason": "length"}]}
+    {"kind": "end", "step": 30}
+
+`step` counts the steps made between attaching and the command, so that a replay gives each command at the same step.
+Lines are flushed as they are written: a run that dies leaves everything up to its last step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_infer.engine import DynamicInferenceEngine
+
+VERSION = 1
+
+
+class RecordError(InferenceError, ValueError):
+    """A file that is no recording, or that does not fit the engine it is replayed on."""
+
+
+class Recorder:
+    """Listens to an engine from `attach` to `close` and writes a recording. Attach it to an idle engine."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO = self.path.open("w", encoding="utf-8")
+        self._engine: DynamicInferenceEngine | None = None
+        self._first_step = self._last_step = 0
+        self._tokens: dict[tuple[str, int], list[int]] = {}
+
+    def attach(self, engine: DynamicInferenceEngine, *, model: str = "") -> Recorder:
+        """Begin: the engine's configuration goes into the first line."""
+        if engine.has_unfinished():
+            raise RecordError("recording must begin on an idle engine; finish or abort its requests first")
+        self._engine = engine
+        self._first_step = self._last_step = engine.num_steps
+        self._write(kind="run", version=VERSION, model=model, config=_plain(engine.config))
+        engine.listeners.append(self)
+        return self
+
+    def close(self) -> None:
+        """Stop listening and end the file; harmless when repeated."""
+        if self._file.closed:
+            return
+        if self._engine is not None:
+            self._engine.listeners.remove(self)
+            self._write(kind="end", step=self._last_step - self._first_step)
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the engine's listener calls
+    def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None:
+        assert self._engine is not None
+        group = self._engine.ledger.get(request_id)
+        assert group is not None, f"request {request_id!r} was announced before its account was opened"
+        self._write(
+            kind="add",
+            step=step - self._first_step,
+            id=request_id,
+            tokens=list(token_ids),
+            seed=group.samples[0].request.seed,
+            params=params_to_dict(params),
+        )
+
+    def on_abort(self, request_id: str, step: int) -> None:
+        self._tokens = {key: kept for key, kept in self._tokens.items() if key[0] != request_id}
+        self._write(kind="abort", step=step - self._first_step, id=request_id)
+
+    def on_step(self, step: int, outputs: list[RequestOutput]) -> None:
+        self._last_step = step
+        for output in outputs:
+            self._collect(output)
+            if output.finished:
+                results = [
+                    {"tokens": self._tokens.pop((output.request_id, o.index)), "reason": o.finish_reason}
+                    for o in output.outputs
+                ]
+                self._write(kind="done", step=step - self._first_step, id=output.request_id, outputs=results)
+
+    def _collect(self, output: RequestOutput) -> None:
+        """Keep all tokens so far: an output holds either all of them or, in delta mode, the new ones only."""
+        cumulative = sum(len(o.token_ids) for o in output.outputs) == output.metrics.num_output_tokens
+        for one in output.outputs:
+            kept = self._tokens.setdefault((output.request_id, one.index), [])
+            if cumulative:
+                kept.clear()
+            kept.extend(one.token_ids)
+
+    def _write(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first left the recording."""
+
+    request_id: str
+    sample: int
+    position: int | None
+    """Index in the output of the first token that differs; None when only the finish reason does."""
+    recorded: object
+    replayed: object
+
+    def __str__(self) -> str:
+        where = "finish reason" if self.position is None else f"output token {self.position}"
+        return (
+            f"request {self.request_id!r}, sample {self.sample}: {where} "
+            f"was {self.recorded!r} when recorded, is {self.replayed!r} now"
+        )
+
+
+def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutput]:
+    """Give an idle engine the recorded commands at their recorded steps -> outputs, in the order they finished.
+
+    Outputs are cumulative. An aborted request's output is what it had when it was aborted, in its place.
+    Draws need no seed of the engine's: every request's own is in the recording.
+    """
+    if engine.has_unfinished():
+        raise RecordError("replay needs an idle engine; finish or abort its requests first")
+    first, outputs = engine.num_steps, []
+    for event in read(path):
+        if event["kind"] not in ("add", "abort"):
+            continue
+        while engine.num_steps - first < event["step"]:
+            before = engine.num_steps
+            outputs += [o for o in engine.step() if o.finished]
+            if engine.num_steps == before:
+                raise RecordError(
+                    f"{path}: the engine went idle at step {before - first}, before the recorded command of step "
+                    f"{event['step']} ({event['kind']} {event['id']!r}); was it recorded with another configuration?"
+                )
+        if event["kind"] == "add":
+            params = dataclasses.replace(SamplingParams.from_dict(event["params"]), seed=event["seed"])
+            engine.add_request(event["tokens"], params, request_id=event["id"], stream="final")
+        else:
+            outputs.append(engine.abort(event["id"]))
+    while engine.has_unfinished():
+        outputs += [o for o in engine.step() if o.finished]
+    return outputs
+
+
+def verify(path: str | Path, engine: DynamicInferenceEngine) -> Difference | None:
+    """Replay and compare -> the first difference in the order requests finished; None: every token is the same."""
+    outputs = {output.request_id: output for output in replay(path, engine)}
+    for event in read(path):
+        if event["kind"] != "done":
+            continue
+        output = outputs.get(event["id"])
+        for index, recorded in enumerate(event["outputs"]):
+            if output is None:
+                return Difference(event["id"], index, 0, recorded["tokens"][:1], None)
+            now = output.outputs[index]
+            if recorded["tokens"] != now.token_ids:
+                pairs = enumerate(zip(recorded["tokens"], now.token_ids, strict=False))
+                shorter = min(len(recorded["tokens"]), len(now.token_ids))
+                at = next((i for i, (a, b) in pairs if a != b), shorter)
+                return Difference(event["id"], index, at, _at(recorded["tokens"], at), _at(now.token_ids, at))
+            if recorded["reason"] != now.finish_reason:
+                return Difference(event["id"], index, None, recorded["reason"], now.finish_reason)
+    return None
+
+
+def read(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The events of a recording. A last line cut short by a crash is left out; anything else wrong is a RecordError."""
+    path = Path(path)
+    try:
+        *lines, cut_short = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: not UTF-8 text: {error}") from error
+    if not lines:
+        raise RecordError(f"{path}: no complete line{' (cut short)' if cut_short else ', the file is empty'}")
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"{path}:{number}: not JSON: {error}") from error
+        kind = event.get("kind") if isinstance(event, dict) else None
+        if number == 1 and (kind != "run" or event.get("version") != VERSION):
+            raise RecordError(f"{path}: not a recording of version {VERSION}; its first line must be of kind 'run'")
+        if kind not in ("run", "add", "abort", "done", "end"):
+            raise RecordError(f"{path}:{number}: unknown event {kind!r}")
+        yield event
+
+
+def params_to_dict(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from their defaults, as JSON values."""
+    default = SamplingParams()
+    changed = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    return {name: _plain(value) for name, value in changed.items() if value != getattr(default, name)}
+
+
+def _at(tokens: list[int], index: int) -> int | None:
+    return tokens[index] if index < len(tokens) else None
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value that shows `value`; what JSON cannot hold (a metrics writer) becomes its type's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return type(value).__name__

@@ -1,0 +1,242 @@
+"""Primitives and paged attention in C++ (native/*.cpp) for fp32 and bf16 on a CPU: one call a layer, pointers only."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels.packing import PackedLinears
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+MAX_HEAD_DIM = 512
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+def _bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., Any]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = argtypes, restype
+    return function
+
+
+class NativeOps(TorchOps):
+    """C++ norms, activation and argmax for contiguous tensors of one dtype; anything else runs as in `TorchOps`."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, packed: PackedLinears | None = None) -> None:
+        super().__init__(packed)
+        suffix = SUFFIXES[dtype]
+        self._dtype = dtype
+        self._rms_norm = _bind(library, f"mi_rms_norm_{suffix}", [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int])
+        self._silu_mul = _bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
+        self._argmax = _bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
+
+    def _ours(self, *tensors: Tensor) -> bool:
+        return all(t.dtype is self._dtype and t.is_contiguous() for t in tensors)
+
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not self._ours(x_TD, weight):
+            return super().rms_norm(x_TD, weight, eps)
+        out = torch.empty_like(x_TD)
+        dim = x_TD.shape[-1]
+        self._rms_norm(
+            x_TD.data_ptr(),
+            None,
+            weight.data_ptr(),
+            out.data_ptr(),
+            x_TD.numel() // dim,
+            dim,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not self._ours(x_TD, residual_TD, weight):
+            return super().add_rms_norm(x_TD, residual_TD, weight, eps)
+        out = torch.empty_like(x_TD)
+        dim = x_TD.shape[-1]
+        self._rms_norm(
+            x_TD.data_ptr(),
+            residual_TD.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x_TD.numel() // dim,
+            dim,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out, residual_TD
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        if not self._ours(x_T2F):
+            return super().silu_mul(x_T2F)
+        tokens, width = x_T2F.numel() // x_T2F.shape[-1], x_T2F.shape[-1] // 2
+        out = x_T2F.new_empty(*x_T2F.shape[:-1], width)
+        self._silu_mul(x_T2F.data_ptr(), out.data_ptr(), tokens, width, torch.get_num_threads())
+        return out
+
+    def argmax(self, logits_SV: Tensor) -> Tensor:
+        """Lowest index of the largest entry of each row -> int64 [S]; NaN never wins. Rows may be strided (a cut vocabulary)."""
+        if logits_SV.dtype is not self._dtype or logits_SV.stride(1) != 1:
+            return logits_SV.argmax(-1)
+        rows, width = logits_SV.shape
+        out = torch.empty(rows, dtype=torch.int64)
+        self._argmax(logits_SV.data_ptr(), logits_SV.stride(0), out.data_ptr(), rows, width, torch.get_num_threads())
+        return out
+
+
+def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
+    """64-bit order-sensitive checksum of a CPU tensor's bytes, at memory speed."""
+    function = _bind(library, "mi_checksum", [_P, _I, ctypes.c_int], ctypes.c_uint64)
+    data = tensor.detach().contiguous()
+    return int(function(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads()))
+
+
+class _StepStruct(ctypes.Structure):
+    """native/attention.h: Step."""
+
+    _fields_ = [
+        *((name, _I) for name in ("num_tokens", "num_rows", "threads")),
+        *((name, _P) for name in ("q_len", "kv_len", "cu_q", "table_row", "block_table")),
+        ("table_stride", _I),
+        *((name, _P) for name in ("kv_pos", "cos", "sin")),
+        ("rotary_stride", _I),
+    ]
+
+
+class _SpecStruct(ctypes.Structure):
+    """native/attention.h: Spec."""
+
+    _fields_ = [
+        *((n, _I) for n in ("num_kv", "group", "head_dim", "block_size", "rotary_dim", "interleaved", "window")),
+        ("scale", ctypes.c_double),
+    ]
+
+
+_CALL = struct.Struct("13q")
+"""native/attention.h: Call; packed in one go because this happens in every layer of every step."""
+
+
+@dataclass(slots=True)
+class _LayerKind:
+    spec: AttendSpec
+    struct: _SpecStruct
+    address: int
+    width: int
+
+
+class NativePagedAttention:
+    """Rotation, cache append and attention of all rows in one C++ call a layer."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._attend = _bind(library, f"mi_attend_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
+        self._context = _bind(library, "mi_context_new", [], _P)()
+        weakref.finalize(self, _bind(library, "mi_context_free", [_P]), self._context)
+        self._step: StepMetadata | None = None
+        self._step_struct = _StepStruct()
+        self._step_address = ctypes.addressof(self._step_struct)
+        self._call = ctypes.create_string_buffer(_CALL.size)
+        self._call_address = ctypes.addressof(self._call)
+        self._kinds: dict[int, _LayerKind] = {}
+        self._num_padding = 0
+
+    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+        if dtype not in SUFFIXES:
+            return f"needs float32 or bfloat16, got {dtype}"
+        if dtype is not self._dtype:
+            return f"built for {self._dtype}, got {dtype}"
+        if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
+            return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.scale <= 0:
+            return f"needs a positive scale, got {spec.scale}"
+        if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
+            return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
+        return None
+
+    def plan(self, step: StepMetadata) -> None:
+        self._step = step  # keeps every array alive whose address is taken below
+        s = self._step_struct
+        s.num_tokens, s.num_rows, s.threads = step.num_tokens, step.num_rows, torch.get_num_threads()
+        for name in ("q_len", "kv_len", "cu_q", "table_row"):
+            array = getattr(step, name)
+            assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
+            setattr(s, name, array.ctypes.data)
+        assert step.block_table.dtype is torch.int32 and step.kv_pos_T.dtype is torch.int64
+        assert step.block_table.stride(1) == 1 and step.kv_pos_T.is_contiguous()
+        s.block_table, s.table_stride = step.block_table.data_ptr(), step.block_table.stride(0)
+        s.kv_pos = step.kv_pos_T.data_ptr()
+        if step.cos_TR is None or step.sin_TR is None:
+            s.cos = s.sin = None
+        else:
+            assert step.cos_TR.dtype is self._dtype and step.cos_TR.stride() == step.sin_TR.stride()
+            s.cos, s.sin = step.cos_TR.data_ptr(), step.sin_TR.data_ptr()
+            s.rotary_stride = step.cos_TR.stride(0)
+        self._num_padding = step.num_tokens - int(step.cu_q[step.num_rows])
+
+    def run(
+        self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
+    ) -> Tensor:
+        kind = self._kinds.get(id(spec)) or self._new_kind(spec, kv_cache.shape[3])
+        assert q_TKGH.dtype is self._dtype and kv_cache.dtype is self._dtype
+        q_token, q_kv, q_group, q_last = q_TKGH.stride()
+        k_token, k_head, k_last = k_TKH.stride()
+        v_token, v_head, v_last = v_TKH.stride()
+        if q_last != 1 or k_last != 1 or v_last != 1:
+            return self.run(
+                q_TKGH.contiguous(), k_TKH.contiguous(), v_TKH.contiguous(), kv_cache, layer=layer, spec=spec
+            )
+        out = torch.empty(q_TKGH.shape[0], kind.width, dtype=self._dtype)
+        layer_stride, plane_stride = kv_cache.stride()[:2]
+        item = kv_cache.itemsize
+        keys = kv_cache.data_ptr() + layer * layer_stride * item
+        _CALL.pack_into(
+            self._call,
+            0,
+            q_TKGH.data_ptr(),
+            k_TKH.data_ptr(),
+            v_TKH.data_ptr(),
+            out.data_ptr(),
+            keys,
+            keys + plane_stride * item,
+            q_token,
+            q_kv,
+            q_group,
+            k_token,
+            k_head,
+            v_token,
+            v_head,
+        )
+        self._attend(self._context, self._step_address, kind.address, self._call_address)
+        if self._num_padding:
+            out[-self._num_padding :] = 0  # padding tokens must not carry garbage (NaN) onwards
+        return out
+
+    def _new_kind(self, spec: AttendSpec, block_size: int) -> _LayerKind:
+        packed = _SpecStruct(
+            num_kv=spec.num_kv_heads,
+            group=spec.group_size,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            rotary_dim=spec.rotary_dim,
+            interleaved=int(spec.rotary_interleaved),
+            window=spec.window or 0,
+            scale=spec.scale,
+        )
+        width = spec.num_kv_heads * spec.group_size * spec.head_dim
+        # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry keeps spec alive.
+        kind = self._kinds[id(spec)] = _LayerKind(spec, packed, ctypes.addressof(packed), width)
+        return kind

@@ -1,0 +1,103 @@
+// What Python hands to the attention kernels: three structs of 8-byte fields, mirrored in cpu_native.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <vector>
+
+#include "common.h"
+
+namespace mi {
+
+struct Step {  // once a step
+    int64_t num_tokens, num_rows, threads;
+    const int32_t *q_len, *kv_len, *cu_q, *table_row, *block_table;
+    int64_t table_stride;
+    const int64_t* kv_pos;
+    const void *cos, *sin;  // [tokens, rotary_stride] in the activation dtype; null: nothing rotates
+    int64_t rotary_stride;
+};
+
+struct Spec {  // once a kind of layer
+    int64_t num_kv, group, head_dim, block_size, rotary_dim, interleaved, window;  // window 0: none
+    double scale;
+};
+
+struct Call {  // once a layer; strides in elements, the last dimension is contiguous
+    const void *q, *k, *v;
+    void *out, *keys, *values;
+    int64_t q_token, q_kv, q_group, k_token, k_head, v_token, v_head;
+};
+
+constexpr int kMaxHeadDim = 512;
+
+// Grow-only aligned memory.
+class Buffer {
+  public:
+    ~Buffer() { std::free(data_); }
+    template <class T>
+    T* get(int64_t count) {
+        size_t bytes = ((size_t)count * sizeof(T) + 63) / 64 * 64;
+        if (bytes > size_) {
+            std::free(data_);
+            data_ = std::aligned_alloc(64, bytes);
+            if (!data_) std::abort();
+            size_ = bytes;
+        }
+        return static_cast<T*>(data_);
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Workspace of one backend object; never shared between engines.
+struct Context {
+    Buffer partials, arrivals, packed, items;
+    std::vector<Buffer> scratch;  // one a thread
+};
+
+template <class T>
+void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call);
+template <class T>
+void prefill_rows(Context& context, const Step& step, const Spec& spec, const Call& call);
+
+// dst = src with its leading rotary_dim dims rotated by the token's angle, computed in fp32 and rounded once.
+template <class T>
+inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const T* src, T* dst) {
+    const int dim = step.cos ? (int)spec.rotary_dim : 0, half = dim / 2;
+    const T* cos = (const T*)step.cos + token * step.rotary_stride;
+    const T* sin = (const T*)step.sin + token * step.rotary_stride;
+    if (spec.interleaved) {
+        for (int i = 0; i < dim; i += 2) {
+            float even = to_float(src[i]), odd = to_float(src[i + 1]);
+            set(dst[i], even * to_float(cos[i]) - odd * to_float(sin[i]));
+            set(dst[i + 1], odd * to_float(cos[i + 1]) + even * to_float(sin[i + 1]));
+        }
+    } else {
+        int i = 0;
+        for (; i + W <= half; i += W) {
+            vf low = load(src + i), high = load(src + half + i);
+            store(dst + i, low * load(cos + i) - high * load(sin + i));
+            store(dst + half + i, high * load(cos + half + i) + low * load(sin + half + i));
+        }
+        for (; i < half; ++i) {
+            float low = to_float(src[i]), high = to_float(src[half + i]);
+            set(dst[i], low * to_float(cos[i]) - high * to_float(sin[i]));
+            set(dst[half + i], high * to_float(cos[half + i]) + low * to_float(sin[half + i]));
+        }
+    }
+    if (dim < spec.head_dim) std::memcpy(dst + dim, src + dim, (spec.head_dim - dim) * sizeof(T));
+}
+
+// Rotate a token's key and put key and value of one kv head into the cache.
+template <class T>
+inline void append(const Step& step, const Spec& spec, const Call& call, int64_t token, int64_t head) {
+    int64_t at = (step.kv_pos[token] * spec.num_kv + head) * spec.head_dim;
+    rotate_head(step, spec, token, (const T*)call.k + token * call.k_token + head * call.k_head, (T*)call.keys + at);
+    std::memcpy((T*)call.values + at, (const T*)call.v + token * call.v_token + head * call.v_head,
+                spec.head_dim * sizeof(T));
+}
+
+}  // namespace mi

@@ -1,0 +1,153 @@
+// Vector types, conversions and threads shared by the kernels. No torch headers: this builds in seconds.
+//
+// GCC/Clang vector extensions give one source for AVX-512, AVX2 and NEON; intrinsics appear only where they pay.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MI_BF16_DOT 1
+#else
+#define MI_BF16_DOT 0
+#endif
+
+namespace mi {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // floats in a vector
+#else
+constexpr int W = 8;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vf splat(float x) { return vf{} + x; }
+
+inline vf load(const float* p) {
+    vf v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vf load(const bf16* p) {
+    vh h;
+    std::memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vf v) {
+#if MI_BF16_DOT
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &h, sizeof h);
+#else
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vu quiet = (u >> 16) | 0x40u;  // rounding could turn a NaN into infinity
+    vh h = __builtin_convertvector((v == v) ? rounded : quiet, vh);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+inline void set(float& out, float x) { out = x; }
+inline void set(bf16& out, float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    out.bits = (x == x) ? (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : (uint16_t)((u >> 16) | 0x40u);
+}
+
+// The first n < W entries; the rest read as zero and are not written.
+template <class T>
+inline vf load_part(const T* p, int n) {
+    T part[W] = {};
+    std::memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T>
+inline void store_part(T* p, vf v, int n) {
+    T part[W];
+    store(part, v);
+    std::memcpy(p, part, n * sizeof(T));
+}
+
+inline vf vmax(vf a, vf b) { return (a > b) ? a : b; }
+inline float sum_of(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s = 0;
+    for (int i = 0; i < W; ++i) s += v[i];
+    return s;
+#endif
+}
+inline float max_of(vf v) {
+    float m = v[0];
+    for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x to 2 ulp: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial in r, then n into the exponent.
+// Below -87 the result is e^-87 (1e-38), above 88 it is e^88; NaN stays NaN.
+inline vf exp_of(vf x) {
+    x = (x < -87.0f) ? splat(-87.0f) : x;
+    x = (x > 88.0f) ? splat(88.0f) : x;
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vf shifted = x * 1.44269504088896f + magic;
+    vf n = shifted - magic;
+    vf r = x - n * 0.693145751953125f;
+    r = r - n * 1.42860682030941723e-6f;
+    vf p = r * (1.0f / 720) + (1.0f / 120);
+    p = p * r + (1.0f / 24);
+    p = p * r + (1.0f / 6);
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+// Threads come from the OpenMP runtime that torch has loaded; its entry points are handed in at start-up, so there is
+// one thread pool in the process and no compiler support for OpenMP is needed. Without them everything runs serially.
+struct Runtime {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+    int (*thread_num)();
+    int (*num_threads)();
+};
+extern Runtime runtime;
+
+template <class Body>
+void parallel(int threads, Body& body) {  // body(thread, threads)
+    if (threads <= 1 || !runtime.parallel) {
+        body(0, 1);
+        return;
+    }
+    runtime.parallel([](void* p) { (*static_cast<Body*>(p))(runtime.thread_num(), runtime.num_threads()); }, &body,
+                     (unsigned)threads, 0);
+}
+
+// Splits 0 .. n into one contiguous range a thread.
+template <class Body>
+void parallel_ranges(int threads, int64_t n, Body&& body) {  // body(begin, end)
+    auto part = [&](int thread, int count) {
+        int64_t begin = n * thread / count, end = n * (thread + 1) / count;
+        if (begin < end) body(begin, end);
+    };
+    parallel(threads < n ? threads : (int)n, part);
+}
+
+}  // namespace mi

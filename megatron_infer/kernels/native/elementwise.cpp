@@ -1,0 +1,169 @@
+// Norms, activation, argmax and checksum over contiguous rows.
+#include "common.h"
+
+namespace mi {
+
+Runtime runtime = {};
+
+// Below this many elements a parallel region costs more than it saves.
+constexpr int64_t kSerialElements = 32768;
+
+static int threads_for(int64_t elements, int threads) { return elements < kSerialElements ? 1 : threads; }
+
+template <class T>
+static vf load_any(const T* p, int64_t i, int64_t n) {
+    return i + W <= n ? load(p + i) : load_part(p + i, (int)(n - i));
+}
+template <class T>
+static void store_any(T* p, vf v, int64_t i, int64_t n) {
+    if (i + W <= n)
+        store(p + i, v);
+    else
+        store_part(p + i, v, (int)(n - i));
+}
+
+// out = norm(x + residual) * weight; residual (may be null) becomes the rounded sum.
+template <class T>
+static void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps, int threads) {
+    parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* in = x + row * dim;
+            vf squares = {};
+            if (residual) {
+                T* total = residual + row * dim;
+                for (int64_t i = 0; i < dim; i += W) store_any(total, load_any(in, i, dim) + load_any(total, i, dim), i, dim);
+                in = total;
+            }
+            for (int64_t i = 0; i < dim; i += W) {
+                vf v = load_any(in, i, dim);
+                squares += v * v;
+            }
+            float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)dim + eps);
+            for (int64_t i = 0; i < dim; i += W)
+                store_any(out + row * dim, load_any(in, i, dim) * scale * load_any(weight, i, dim), i, dim);
+        }
+    });
+}
+
+template <class T>
+static void silu_mul(const T* x, T* out, int64_t rows, int64_t dim, int threads) {
+    parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* gate = x + row * 2 * dim;
+            for (int64_t i = 0; i < dim; i += W) {
+                vf g = load_any(gate, i, dim), up = load_any(gate + dim, i, dim);
+                store_any(out + row * dim, g / (exp_of(-g) + 1.0f) * up, i, dim);
+            }
+        }
+    });
+}
+
+// The lowest index of the largest entry; a row of nothing but NaN gives 0.
+template <class T>
+static void argmax(const T* x, int64_t stride, int64_t* out, int64_t rows, int64_t dim, int threads) {
+    parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* in = x + row * stride;
+            int64_t whole = dim - dim % W, i = 0;
+            const vf lowest = splat(-__builtin_inff());
+            vf best[4] = {lowest, lowest, lowest, lowest};
+            for (; i + 4 * W <= whole; i += 4 * W)
+                for (int j = 0; j < 4; ++j) best[j] = vmax(load(in + i + j * W), best[j]);
+            for (; i < whole; i += W) best[0] = vmax(load(in + i), best[0]);
+            float top = max_of(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
+            for (; i < dim; ++i) top = to_float(in[i]) > top ? to_float(in[i]) : top;
+            const int64_t step = 8 * W;
+            int64_t found = 0;
+            for (i = 0; i < dim; i += step) {  // a whole stretch is tested at once, then searched
+                int64_t stop = i + step < dim ? i + step : dim;
+                vi hit = {};
+                if (i + step <= dim)
+                    for (int j = 0; j < 8; ++j) hit |= (vi)(load(in + i + j * W) == splat(top));
+                int any = i + step > dim;
+                for (int j = 0; j < W; ++j) any |= hit[j];
+                if (!any) continue;
+                int64_t k = i;
+                while (k < stop && to_float(in[k]) != top) ++k;
+                if (k < stop) {
+                    found = k;
+                    break;
+                }
+            }
+            out[row] = found;
+        }
+    });
+}
+
+// Order-sensitive hash of n bytes: 128 independent multiply-xor lanes a stretch of 1 MiB, folded in order.
+static uint64_t hash_stretch(const unsigned char* p, int64_t n) {
+    constexpr int kLanes = 8;
+    vu lanes[kLanes];
+    for (int j = 0; j < kLanes; ++j)
+        for (int i = 0; i < W; ++i) lanes[j][i] = 0x9e3779b9u * (uint32_t)(j * W + i + 1);
+    int64_t at = 0;
+    for (; at + (int64_t)sizeof lanes <= n; at += sizeof lanes)
+        for (int j = 0; j < kLanes; ++j) {
+            vu words;
+            std::memcpy(&words, p + at + j * sizeof(vu), sizeof words);
+            lanes[j] = (lanes[j] ^ words) * 0x01000193u;
+            lanes[j] ^= lanes[j] >> 15;  // high bits reach the low ones, which a product alone never does
+        }
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (; at < n; ++at) hash = (hash ^ p[at]) * 0x100000001b3ull;
+    for (int j = 0; j < kLanes; ++j)
+        for (int i = 0; i < W; ++i) hash = (hash ^ lanes[j][i]) * 0x100000001b3ull;
+    return hash;
+}
+
+}  // namespace mi
+
+using namespace mi;
+
+extern "C" {
+
+void mi_init(void* parallel, void* thread_num, void* num_threads) {
+    std::memcpy(&runtime.parallel, &parallel, sizeof parallel);
+    std::memcpy(&runtime.thread_num, &thread_num, sizeof thread_num);
+    std::memcpy(&runtime.num_threads, &num_threads, sizeof num_threads);
+}
+
+// How many threads a region of `threads` really gets: the start-up check that the runtime works.
+int mi_count_threads(int threads) {
+    int count = 0;
+    auto arrive = [&](int, int) { __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED); };
+    parallel(threads, arrive);
+    return count;
+}
+
+#define MI_ELEMENTWISE(SUFFIX, T)                                                                                    \
+    void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim, \
+                              float eps, int threads) {                                                              \
+        rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, dim, eps, threads);                     \
+    }                                                                                                                \
+    void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
+        silu_mul((const T*)x, (T*)out, rows, dim, threads);                                                          \
+    }                                                                                                                \
+    void mi_argmax_##SUFFIX(const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int threads) {      \
+        argmax((const T*)x, stride, (int64_t*)out, rows, dim, threads);                                              \
+    }
+MI_ELEMENTWISE(f32, float)
+MI_ELEMENTWISE(bf16, bf16)
+
+uint64_t mi_checksum(const void* data, int64_t bytes, int threads) {
+    constexpr int64_t kStretch = 1 << 20, kMax = 4096;
+    uint64_t hash = (uint64_t)bytes, part[kMax];
+    const unsigned char* p = (const unsigned char*)data;
+    for (int64_t from = 0; from < bytes; from += kStretch * kMax) {
+        int64_t size = bytes - from < kStretch * kMax ? bytes - from : kStretch * kMax;
+        int64_t count = (size + kStretch - 1) / kStretch;
+        parallel_ranges(threads, count, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) {
+                int64_t left = size - i * kStretch;
+                part[i] = hash_stretch(p + from + i * kStretch, left < kStretch ? left : kStretch);
+            }
+        });
+        for (int64_t i = 0; i < count; ++i) hash = (hash ^ part[i]) * 0x9e3779b97f4a7c15ull + 1;
+    }
+    return hash;
+}
+}

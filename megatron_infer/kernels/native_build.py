@@ -1,0 +1,165 @@
+"""Compiles the C++ kernels once per machine into a user cache directory, and finds torch's OpenMP runtime for them.
+
+Nothing here fails hard: whatever is missing becomes the reason shown in the table of choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+SOURCES = ("elementwise.cpp", "decode.cpp", "prefill.cpp")
+HEADERS = ("common.h", "attention.h")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
+BUILD_TIMEOUT_S = 180.0
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be built or loaded here; str() is the reason."""
+
+
+def find_compiler() -> str:
+    """Path of a C++ compiler: $CXX, else the first of c++, g++, clang++."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise NativeUnavailable("no C++ compiler (c++, g++ or clang++) on PATH")
+
+
+def _cpu_identity() -> str:
+    """What -march=native depends on, so that a cache shared between machines never serves the wrong code."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return "\n".join(re.findall(r"^(?:flags|Features|model name)\s*:.*$", text, re.MULTILINE)[:2])
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]} did not run: {error}") from None
+    if done.returncode:
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+        )
+        raise NativeUnavailable(f"{command[0]} failed: {lines[0].strip()}")
+    return done.stdout
+
+
+def cache_directory() -> Path:
+    """Where built libraries live: $XDG_CACHE_HOME or ~/.cache, else a directory of this user's own in the temp folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    uid = os.getuid() if hasattr(os, "getuid") else 0
+    for path in (base / "megatron_infer" / "native", Path(tempfile.gettempdir()) / f"megatron_infer-{uid}"):
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            info = path.stat()
+        except OSError:
+            continue
+        # A library is code: never load one from a directory that somebody else can write.
+        if info.st_uid == uid and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(path, os.W_OK):
+            return path
+    raise NativeUnavailable(f"no private writable cache directory (tried {base} and the temp folder)")
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold an advisory lock on `path`; several ranks start at once and one of them builds."""
+    import fcntl
+
+    with open(path, "w") as handle:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise NativeUnavailable(f"another process holds {path} for over {timeout_s:.0f} s") from None
+                time.sleep(0.05)
+        yield
+
+
+def build() -> Path:
+    """The compiled library for these sources, compiler and CPU; compiles it when the cache has none.
+
+    Raises NativeUnavailable with the reason.
+    """
+    if os.name != "posix":
+        raise NativeUnavailable(f"needs a POSIX system, this is {os.name}")
+    folder = Path(__file__).parent / "native"
+    compiler = find_compiler()
+    tune = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    digest = hashlib.sha256()
+    for part in (compiler, _run([compiler, "--version"], 20.0), tune, *FLAGS, _cpu_identity(), platform.machine()):
+        digest.update(part.encode() + b"\0")
+    for name in (*HEADERS, *SOURCES):
+        digest.update((folder / name).read_bytes() + b"\0")
+    cache = cache_directory()
+    library = cache / f"kernels-{digest.hexdigest()[:20]}.so"
+    if library.exists():
+        return library
+    with _exclusive(library.with_suffix(".lock"), BUILD_TIMEOUT_S):
+        if not library.exists():  # the previous holder may have built it
+            partial = library.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                sources = [str(folder / name) for name in SOURCES]
+                _run([compiler, *FLAGS, tune, *sources, "-o", str(partial)], BUILD_TIMEOUT_S)
+                os.replace(partial, library)
+            finally:
+                partial.unlink(missing_ok=True)
+    return library
+
+
+def _openmp_runtime() -> ctypes.CDLL | None:
+    """The OpenMP library torch has loaded: our regions then run on torch's own threads, never on a second pool."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)", maps)))
+    torch_folder = str(Path(torch.__file__).parent)
+    paths.sort(key=lambda path: not path.startswith(torch_folder))  # torch.libs starts with the same text
+    for path in paths:
+        library = ctypes.CDLL(path)
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
+            return library
+    return None
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The native library, built if need be, connected to torch's threads; raises NativeUnavailable."""
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"{path} does not load: {error}") from None
+    runtime = _openmp_runtime()
+    if runtime is not None:
+        entries = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
+        library.mi_init(*(ctypes.cast(entry, ctypes.c_void_p) for entry in entries))
+    library.mi_count_threads.argtypes = [ctypes.c_int]
+    return library
+
+
+def num_usable_threads(library: ctypes.CDLL) -> int:
+    """Threads a parallel region gets when torch's count is asked for; 1 when no OpenMP runtime was found."""
+    return int(library.mi_count_threads(torch.get_num_threads()))

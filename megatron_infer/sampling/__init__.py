@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters by row, seeded draws, filters, penalties, log probabilities."""

@@ -1,0 +1,181 @@
+"""Draws from filtered distributions: temperature, top_k, top_p, min_p, inverse CDF.
+
+Weights are integers: floor(2**40 * exp((logit - max) / temperature)), the largest being exactly 2**40. Their sums are
+exact in int64 for up to 2**23 tokens, so that no sum depends on the order, the chunking or the number of candidates it
+is taken over: a row gives the same token alone and in company. What is lost lies below 2**-40 of the most likely token.
+
+Candidates are ordered by (logit descending, id ascending); every filter keeps a prefix of that order, which the last
+kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G groups of neighbouring ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE = 2.0**40
+FEW, MANY = 64, 256
+"""Candidates looked at before a full sort: enough for a small top_k, and for the nucleus of most text."""
+GROUP = 64
+_LOW_WORD = 0xFFFFFFFF
+
+
+@dataclass(slots=True, kw_only=True)
+class Shape:
+    """What a draw needs of its rows besides logits: float64 [M] columns on the device."""
+
+    temperature_M: Tensor
+    top_k_M: Tensor
+    """V when off."""
+    top_p_M: Tensor
+    min_p_M: Tensor
+    candidates: int
+    """How many to try before a full sort: FEW where every row's top_k is within it, else MANY."""
+    needs_mass: bool
+    """Some row has top_p without top_k: its nucleus is measured against the mass of the whole vocabulary."""
+
+    def take(self, index: Tensor) -> Shape:
+        columns = (self.temperature_M, self.top_k_M, self.top_p_M, self.min_p_M)
+        temperature, top_k, top_p, min_p = (column.index_select(0, index) for column in columns)
+        return Shape(
+            temperature_M=temperature,
+            top_k_M=top_k,
+            top_p_M=top_p,
+            min_p_M=min_p,
+            candidates=self.candidates,
+            needs_mass=self.needs_mass,
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """Tokens and how they came about."""
+
+    token_M: Tensor
+    top_M: Tensor
+    """The row's largest logit: not finite means that the row cannot be drawn from."""
+    cut_logit_M: Tensor | None = None
+    cut_id_M: Tensor | None = None
+    """The last candidate kept by the filters; None: nothing was cut."""
+
+    def replace(self, index: Tensor, other: Choice) -> None:
+        """Rows `index` become `other`'s."""
+        self.token_M.index_copy_(0, index, other.token_M)
+        self.top_M.index_copy_(0, index, other.top_M)
+        if self.cut_logit_M is not None and other.cut_logit_M is not None:
+            self.cut_logit_M.index_copy_(0, index, other.cut_logit_M)
+        if self.cut_id_M is not None and other.cut_id_M is not None:
+            self.cut_id_M.index_copy_(0, index, other.cut_id_M)
+
+
+def draw_any(logits_MV: Tensor, shape: Shape, uniform_M: Tensor) -> Choice:
+    """Draw from softmax(logits / temperature) without a filter. fp32 logits; the cumulative sum runs in id order."""
+    top_M = logits_MV.amax(-1)
+    cumulative_MV = _weights(logits_MV, top_M, shape.temperature_M).cumsum(-1)
+    return Choice(_invert(cumulative_MV, cumulative_MV[:, -1], uniform_M), top_M)
+
+
+def draw_filtered(logits_MV: Tensor, shape: Shape, uniform_M: Tensor) -> Choice:
+    """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
+
+    A bounded number of candidates is tried first; rows whose filters reach further are sorted in full.
+    """
+    vocab = logits_MV.shape[1]
+    top_M = logits_MV.amax(-1)
+    mass_M = _weights(logits_MV, top_M, shape.temperature_M).sum(-1) if shape.needs_mass else None
+    count = shape.candidates
+    if 4 * count >= vocab:
+        return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape, uniform_M)[0]
+    choice, reached_M = _draw_from(logits_MV, best_ids(logits_MV, count), top_M, mass_M, shape, uniform_M)
+    far = (~reached_M & top_M.isfinite()).nonzero().squeeze(1)
+    if far.numel():
+        rest, top, uniform = (tensor.index_select(0, far) for tensor in (logits_MV, top_M, uniform_M))
+        mass = None if mass_M is None else mass_M.index_select(0, far)
+        full, _ = _draw_from(rest, sorted_ids(rest), top, mass, shape.take(far), uniform)
+        choice.replace(far, full)
+    return choice
+
+
+def best_ids(logits_MV: Tensor, count: int) -> Tensor:
+    """Ids of the `count` best candidates, in order -> [M, count], exact also among equal logits.
+
+    They lie in the `count` groups of GROUP neighbouring ids with the best largest logits: a group not among these has
+    `count` groups before it, each with a candidate that comes before all of its own.
+    """
+    num_rows, vocab = logits_MV.shape
+    whole = vocab // GROUP
+    if whole <= 2 * count:
+        ids_V = torch.arange(vocab, device=logits_MV.device)
+        return _ids_of(_keys(logits_MV, ids_V).topk(count, dim=-1).values)
+    grouped = logits_MV[:, : whole * GROUP].unflatten(1, (whole, GROUP))
+    group_ids = torch.arange(whole, device=logits_MV.device)
+    best_MG = _ids_of(_keys(grouped.amax(-1), group_ids).topk(count, dim=-1, sorted=False).values)
+    within = torch.arange(GROUP, device=logits_MV.device)
+    ids = (best_MG.unsqueeze(-1) * GROUP + within).flatten(1)
+    values = grouped[torch.arange(num_rows, device=logits_MV.device).unsqueeze(1), best_MG].flatten(1)
+    if whole * GROUP < vocab:  # the ids after the last whole group always take part
+        tail = torch.arange(whole * GROUP, vocab, device=logits_MV.device).expand(num_rows, -1)
+        ids = torch.cat([ids, tail], 1)
+        values = torch.cat([values, logits_MV[:, whole * GROUP :]], 1)
+    return _ids_of(_keys(values, ids).topk(count, dim=-1).values)
+
+
+def sorted_ids(logits_MV: Tensor) -> Tensor:
+    """All ids in candidate order -> [M, V]."""
+    ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+    return _ids_of(_keys(logits_MV, ids_V).sort(dim=-1, descending=True).values)
+
+
+def _keys(values: Tensor, ids: Tensor) -> Tensor:
+    """int64 that sort as (fp32 value, -id): the bits of a float, made monotone, above the complement of the id."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(torch.int64) << 32) | (_LOW_WORD - ids)
+
+
+def _ids_of(keys: Tensor) -> Tensor:
+    return _LOW_WORD - (keys & _LOW_WORD)
+
+
+def _weights(logits: Tensor, top_M: Tensor, temperature_M: Tensor) -> Tensor:
+    scaled = (logits - top_M.unsqueeze(1)).div_(temperature_M.float().unsqueeze(1))
+    return scaled.exp_().mul_(SCALE).to(torch.int64)
+
+
+def _invert(cumulative: Tensor, total_M: Tensor, uniform_M: Tensor) -> Tensor:
+    """First index whose cumulative weight exceeds floor(u * total); an index with no weight is never it."""
+    target = torch.minimum((uniform_M * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
+    found = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return found.clamp_(max=cumulative.shape[1] - 1)
+
+
+def _draw_from(
+    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: Shape, uniform_M: Tensor
+) -> tuple[Choice, Tensor]:
+    """Filter and draw among the first C candidates -> (choice, rows for which C candidates were enough)."""
+    vocab, count = logits_MV.shape[1], ids_MC.shape[1]
+    values_MC = logits_MV.gather(1, ids_MC)
+    weights_MC = _weights(values_MC, top_M, shape.temperature_M)
+    cumulative_MC = weights_MC.cumsum(-1)
+    last = (shape.top_k_M.clamp(max=count) - 1).to(torch.int64).unsqueeze(1)
+    mass_k = cumulative_MC.gather(1, last).squeeze(1)
+    if mass_M is not None:
+        mass_k = torch.where(shape.top_k_M >= vocab, mass_M, mass_k)
+    no_top_p = shape.top_p_M >= 1.0
+    bound = torch.where(no_top_p, torch.inf, shape.top_p_M * mass_k.double()).unsqueeze(1)
+    kept = torch.arange(count, device=ids_MC.device) <= last
+    kept &= (cumulative_MC - weights_MC).double() < bound
+    kept &= weights_MC.double() >= (shape.min_p_M * SCALE).unsqueeze(1)
+    num_kept = kept.sum(-1).clamp_(min=1)
+    last_kept = (num_kept - 1).unsqueeze(1)
+    found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), uniform_M).unsqueeze(1)
+    choice = Choice(
+        ids_MC.gather(1, found).squeeze(1),
+        top_M,
+        values_MC.gather(1, last_kept).squeeze(1),
+        ids_MC.gather(1, last_kept).squeeze(1),
+    )
+    knows_mass = no_top_p | (shape.top_k_M >= vocab)
+    return choice, (shape.top_k_M <= count) | ((num_kept < count) & knows_mass)

@@ -1,0 +1,82 @@
+"""Log probabilities of drawn and of prompt tokens, their ranks, and the most likely alternatives.
+
+Legend: S sampled positions, A those of them that asked, P prompt positions, N alternatives, V vocab, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.sampling.filters import Choice, best_ids, sorted_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobBatch:
+    """A step's log probabilities; entry a belongs to sampled position index[a]."""
+
+    index: np.ndarray
+    token_logprob: Tensor
+    """fp32 [A], of the drawn token."""
+    token_rank: Tensor
+    """int64 [A]; 1: the most likely, equal ones ranked by id."""
+    top_ids: Tensor
+    """int64 [A, largest count], most likely first."""
+    top_logprobs: Tensor
+    counts: np.ndarray
+    """How many alternatives entry a asked for; its further columns are not its own."""
+
+
+def score(logprobs_AV: Tensor, token_A: Tensor, *, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprob, rank, top ids, top logprobs) of each row's token under its row of fp32 log probabilities."""
+    token = token_A.unsqueeze(1)
+    own = logprobs_AV.gather(1, token)
+    ids_V = torch.arange(logprobs_AV.shape[1], device=logprobs_AV.device)
+    rank = (logprobs_AV > own).sum(-1) + ((logprobs_AV == own) & (ids_V < token)).sum(-1) + 1
+    if top == 0:
+        empty = own.new_empty(len(own), 0)
+        return own.squeeze(1), rank, empty.to(torch.int64), empty
+    top_ids = best_ids(logprobs_AV, top) if top < logprobs_AV.shape[1] else sorted_ids(logprobs_AV)
+    return own.squeeze(1), rank, top_ids, logprobs_AV.gather(1, top_ids)
+
+
+def processed(logits_AV: Tensor, temperature_A: Tensor, cut: Choice) -> Tensor:
+    """Log probabilities a token was drawn from -> fp32 [A, V]: -inf for what the filters cut away.
+
+    logits_AV is fp32, after bias and penalties, and is overwritten. temperature_A is 1 for greedy rows.
+    """
+    if cut.cut_logit_M is not None and cut.cut_id_M is not None:
+        limit, limit_id = cut.cut_logit_M.unsqueeze(1), cut.cut_id_M.unsqueeze(1)
+        ids_V = torch.arange(logits_AV.shape[1], device=logits_AV.device)
+        logits_AV.masked_fill_((logits_AV < limit) | ((logits_AV == limit) & (ids_V > limit_id)), -torch.inf)
+    return torch.log_softmax(logits_AV.div_(temperature_A.float().unsqueeze(1)), -1)
+
+
+def prompt_logprobs(
+    hidden_PD: Tensor,
+    targets_P: Tensor,
+    logits_fn: Callable[[Tensor], Tensor],
+    *,
+    top: int,
+    chunk: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Model log probabilities of targets_P[i], the token after position i -> (logprob, rank, top ids, top logprobs).
+
+    A prompt's first token has none: pass the hidden states of positions 0 .. n-2 and tokens 1 .. n-1. `logits_fn` maps
+    [p, D] to [p, padded V]; at most `chunk` positions go through it at once, so [chunk, V] is the largest tensor made.
+    """
+    top = min(top, vocab_size)
+    scored = []
+    for begin in range(0, len(targets_P), chunk):
+        logits = logits_fn(hidden_PD[begin : begin + chunk])[:, :vocab_size]
+        scored.append(score(torch.log_softmax(logits.float(), -1), targets_P[begin : begin + chunk], top=top))
+    if not scored:
+        none = hidden_PD.new_empty(0, dtype=torch.float32)
+        return none, none.to(torch.int64), none.to(torch.int64).view(0, top), none.view(0, top)
+    logprob, rank, top_ids, top_logprobs = (torch.cat(parts) for parts in zip(*scored, strict=True))
+    return logprob, rank, top_ids, top_logprobs

@@ -1,0 +1,109 @@
+"""Changes to logits before anything is chosen from them: bias, allowed and bad ids, min_tokens, penalties.
+
+Everything acts in place on fp32 [M, V] copies of the rows that asked. Legend: M rows of a lane, P those with penalties,
+L tokens of context, V vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.sampling.params import RowParams, Wants
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenEdits:
+    """logit_bias, then allowed ids, then bad ids and masked stop ids, as flat indices row * V + id."""
+
+    bias_at: Tensor
+    bias: Tensor
+    allowed_rows: Tensor
+    allowed_at: Tensor
+    banned_at: Tensor
+
+    @staticmethod
+    def build(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> TokenEdits | None:
+        """The edits of `rows`, of which flags[i] are in force; None if there are none."""
+        wanted = np.flatnonzero(flags & (Wants.EDIT | Wants.MIN_TOKENS))
+        if not len(wanted):
+            return None
+        bias_at, bias, allowed_rows, allowed_at, banned_at = [], [], [], [], []
+        for place in wanted.tolist():
+            extras, base = params.extras[int(rows[place])], place * params.vocab_size
+            if flags[place] & Wants.EDIT:
+                bias_at.append(base + extras.bias_ids)
+                bias.append(extras.bias_values)
+                banned_at.append(base + extras.bad_ids)
+                if extras.allowed_ids is not None:
+                    allowed_rows.append(np.array([place]))
+                    allowed_at.append(base + extras.allowed_ids)
+            if flags[place] & Wants.MIN_TOKENS:
+                banned_at.append(base + extras.stop_ids)
+
+        def joined(parts: list[np.ndarray], dtype: type = np.int64) -> Tensor:
+            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts])).to(device)
+
+        return TokenEdits(
+            bias_at=joined(bias_at),
+            bias=joined(bias, np.float32),
+            allowed_rows=joined(allowed_rows),
+            allowed_at=joined(allowed_at),
+            banned_at=joined(banned_at),
+        )
+
+    def apply(self, logits_MV: Tensor) -> None:
+        flat = logits_MV.view(-1)
+        if self.bias_at.numel():
+            flat[self.bias_at] += self.bias
+        if self.allowed_rows.numel():
+            kept = flat[self.allowed_at]
+            logits_MV.index_fill_(0, self.allowed_rows, -torch.inf)
+            flat[self.allowed_at] = kept
+        if self.banned_at.numel():
+            flat.index_fill_(0, self.banned_at, -torch.inf)
+
+
+class Penalties:
+    """Repetition over prompt and output, frequency and presence over output; read from the token pool each step."""
+
+    def __init__(self, params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> None:
+        self.places = np.flatnonzero(flags & Wants.PENALTY)
+        rows = rows[self.places]
+        columns = torch.from_numpy(params.table[4:8, rows]).to(device).unsqueeze(-1)
+        self._repetition, self._presence, self._frequency = columns[:3].float()
+        self._prompt_len = columns[3].to(torch.int64)
+        self._rows = torch.from_numpy(rows.astype(np.int64)).to(device)
+        self._base = torch.from_numpy(self.places * params.vocab_size).to(device).unsqueeze(1)
+        self._count_base = torch.arange(len(rows), device=device).unsqueeze(1) * params.vocab_size
+        self._counts = None
+        if bool(params.table[5:7, rows].any()):
+            self._counts = torch.zeros(len(rows) * params.vocab_size, device=device)
+
+    def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor) -> None:
+        """positions [M]: context lengths; token_pool int32 [rows, positions].
+
+        Repetition r > 0 divides a positive logit and multiplies a negative one, once (arXiv:1909.05858, as in
+        transformers); then logit -= frequency * count, logit -= presence where count > 0.
+        """
+        lengths = positions[self.places]
+        longest = int(lengths.max())
+        context = torch.from_numpy(lengths.astype(np.int64)).to(logits_MV.device).unsqueeze(1)
+        tokens_PL = token_pool[:, :longest].index_select(0, self._rows).to(torch.int64)
+        at = torch.arange(longest, device=logits_MV.device)
+        inside = at < context
+        # past its context a row repeats its first token, which is written with the same value again
+        tokens_PL = torch.where(inside, tokens_PL, tokens_PL[:, :1])
+        flat, flat_PL = logits_MV.view(-1), tokens_PL + self._base
+        values = flat[flat_PL]
+        values = torch.where(values > 0, values / self._repetition, values * self._repetition)
+        if self._counts is not None:
+            count_at = (tokens_PL + self._count_base).view(-1)
+            self._counts.scatter_add_(0, count_at, (inside & (at >= self._prompt_len)).float().view(-1))
+            counts = self._counts[count_at].view_as(values)
+            values = values - self._frequency * counts - self._presence * (counts > 0)
+            self._counts.index_fill_(0, count_at, 0.0)
+        flat.scatter_(0, flat_PL.view(-1), values.view(-1))

@@ -1,0 +1,143 @@
+"""The sampler: logits of a step in, one token a row out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
+from megatron_infer.sampling.logprobs import LogprobBatch, processed, score
+from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
+from megatron_infer.sampling.rng import uniform
+from megatron_infer.sampling.stages import Lane, make_lane, split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInputs:
+    """Whose tokens are drawn."""
+
+    rows: np.ndarray
+    """int32 [S] request rows."""
+    positions: np.ndarray
+    """[S] index in its sequence of the token to be drawn: the length of its context."""
+    token_pool: Tensor
+    """int32 [rows, positions] on the device: prompt and output ids of each row, read below `positions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """A step's tokens, still on the device."""
+
+    tokens_S: Tensor
+    """int64; 0 where bad."""
+    bad_S: Tensor
+    """bool: the row had nothing to draw from (NaN or +inf among its logits, or every token masked)."""
+    logprobs: LogprobBatch | None
+
+
+class Sampler:
+    """Draws tokens by the parameters of their rows.
+
+    A row's token is a function of its logits, parameters, context, seed and position: not of its company. Stages run
+    only on rows that want them; a batch of greedy rows is one argmax in the model's dtype. What follows from the
+    parameters alone is kept while the same rows come back.
+    """
+
+    def __init__(
+        self,
+        params: RowParams,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        logprobs_mode: Literal["raw", "processed"] = "raw",
+        argmax: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's."""
+        assert params.vocab_size == vocab_size <= padded_vocab_size, (
+            f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
+        )
+        self.params, self.vocab_size, self.padded_vocab_size = params, vocab_size, padded_vocab_size
+        self._processed = logprobs_mode == "processed"
+        self._argmax = argmax if argmax is not None else _argmax
+        self._kept_key: tuple[int, bytes, bytes] | None = None
+        self._lanes: list[Lane] = []
+        self._asked: Lane | None = None
+
+    def sample(self, logits_SV: Tensor, inputs: SampleInputs) -> SampleOutput:
+        """One token a row. logits_SV is [S, padded V] in the model's dtype and is left as it was."""
+        assert logits_SV.shape[1] == self.padded_vocab_size, (
+            f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
+        )
+        rows, positions = inputs.rows, inputs.positions
+        self._plan(rows, positions, logits_SV.device)
+        logits_SV = logits_SV[:, : self.vocab_size]
+        choices = [self._choose(lane, logits_SV, inputs) for lane in self._lanes]
+        whole = choices[0] if len(choices) == 1 else self._merge(choices, len(rows), logits_SV.device)
+        bad_S = ~whole.top_M.isfinite()
+        tokens_S = whole.token_M.masked_fill(bad_S, 0)
+        return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole))
+
+    def _plan(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> None:
+        """Lanes for this step: the last step's if the same rows want the same things."""
+        flags = self.params.flags[rows]
+        if np.bitwise_or.reduce(flags) & Wants.MIN_TOKENS:
+            flags[positions >= self.params.min_total[rows]] &= ~int(Wants.MIN_TOKENS)
+        key = (self.params.version, rows.tobytes(), flags.tobytes())
+        if key == self._kept_key:
+            return
+        self._lanes = split(self.params, rows, flags, device)
+        asked = np.flatnonzero(flags & Wants.LOGPROBS)
+        self._asked = make_lane(self.params, rows, flags, asked, device) if len(asked) else None
+        self._kept_key = key
+
+    def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
+        values = lane.take(logits_SV)
+        if lane.wants & TOUCHED:
+            values = lane.edited(values, inputs.positions, inputs.token_pool)
+        if lane.shape is None:
+            # amax, because an argmax may pass over a NaN that is not alone
+            return Choice(self._argmax(values), values.amax(-1).float())
+        uniform_M = torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])).to(values.device)
+        draw = draw_filtered if lane.wants & Wants.FILTER else draw_any
+        return draw(values.float(), lane.shape, uniform_M)
+
+    def _merge(self, choices: list[Choice], num_rows: int, device: torch.device) -> Choice:
+        """The lanes' choices in the step's order; a row that was not filtered is cut after everything."""
+        whole = Choice(
+            torch.empty(num_rows, dtype=torch.int64, device=device),
+            torch.empty(num_rows, device=device),
+            torch.full((num_rows,), -torch.inf, device=device),
+            torch.full((num_rows,), self.vocab_size, dtype=torch.int64, device=device),
+        )
+        for lane, choice in zip(self._lanes, choices, strict=True):
+            whole.replace(lane.places_M, choice)
+        return whole
+
+    def _score(self, logits_SV: Tensor, inputs: SampleInputs, tokens_S: Tensor, drawn: Choice) -> LogprobBatch | None:
+        """Log probabilities for the rows that asked, of the model's distribution or of the one drawn from."""
+        lane = self._asked
+        if lane is None:
+            return None
+        rows = inputs.rows[lane.places]
+        if self._processed:
+            temperature = self.params.table[0, rows]
+            temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
+            cut = Choice(drawn.token_M, drawn.top_M)
+            if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
+                cut.cut_logit_M, cut.cut_id_M = lane.take(drawn.cut_logit_M), lane.take(drawn.cut_id_M)
+            values = lane.edited(lane.take(logits_SV), inputs.positions, inputs.token_pool)
+            logprobs = processed(values, torch.from_numpy(temperature).to(values.device), cut)
+        else:
+            logprobs = torch.log_softmax(lane.take(logits_SV).float(), -1)
+        counts = self.params.num_logprobs[rows]
+        scored = score(logprobs, lane.take(tokens_S), top=int(counts.max()))
+        return LogprobBatch(lane.places, *scored, counts)
+
+
+def _argmax(logits_SV: Tensor) -> Tensor:
+    return logits_SV.argmax(-1)

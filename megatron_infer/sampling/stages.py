@@ -1,0 +1,82 @@
+"""Who needs what in a step: rows sorted into lanes that are drawn alike; kept while the rows stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.sampling.filters import FEW, MANY, Shape
+from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
+from megatron_infer.sampling.penalties import Penalties, TokenEdits
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """Rows of a step that go through the same stages."""
+
+    wants: Wants
+    """DRAW and FILTER, and any of TOUCHED if logits change first."""
+    places: np.ndarray
+    """Positions in the step's S."""
+    places_M: Tensor | None
+    """The same on the device; None: the whole step, in order."""
+    seed: np.ndarray
+    shape: Shape | None
+    edits: TokenEdits | None
+    penalties: Penalties | None
+
+    def take(self, tensor_S: Tensor) -> Tensor:
+        """This lane's rows: a view when it is the whole step, else a copy."""
+        return tensor_S if self.places_M is None else tensor_S.index_select(0, self.places_M)
+
+    def edited(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor) -> Tensor:
+        """The lane's logits after bias, masks and penalties: an fp32 copy. positions [S]."""
+        work = logits_MV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if self.edits is not None:
+            self.edits.apply(work)
+        if self.penalties is not None:
+            self.penalties.apply(work, positions[self.places], token_pool)
+        return work
+
+
+def split(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> list[Lane]:
+    """Lanes of a step whose rows want `flags`; in all they cover each of its positions once."""
+    kinds = flags & (Wants.DRAW | Wants.FILTER)
+    kinds[(flags & TOUCHED) != 0] |= Wants.EDIT
+    lanes = []
+    for kind in np.unique(kinds).tolist():
+        places = np.flatnonzero(kinds == kind)
+        lanes.append(make_lane(params, rows, flags, places, device))
+    return lanes
+
+
+def make_lane(params: RowParams, rows: np.ndarray, flags: np.ndarray, places: np.ndarray, device: torch.device) -> Lane:
+    """One lane of the given positions; its wants are the union of theirs."""
+    own_rows, own_flags = rows[places], flags[places]
+    wants = Wants(int(np.bitwise_or.reduce(own_flags)))
+    return Lane(
+        wants=wants,
+        places=places,
+        places_M=None if len(places) == len(rows) else torch.from_numpy(places).to(device),
+        seed=params.seed[own_rows],
+        shape=_shape(params, own_rows, device) if wants & Wants.DRAW else None,
+        edits=TokenEdits.build(params, own_rows, own_flags, device),
+        penalties=Penalties(params, own_rows, own_flags, device) if wants & Wants.PENALTY else None,
+    )
+
+
+def _shape(params: RowParams, rows: np.ndarray, device: torch.device) -> Shape:
+    columns = params.table[:4, rows]
+    _, top_k, top_p, _ = columns
+    temperature_M, top_k_M, top_p_M, min_p_M = torch.from_numpy(columns).to(device)
+    return Shape(
+        temperature_M=temperature_M,
+        top_k_M=top_k_M,
+        top_p_M=top_p_M,
+        min_p_M=min_p_M,
+        candidates=FEW if top_k.max() <= FEW else MANY,
+        needs_mass=bool(((top_k >= params.vocab_size) & (top_p < 1.0)).any()),
+    )

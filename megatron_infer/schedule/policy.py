@@ -1,0 +1,59 @@
+"""Who is admitted, how much of a prompt a step computes, who gives way: plain functions of numbers and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_infer.schedule.request import Request
+
+MAX_OVERTAKEN = 32
+"""Younger requests that may be admitted past a request that does not fit yet; after that all of them wait for it."""
+
+LOOKAHEAD = 8
+"""Waiting requests that do not fit which one step looks past: bounds the host work of a step with a long queue."""
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens. Example: 45 tokens in blocks of 16 -> 3."""
+    return -(-num_tokens // block_size)
+
+
+def stored_tokens(max_total: int) -> int:
+    """Tokens whose keys and values are ever kept: all but the last drawn one, which is never a query."""
+    return max_total - 1
+
+
+def chunk_size(remaining: int, left: int, *, max_tokens: int, chunked: bool) -> int:
+    """Tokens of a prompt to compute in this step, `remaining` of it being left to do; 0: it waits for a later step.
+
+    left: what the step may still take of its budget of `max_tokens`. Without chunking a prompt is computed whole;
+    one that is larger than any step (recomputed with its output after an eviction) is chunked all the same.
+    """
+    if remaining <= left:
+        return remaining
+    return left if chunked or remaining > max_tokens else 0
+
+
+def admission_headroom(num_live: int, num_blocks: int) -> int:
+    """Free blocks an admission must leave to `num_live` admitted requests, so that it does not evict at once.
+
+    A running request takes a block every block_size steps; one block for every eighth of them, at most 1/16 of the
+    pool, lets them go on for about two steps in block_size of 16 before anyone pauses. Nobody live: none, so that
+    whatever fits the pool is admitted in the end.
+    """
+    return min(-(-num_live // 8), num_blocks // 16)
+
+
+def is_prefill(request: Request, *, leads: bool) -> bool:
+    """Whether more than one known token is to be computed; a leader's last token is part of its prompt slice."""
+    return leads or len(request.tokens) - request.scheduled > 1
+
+
+def youngest(tails: Iterable[Request]) -> Request:
+    """Who gives way when memory runs out: the latest arrival, which has the least work to lose.
+
+    As the oldest is picked only when it is alone, and alone it fits the pool, it always makes progress.
+    """
+    return max(tails, key=lambda request: request.arrival)

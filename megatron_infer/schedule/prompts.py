@@ -1,0 +1,123 @@
+"""The prompt part of a step: chunks of prompts begun before, admissions, and the forks of a group's siblings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.plan import Slice
+from megatron_infer.schedule.queue import WaitingQueue
+from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.roster import Roster
+
+
+@dataclass(slots=True)
+class Draft:
+    """The prefill part of a plan while it is put together."""
+
+    left: int
+    """Tokens the step may still take."""
+    slices: list[Slice] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class PromptPlanner:
+    """Plans slices of known tokens within what a step has left of its budget."""
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        queue: WaitingQueue,
+        roster: Roster,
+        *,
+        max_tokens: int,
+        chunked_prefill: bool,
+    ) -> None:
+        self._context = context
+        self._queue = queue
+        self._roster = roster
+        self._max_tokens = max_tokens
+        self._chunked_prefill = chunked_prefill
+
+    def go_on(self, draft: Draft) -> None:
+        """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
+        for request in list(self._roster.prefilling):
+            if not draft.left:
+                return
+            self._take_slice(draft, request, min(len(request.tokens) - request.scheduled, draft.left), first=False)
+
+    def admit(self, draft: Draft, *, root: bytes) -> None:
+        """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
+        admitted: set[Request] = set()
+        skipped: list[Request] = []
+        overtaken = self._queue.overtaken
+        for request in self._queue.candidates(self._context.num_free_rows):
+            if not draft.left or not self._context.num_free_rows:
+                break
+            if self._try_admit(draft, request, root):
+                admitted.add(request)
+                for older in skipped:
+                    overtaken[older] = overtaken.get(older, 0) + 1
+            else:
+                skipped.append(request)
+            if len(skipped) > policy.LOOKAHEAD or any(
+                overtaken.get(older, 0) >= policy.MAX_OVERTAKEN for older in skipped
+            ):
+                break
+        self._queue.take_out(admitted)
+
+    def _try_admit(self, draft: Draft, request: Request, root: bytes) -> bool:
+        """Lease all that the known tokens of `request` need and plan its first slice; False: nothing changed."""
+        context, total = self._context, len(request.tokens)
+        need = policy.blocks_needed(total, context.block_size)
+        headroom = policy.admission_headroom(self._roster.num_running, context.num_blocks)
+        if not context.prefix_caching and need > context.num_free_blocks - headroom:
+            return False
+        # Prompt logprobs need every position computed; once a token is drawn they are complete.
+        lease = context.admit(request.tokens, root=root, use_cache=request.cacheable or request.num_output > 0)
+        if lease is None:
+            return False
+        n = policy.chunk_size(
+            total - lease.cached, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill
+        )
+        fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
+        if not n or not fits or not context.extend(lease, total):
+            context.release(lease)
+            return False
+        self._roster.enter(request, lease)
+        self._take_slice(draft, request, n, first=True)
+        return True
+
+    def _take_slice(self, draft: Draft, request: Request, n: int, *, first: bool) -> None:
+        """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""
+        start = request.scheduled
+        samples = start + n >= len(request.tokens)
+        forks: tuple[Request, ...] = ()
+        if samples:
+            if self._queue.leads(request):
+                forks = self._fork_siblings(draft, request)
+            self._roster.begin_decoding(request)
+            draft.sampled += (request, *forks)
+        draft.slices.append(Slice(request=request, start=start, n=n, samples=samples, forks=forks, first=first))
+        draft.left -= n
+        request.scheduled = start + n
+        request.in_flight += 1
+
+    def _fork_siblings(self, draft: Draft, leader: Request) -> tuple[Request, ...]:
+        """Lease the leader's prompt to its siblings, who draw from the same position; the rest wait in line."""
+        assert leader.lease is not None
+        siblings = self._queue.take_siblings(leader)
+        for index, child in enumerate(siblings):
+            forked = self._context.fork(leader.lease, len(leader.tokens))
+            if forked is None:
+                self._queue.stand_in_line(siblings[index:])
+                return tuple(siblings[:index])
+            lease, copy = forked
+            if copy is not None:
+                draft.copies.append(copy)
+            self._roster.enter(child, lease, forked=True)
+            self._roster.begin_decoding(child)
+            child.in_flight += 1
+        return tuple(siblings)

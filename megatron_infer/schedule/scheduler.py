@@ -1,0 +1,293 @@
+"""Decides each step: who decodes, whose prompt is computed, who is admitted, paused, resumed or evicted."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from megatron_infer.context.context import DynamicInferenceContext, Lease
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.prompts import Draft, PromptPlanner
+from megatron_infer.schedule.queue import WaitingQueue
+from megatron_infer.schedule.request import FinishReason, Request, Status
+from megatron_infer.schedule.roster import EventHook, Roster, SchedulerStats
+
+
+class Scheduler:
+    """Queues and policy; deterministic in the calls it gets, so that every rank decides alike.
+
+        add --> queue --admit--> prefilling --last prompt slice--> decoding --stop, length, abort--> finished
+                  ^                  |                              |    ^
+                  |                  +---- no block: pause ---------+    |
+                  +---- evict ------------------- paused ---- resume ----+
+
+    A step may be scheduled before the last one is committed (overlap): a request then counts on a token that only the
+    device knows. Whoever has such a step in flight keeps its lease until the commit.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        *,
+        max_tokens: int,
+        chunked_prefill: bool,
+        paused_block_limit: int,
+        root: bytes,
+        on_event: EventHook | None = None,
+    ) -> None:
+        assert max_tokens >= 1, f"max_tokens {max_tokens}"
+        self.context = context
+        self.max_tokens = max_tokens
+        self.root = root
+        self.stats = SchedulerStats()
+        self.queue = WaitingQueue()
+        self.roster = Roster(context, self.queue, self.stats, paused_block_limit=paused_block_limit, on_event=on_event)
+        self._prompts = PromptPlanner(
+            context, self.queue, self.roster, max_tokens=max_tokens, chunked_prefill=chunked_prefill
+        )
+        self._num_arrivals = 0
+        self._num_uncommitted = 0
+
+    # ------------------------------------------------------------------ commands, between steps
+
+    def add(self, request: Request) -> None:
+        """Queue `request`, with its siblings behind it when it leads a group.
+
+        Raises RequestError (and queues nothing) when it could never finish: the pool, a row or max_total is too small.
+        """
+        stored, limit = policy.stored_tokens(request.max_total), self.context.max_stored_tokens
+        if stored > limit:
+            raise RequestError(
+                f"request {request.id!r} may grow to {stored:,} stored tokens, the cache holds {limit:,} for one "
+                f"sequence (blocks of {self.context.block_size}); lower max_tokens or give the cache more memory"
+            )
+        if request.max_total <= len(request.tokens) or not request.tokens:
+            raise RequestError(
+                f"request {request.id!r} has {len(request.tokens):,} tokens and a limit of {request.max_total:,}; "
+                "it needs one token at least and room to draw another"
+            )
+        for member in (request, *request.siblings):
+            assert member.arrival < 0, f"request {member.id!r} was added before"
+            member.arrival = self._num_arrivals
+            self._num_arrivals += 1
+        self.queue.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End `request` wherever it stands, keeping the tokens it has; does nothing if it has finished."""
+        self.finish(request, FinishReason.ABORT)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End `request` from outside; a step it has in flight is dropped at its commit, where its lease goes back."""
+        if request.status is Status.FINISHED:
+            return
+        assert request.arrival >= 0, f"request {request.id!r} was never added"
+        if request.status is Status.WAITING:
+            self.queue.remove(request)
+        else:
+            self.roster.take_off(request)
+            self.queue.stand_in_line(self.queue.take_siblings(request))
+        self._end(request, reason, stop_reason)
+
+    def set_root(self, root: bytes) -> None:
+        """Publish and match under `root` from now on: the weights changed. Nothing may be in flight.
+
+        Who holds a lease keeps its KV, and publishes no more: its blocks mix weights, whatever root comes later.
+        """
+        assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
+        if root == self.root:
+            return
+        self.root = root
+        for request in self.roster.live():
+            assert request.lease is not None
+            request.lease.root = b""
+
+    def requeue_all(self) -> None:
+        """Send everyone back to the queue, by arrival, without row or blocks. Nothing may be in flight."""
+        assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
+        live = self.roster.live()
+        for request in live:
+            self.roster.start_over(request)
+        self.queue.restart(live)
+
+    def cancel(self, plan: Plan) -> None:
+        """Undo a plan whose step failed, all earlier ones being committed: its requests start over from the queue."""
+        if not plan.num_tokens:
+            return
+        self._num_uncommitted -= 1
+        assert not self._num_uncommitted, f"{self._num_uncommitted} earlier steps are in flight"
+        back = []
+        for request in [*plan.sampled, *(s.request for s in plan.prefill if not s.samples)]:
+            request.in_flight -= 1
+            if request.status is Status.FINISHED:
+                self.roster.let_go(request)
+            else:
+                self.roster.start_over(request)
+                back.append(request)
+        self.queue.restart(back)
+        self.context.repeat_table_writes()  # the failed step may have taken them without applying them
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The line before admission, in order; siblings behind their leader are not in it."""
+        return list(self.queue.line)
+
+    @property
+    def running(self) -> list[Request]:
+        return [*self.roster.decoding, *self.roster.prefilling]
+
+    @property
+    def paused(self) -> list[Request]:
+        return self.roster.paused
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def num_running(self) -> int:
+        return self.roster.num_running
+
+    @property
+    def num_paused(self) -> int:
+        return len(self.roster.paused)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.queue.line or self.roster.num_running or self.roster.paused)
+
+    # ------------------------------------------------------------------ a step
+
+    def schedule(self) -> Plan:
+        """The next step. num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
+        plan = self._plan_step()
+        while not plan.num_tokens and self.roster.paused and not self._num_uncommitted:
+            self.roster.evict(self.roster.youngest())
+            plan = self._plan_step()
+        if plan.num_tokens:
+            self._num_uncommitted += 1
+            stats = self.stats
+            stats.steps += 1
+            stats.decode_tokens += len(plan.decode)
+            stats.prefill_tokens += plan.num_tokens - len(plan.decode)
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult) -> list[Request]:
+        """Apply what the step drew -> requests that finished by it. Steps are committed in the order of their plans.
+
+        A token of a request that has finished meanwhile is dropped.
+        """
+        if not plan.num_tokens:
+            return []
+        self._num_uncommitted -= 1
+        finished = Status.FINISHED
+        ended: list[Request] = []
+        for request, token in zip(plan.sampled, result.tokens, strict=True):
+            request.in_flight -= 1
+            if request.status is finished:
+                ended.append(request)
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            if token in request.stop_ids or len(tokens) >= request.max_total:
+                ended.append(request)
+        for piece in plan.prefill:
+            if not piece.samples:
+                piece.request.in_flight -= 1
+                if piece.request.status is finished:
+                    ended.append(piece.request)
+        if self.context.prefix_caching:
+            self._publish(plan)
+        return self._settle(ended) if ended else ended
+
+    # ------------------------------------------------------------------ planning
+
+    def _plan_step(self) -> Plan:
+        roster = self.roster
+        if roster.paused:
+            roster.relieve()
+        decode, starts = self._plan_decode()
+        draft = Draft(left=self.max_tokens - len(decode))
+        if draft.left and roster.prefilling:
+            self._prompts.go_on(draft)
+        # While someone is paused no block is free, or it is promised to whoever is paused.
+        if draft.left and self.queue.line and not roster.paused:
+            self._prompts.admit(draft, root=self.root)
+        return Plan(
+            step=self.stats.steps,
+            decode=decode,
+            decode_starts=starts,
+            prefill=tuple(draft.slices),
+            copies=tuple(draft.copies),
+            num_tokens=self.max_tokens - draft.left,
+            sampled=[*decode, *draft.sampled] if draft.sampled else decode,
+        )
+
+    def _plan_decode(self) -> tuple[list[Request], list[int]]:
+        """One token for each decoding request that has room, oldest first; pauses those for whom there is none."""
+        decode: list[Request] = []
+        starts: list[int] = []
+        take, take_start = decode.append, starts.append
+        stuck: list[Request] = []
+        for request in islice(self.roster.decoding, self.max_tokens):  # make_room may take off requests behind this one
+            start = request.scheduled
+            if start >= request.max_total - 1:
+                continue  # its last token is in flight
+            lease: Lease = request.lease  # type: ignore[assignment]
+            if (
+                start >= lease.capacity
+                and not self.context.extend(lease, start + 1)
+                and not self.roster.make_room(request)
+            ):
+                stuck.append(request)
+                continue
+            request.scheduled = start + 1
+            request.in_flight += 1
+            take(request)
+            take_start(start)
+        for request in stuck:
+            self.roster.pause(request)
+        return decode, starts
+
+    # ------------------------------------------------------------------ committing
+
+    def _publish(self, plan: Plan) -> None:
+        """Offer the full blocks that the step completed to later prompts."""
+        size = self.context.block_size
+        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+            if not (start + 1) % size:
+                self._publish_request(request, start + 1)
+        for piece in plan.prefill:
+            self._publish_request(piece.request, piece.start + piece.n)
+            for fork in piece.forks:
+                assert fork.lease is not None and piece.request.lease is not None
+                self.context.commit_fork(fork.lease, piece.request.lease)
+
+    def _publish_request(self, request: Request, computed: int) -> None:
+        assert request.lease is not None
+        if request.lease.root == self.root:
+            self.context.commit(request.lease, request.tokens, min(computed, len(request.tokens)))
+
+    def _settle(self, ended: list[Request]) -> list[Request]:
+        """Finish those of `ended` that did so by their last token; give back leases -> the former."""
+        newly = []
+        for request in ended:
+            if request.status is Status.FINISHED:
+                self.roster.let_go(request)
+                continue
+            newly.append(request)
+            self.roster.take_off(request)
+            token = request.tokens[-1]
+            if token in request.stop_ids:
+                self._end(request, FinishReason.STOP, token if token in request.params.stop_token_ids else None)
+            else:
+                self._end(request, FinishReason.LENGTH, None)
+        return newly
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
+        self.stats.finished += 1
+        self.roster.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
+        self.roster.let_go(request)

@@ -1,0 +1,195 @@
+"""bench: the workload is what was asked for, and its figures are right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_infer.cli import bench, bench_workload
+from megatron_infer.cli.bench_limits import Ceiling, Work, least_work, measure_ceiling
+from megatron_infer.cli.bench_workload import (
+    RunResult,
+    Workload,
+    latency_summary,
+    make_workload,
+    parse_range,
+    percentile,
+)
+from megatron_infer.config import ModelShape
+from megatron_infer.errors import InferenceError
+from megatron_infer.schedule.params import SamplingParams
+
+SHAPE = ModelShape(
+    num_layers=2,
+    num_attention_layers=2,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=100,
+    padded_vocab_size=128,
+    max_position=None,
+    kv_dtype_bytes=2,
+    dtype="bfloat16",
+    num_parameters=10_000,
+)
+
+
+def workload(**changes) -> Workload:
+    settings = {
+        "num_requests": 6,
+        "input_len": (4, 9),
+        "output_len": (2, 5),
+        "concurrency": 3,
+        "token_ids": range(1, 50),
+        "seed": 1,
+    }
+    return make_workload(**{**settings, **changes})
+
+
+def test_ranges_are_inclusive_and_wrong_ones_refused():
+    assert parse_range("64:256") == (64, 256) and parse_range("128") == (128, 128)
+    for text in ("0:4", "5:4", "x", "1:y", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            parse_range(text)
+
+
+def test_workload_is_the_same_for_a_seed_and_keeps_to_its_ranges():
+    one = workload(num_requests=200)
+    assert one == workload(num_requests=200) != workload(num_requests=200, seed=2)
+    assert {len(p) for p in one.prompts} == set(range(4, 10)) and set(one.output_lens) == {2, 3, 4, 5}
+    assert {t for p in one.prompts for t in p} <= set(range(1, 50))
+
+
+def test_shared_prefix_is_shared_and_never_the_whole_prompt():
+    prompts = workload(shared_prefix=6).prompts
+    assert len({tuple(p[:6]) for p in prompts}) == 1
+    assert all(len(p) > 6 for p in prompts)
+
+
+def test_percentiles_are_linear_between_neighbours():
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [percentile(values, p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 2.5, 3.7, 4.0])
+
+
+def test_latencies_are_those_of_the_token_times():
+    result = RunResult(seconds=3, arrivals=[1.0, 1.0], token_times=[[1.5, 1.6, 2.0], [2.0]])
+    summary = latency_summary(result)
+    assert summary["ttft_ms"]["mean"] == pytest.approx(750)
+    assert summary["itl_ms"]["p50"] == pytest.approx(250)
+    assert summary["tpot_ms"]["p99"] == pytest.approx(250)
+
+
+def test_engine_run_holds_at_most_concurrency_requests_and_draws_what_was_asked(llm):
+    most, engine, step = 0, llm.engine, llm.engine.step
+
+    def counting_step():
+        nonlocal most
+        most = max(most, len(engine.live))
+        return step()
+
+    engine.step = counting_step
+    load = workload()
+    result = bench_workload.run_engine(engine, SamplingParams, load)
+    assert most == 3
+    assert [len(tokens) for tokens in result.outputs] == load.output_lens
+    assert [len(times) for times in result.token_times] == load.output_lens
+    assert result.details["steps"] == engine.num_steps
+
+
+def test_a_failed_request_ends_the_benchmark_with_its_error(llm):
+    load = workload()
+    llm.engine.fail = {bytes(load.prompts[2])}
+    with pytest.raises(InferenceError, match="forward raised"):
+        bench_workload.run_engine(llm.engine, SamplingParams, load)
+
+
+def test_least_work_is_the_sum_over_tokens_and_keys():
+    load = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
+    work = least_work(SHAPE, load)
+    projection, per_key = 128 * 32, 4 * 2 * 4 * 8
+    prefill = decode = keys_read = 0
+    for prompt, out in ((3, 4), (5, 2)):
+        for position in range(prompt + out - 1):  # the last token is drawn, never computed
+            draws = position >= prompt - 1
+            flops = 2 * (10_000 - (0 if draws else projection)) + per_key * (position + 1)
+            if position < prompt:
+                prefill += flops
+            else:
+                decode += flops
+                keys_read += position + 1
+    assert (work.prefill_flops, work.decode_flops) == (prefill, decode)
+    kv_token = 2 * 2 * 2 * 8 * 2
+    assert work.decode_bytes == 2 * 20_000 + kv_token * keys_read  # 4 decoded tokens, 2 at once: 2 steps
+    assert work.prefill_bytes == 20_000 + kv_token * 8
+
+
+def test_bound_takes_the_scarcer_resource_of_each_phase():
+    work = Work(prefill_flops=4e9, decode_flops=1e9, prefill_bytes=1e9, decode_bytes=6e9)
+    assert work.best_seconds(Ceiling(read_gb_s=2.0, gemm_gflop_s=1.0)) == pytest.approx(4 + 3)
+
+
+def test_ceiling_is_measured_on_this_machine():
+    ceiling = measure_ceiling("float32", "cpu", megabytes=16, size=128)
+    assert 0.1 < ceiling.read_gb_s < 10_000 and 0.1 < ceiling.gemm_gflop_s < 1e6
+
+
+def test_rounds_are_interleaved_and_each_engine_begins_in_turn():
+    order = []
+
+    def runner(name):
+        return lambda: order.append(name) or RunResult(seconds=1)
+
+    results = bench.interleave({name: runner(name) for name in "abc"}, 4)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert {name: len(r) for name, r in results.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_ratio_is_against_the_better_peer():
+    def figures(median, low, high):
+        return {"output_tok_s": {"median": median, "min": low, "max": high}}
+
+    engines = {bench.OURS: figures(200, 180, 210), "slow": figures(50, 50, 50), "fast": figures(80, 70, 90)}
+    assert bench.ratio(engines) == {"peer": "fast", "output_tok_s": 2.5, "worst_case": 2.0}
+    assert bench.ratio({bench.OURS: figures(1, 1, 1)}) is None
+
+
+@pytest.fixture
+def bench_llm(llm):
+    weight = SimpleNamespace(device="cpu")
+    forgotten = []
+    llm.engine.parts = SimpleNamespace(
+        shape=SHAPE,
+        model=SimpleNamespace(parameters=lambda: iter([weight])),
+        context=SimpleNamespace(forget_all=lambda: forgotten.append(True)),
+    )
+    llm.forgotten = forgotten
+    return llm
+
+
+def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "megatron_infer.cli.bench_limits.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
+    )
+    out = tmp_path / "out.json"
+    argv = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "1", "--rounds", "2"]
+    assert command("bench", "m", *argv, "--json", str(out)) == 0
+    report = json.loads(out.read_text())
+    ours = report["engines"][bench.OURS]
+    assert ours["details"]["steps"] == 9 and set(ours["latency"]) == {"ttft_ms", "itl_ms", "tpot_ms"}
+    assert ours["single_stream_decode_tok_s"] > 0
+    assert ours["shares"]["bound"] == pytest.approx(report["least_work"]["best_seconds"] / ours["seconds"]["median"])
+    assert report["ratio"] is None and report["ceiling"] == {"read_gb_s": 10, "gemm_gflop_s": 100}
+    assert len(bench_llm.forgotten) == 2  # no round answers from an earlier round's cache
+    text = capsys.readouterr().out
+    for part in ("output tok/s", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
+        assert part in text
+
+
+def test_a_report_that_cannot_be_written_is_told_first(command, bench_llm, tmp_path):
+    with pytest.raises(InferenceError, match="cannot be written"):
+        command("bench", "m", "--json", str(tmp_path / "no" / "out.json"))
+    assert not bench_llm.engine.added

@@ -1,0 +1,87 @@
+"""The options are a promise: megatron-core's page under its names, types and defaults, then ours; any change shows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import megatron_infer
+from megatron_infer import config
+from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
+
+SEED_PAGE = {
+    "block_size_tokens": ("int", 256),
+    "buffer_size_gb": ("int | float", 20),  # int there; a fraction of a GiB is allowed here
+    "paused_buffer_size_gb": ("int | float | None", None),
+    "mamba_memory_ratio": ("float | None", None),
+    "max_requests": ("int | None", None),
+    "max_tokens": ("int | None", None),
+    "unified_memory_level": ("int", 0),
+    "kv_cache_management_mode": ("KVCacheManagementMode", config.KVCacheManagementMode.PERSIST),
+    "num_cuda_graphs": ("int | None", None),
+    "cuda_graph_mixed_prefill_count": ("int | None", 16),
+    "use_cuda_graphs_for_non_decode_steps": ("bool", True),
+    "static_kv_memory_pointers": ("bool", False),
+    "max_sequence_length": ("int", 2560),
+    "mamba_inference_state_config": ("MambaInferenceStateConfig | None", None),
+    "pg_collection": ("ProcessGroupCollection | None", None),
+    "use_flashinfer_fused_rope": ("bool | None", False),
+    "materialize_only_last_token_logits": ("bool", True),
+    "enable_chunked_prefill": ("bool", False),
+    "enable_prefix_caching": ("bool", False),
+    "prefix_caching_eviction_policy": ("PrefixCachingEvictionPolicy", config.PrefixCachingEvictionPolicy.REF_ZERO),
+    "prefix_caching_coordinator_policy": (
+        "PrefixCachingCoordinatorPolicy",
+        config.PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+    ),
+    "track_paused_request_events": ("bool", False),
+    "track_generated_token_events": ("bool", False),
+    "metrics_writer": ("WandbModule | None", None),
+    "logging_step_interval": ("int", 0),
+    "request_metadata_types": ("list[tuple[str, torch.dtype, bool]] | None", None),
+}
+OURS = {
+    "overlap": ("bool", False),
+    "seed": ("int", 0),
+    "logprobs_mode": ("str", "raw"),
+    "check_invariants": ("bool", False),
+}
+ENUMS = {
+    config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
+    config.PrefixCachingCoordinatorPolicy: {
+        "LONGEST_PREFIX": "longest_prefix",
+        "FIRST_PREFIX_BLOCK": "first_prefix_block",
+        "ROUND_ROBIN": "round_robin",
+    },
+    config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
+}
+
+
+def _declared() -> dict[str, tuple[str, object]]:
+    return {item.name: (item.type, item.default) for item in dataclasses.fields(InferenceConfig)}
+
+
+def test_fields_types_and_defaults_are_those_of_the_page_then_ours():
+    assert _declared() == SEED_PAGE | OURS
+    assert list(_declared()) == [*SEED_PAGE, *OURS]
+
+
+def test_enums_have_the_members_of_the_page_and_are_strings():
+    for enum, members in ENUMS.items():
+        assert {member.name: member.value for member in enum} == members
+        assert all(isinstance(member, str) for member in enum)
+
+
+def test_mamba_state_config_has_the_fields_of_the_page():
+    names = [item.name for item in dataclasses.fields(MambaInferenceStateConfig)]
+    assert names == ["layer_type_list", "mamba_conv_states_shape", "mamba_ssm_states_shape"]
+
+
+def test_default_config_is_valid():
+    assert {name: getattr(InferenceConfig(), name) for name in SEED_PAGE | OURS} == {
+        name: default for name, (_, default) in (SEED_PAGE | OURS).items()
+    }
+
+
+def test_names_are_public():
+    for name in ("InferenceConfig", "MambaInferenceStateConfig", *(enum.__name__ for enum in ENUMS)):
+        assert getattr(megatron_infer, name) is getattr(config, name)

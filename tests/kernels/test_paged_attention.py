@@ -1,0 +1,141 @@
+"""Each attention backend against the reference, over ragged steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_case import check_case, make_case
+
+DTYPES = [torch.float32, torch.bfloat16]
+DECODE = [(1, 1), (1, 16), (1, 17), (1, 45), (1, 255), (1, 256), (1, 257), (1, 700)]
+PREFILL = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 300), (130, 130)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_decode_rows_match_reference(make_attention, dtype, head_dim, group_size):
+    case = make_case(DECODE, num_decode=len(DECODE), dtype=dtype, head_dim=head_dim, group_size=group_size)
+    check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_prompts_and_chunks_match_reference(make_attention, dtype, head_dim, group_size):
+    case = make_case(PREFILL, num_decode=0, dtype=dtype, head_dim=head_dim, group_size=group_size, num_kv_heads=1)
+    check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("window", [None, 1, 24, 200])
+def test_mixed_steps_match_reference(make_attention, dtype, block_size, window):
+    rows = [(1, 1), (1, 300), (1, 31), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]
+    case = make_case(rows, num_decode=4, dtype=dtype, block_size=block_size, window=window, rotary_dim=64)
+    check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [0, 16, 20, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleaved):
+    rows = [(1, 5), (1, 18), (6, 6), (3, 20)]
+    case = make_case(rows, num_decode=2, dtype=dtype, rotary_dim=rotary_dim, interleaved=interleaved)
+    check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("group_size", [5, 50])
+def test_large_groups_match_reference(make_attention, group_size):
+    rows = [(1, 20), (4, 9)]
+    case = make_case(rows, num_decode=1, dtype=torch.float32, num_kv_heads=1, group_size=group_size, head_dim=32)
+    check_case(make_attention(torch.float32), case)
+
+
+@pytest.mark.parametrize("rows", [[(1, 40)], [(1, 40), (3, 3)]])
+def test_padding_tokens_touch_only_the_dummy_block_and_give_zeros(make_attention, rows):
+    case = make_case(rows, num_decode=1, dtype=torch.float32, num_padding=5, rotary_dim=16)
+    out, cache = case.run(make_attention(torch.float32))
+    plain = make_case(rows, num_decode=1, dtype=torch.float32, rotary_dim=16)
+    plain.fused, plain.kv_cache = case.fused[:-5], case.kv_cache
+    plain.meta.cos_TR, plain.meta.sin_TR = case.meta.cos_TR[:-5], case.meta.sin_TR[:-5]
+    plain.meta.kv_pos_T, plain.meta.block_table = case.meta.kv_pos_T[:-5], case.meta.block_table
+    plain.meta.table_row = case.meta.table_row
+    want, want_cache = plain.run(make_attention(torch.float32))
+    dummy = cache.shape[2] - 1
+    assert torch.equal(out[-5:], torch.zeros_like(out[-5:]))
+    assert torch.equal(out[:-5], want)
+    assert torch.equal(cache[:, :, :dummy], want_cache[:, :, :dummy])
+
+
+def test_a_rows_answer_does_not_depend_on_the_batch(make_attention):
+    """Bit for bit: the same row alone and among others (native); within rounding (torch groups rows)."""
+    rows = [(1, 700), (1, 30), (1, 2000), (1, 301)]
+    backend = make_attention(torch.float32)
+    together = make_case(rows, num_decode=4, dtype=torch.float32)
+    out, _ = together.run(backend)
+    meta = together.meta
+    for i in range(len(rows)):
+        alone = make_case(rows, num_decode=4, dtype=torch.float32)
+        alone.fused = alone.fused[i : i + 1]
+        alone.meta.num_tokens = alone.meta.num_rows = alone.meta.num_decode = 1
+        alone.meta.q_len, alone.meta.kv_len = meta.q_len[i : i + 1], meta.kv_len[i : i + 1]
+        alone.meta.cu_q, alone.meta.table_row = meta.cu_q[:2], meta.table_row[i : i + 1]
+        alone.meta.kv_pos_T = meta.kv_pos_T[i : i + 1]
+        single, _ = alone.run(backend)
+        if backend.name == "native":
+            assert torch.equal(single[0], out[i])
+        else:
+            torch.testing.assert_close(single[0], out[i], rtol=1e-5, atol=1e-5)
+
+
+def test_native_attention_gives_the_same_bits_with_any_number_of_threads(native_library):
+    from megatron_infer.kernels.cpu_native import NativePagedAttention
+
+    rows = [(1, 700), (1, 30), (9, 400), (60, 60)]
+    case = make_case(rows, num_decode=2, dtype=torch.bfloat16, rotary_dim=64)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(case.run(NativePagedAttention(native_library, torch.bfloat16))[0])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_contiguous_and_transposed_inputs_are_both_taken(make_attention):
+    case = make_case([(1, 9), (4, 12)], num_decode=1, dtype=torch.float32)
+    spec = case.spec
+    backend = make_attention(torch.float32)
+    want, _ = case.run(backend)
+    heads = case.fused.view(-1, spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
+    q, k, v = heads[:, :, : spec.group_size], heads[:, :, -2], heads[:, :, -1]
+    odd = q.transpose(-1, -2).contiguous().transpose(-1, -2)  # last dim not contiguous
+    backend.plan(case.meta)
+    out = backend.run(odd, k.contiguous(), v.contiguous(), case.kv_cache.clone(), layer=case.layer, spec=spec)
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_steps_match_reference(make_attention, data):
+    draw = data.draw
+    decode = draw(st.lists(st.integers(1, 600), max_size=4))
+    chunks = draw(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=0 if decode else 1, max_size=3))
+    rows = [(1, n) for n in decode] + [(q, q + past) for q, past in chunks]
+    dtype = draw(st.sampled_from(DTYPES))
+    head_dim = draw(st.sampled_from([16, 48, 64, 96]))
+    case = make_case(
+        rows,
+        num_decode=len(decode),
+        dtype=dtype,
+        num_kv_heads=draw(st.integers(1, 3)),
+        group_size=draw(st.integers(1, 7)),
+        head_dim=head_dim,
+        block_size=draw(st.sampled_from([16, 32, 128])),
+        window=draw(st.one_of(st.none(), st.integers(1, 300))),
+        rotary_dim=draw(st.sampled_from([0, 8, head_dim])),
+        interleaved=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    check_case(make_attention(dtype), case)

@@ -1,0 +1,252 @@
+"""A config is valid or refused: with what was wrong, what was given, the limit, and what to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import types
+import warnings
+
+import pytest
+
+from megatron_infer.config import (
+    ConfigWarning,
+    InferenceConfig,
+    KVCacheManagementMode,
+    MambaInferenceStateConfig,
+    ModelShape,
+    PrefixCachingEvictionPolicy,
+    refuse_parallel_groups,
+)
+from megatron_infer.errors import CapacityError, ConfigError
+
+SHAPE = ModelShape(
+    num_layers=4,
+    num_attention_layers=4,
+    num_query_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=128,
+    padded_vocab_size=128,
+    max_position=1024,
+    kv_dtype_bytes=2,
+    dtype="bfloat16",
+    num_parameters=100_000,
+)
+
+WRONG = [
+    ("block_size_tokens", 0, "at least 1"),
+    ("block_size_tokens", 16.0, "integer"),
+    ("block_size_tokens", True, "integer"),
+    ("block_size_tokens", None, "integer"),
+    ("block_size_tokens", "16", "integer"),
+    ("buffer_size_gb", 0, "above 0"),
+    ("buffer_size_gb", -1.5, "above 0"),
+    ("buffer_size_gb", math.nan, "finite"),
+    ("buffer_size_gb", math.inf, "finite"),
+    ("buffer_size_gb", None, "number of GiB"),
+    ("buffer_size_gb", "2", "number of GiB"),
+    ("paused_buffer_size_gb", -1, "0 or more"),
+    ("paused_buffer_size_gb", math.nan, "0 or more"),
+    ("paused_buffer_size_gb", 21, "the limit is buffer_size_gb = 20"),
+    ("mamba_memory_ratio", 1.5, "between 0 and 1"),
+    ("mamba_memory_ratio", math.nan, "between 0 and 1"),
+    ("max_requests", 0, "at least 1"),
+    ("max_tokens", -5, "at least 1"),
+    ("max_tokens", 2.5, "integer or None"),
+    ("unified_memory_level", 2, "levels are 0 and 1"),
+    ("unified_memory_level", -1, "at least 0"),
+    ("kv_cache_management_mode", "offlod", "did you mean 'offload'"),
+    ("kv_cache_management_mode", None, "one of persist, offload, recompute"),
+    ("num_cuda_graphs", 0, "None means no graphs"),
+    ("num_cuda_graphs", -2, "at least -1"),
+    ("cuda_graph_mixed_prefill_count", -1, "at least 0"),
+    ("max_sequence_length", 1, "at least 2"),
+    ("use_flashinfer_fused_rope", "yes", "True or False"),
+    ("materialize_only_last_token_logits", None, "True or False"),
+    ("enable_chunked_prefill", 1, "True or False"),
+    ("enable_prefix_caching", "true", "True or False"),
+    ("prefix_caching_eviction_policy", "lur", "did you mean 'lru'"),
+    ("prefix_caching_coordinator_policy", "random", "one of longest_prefix"),
+    ("track_paused_request_events", 0, "True or False"),
+    ("metrics_writer", object(), "wandb module"),
+    ("logging_step_interval", -1, "at least 0"),
+    ("overlap", "on", "True or False"),
+    ("seed", -1, "at least 0"),
+    ("seed", 2**64, "limit is 2\\*\\*64 - 1"),
+    ("seed", None, "integer"),
+    ("logprobs_mode", "rawe", "did you mean 'raw'"),
+    ("check_invariants", None, "True or False"),
+]
+LATER = [
+    ("mamba_memory_ratio", 0.5, "hybrid"),
+    ("mamba_inference_state_config", MambaInferenceStateConfig(["M"], (4, 4), (4, 4)), "hybrid"),
+    ("unified_memory_level", 1, "unified-memory"),
+    ("kv_cache_management_mode", "offload", "suspend/resume"),
+    ("kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE, "suspend/resume"),
+    ("num_cuda_graphs", 16, "CUDA graph"),
+    ("num_cuda_graphs", -1, "CUDA graph"),
+    ("cuda_graph_mixed_prefill_count", None, "CUDA graph"),
+    ("cuda_graph_mixed_prefill_count", 8, "CUDA graph"),
+    ("use_cuda_graphs_for_non_decode_steps", False, "CUDA graph"),
+    ("static_kv_memory_pointers", True, "suspend/resume"),
+    ("use_flashinfer_fused_rope", True, "FlashInfer"),
+    ("prefix_caching_coordinator_policy", "round_robin", "coordinator"),
+    ("request_metadata_types", [], "metadata"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_wrong_value_is_refused_by_name(name, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        InferenceConfig(**{name: value})
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value", "needed"), LATER)
+def test_value_without_machinery_raises_and_says_what_it_needs(name, value, needed):
+    with pytest.raises(NotImplementedError, match=needed) as caught:
+        InferenceConfig(**{name: value})
+    assert name in str(caught.value)
+
+
+def test_unknown_field_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'block_size_tokens'"):
+        InferenceConfig(blok_size_tokens=16)
+    with pytest.raises(ConfigError, match="did you mean 'block_size_tokens'"):
+        InferenceConfig.from_dict({"blok_size_tokens": 16})
+
+
+def test_requests_beyond_tokens_are_refused_at_once():
+    with pytest.raises(ConfigError, match=r"max_requests is 65, the limit is max_tokens = 64"):
+        InferenceConfig(max_requests=65, max_tokens=64)
+
+
+def test_enums_accept_their_strings():
+    config = InferenceConfig(enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    assert config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
+    assert InferenceConfig(kv_cache_management_mode="persist") == InferenceConfig()
+
+
+def test_flashinfer_rope_left_to_us_is_accepted():
+    assert InferenceConfig(use_flashinfer_fused_rope=None).use_flashinfer_fused_rope is None
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        InferenceConfig().seed = 3
+
+
+def test_config_survives_copy_pickle_replace_and_dict():
+    config = InferenceConfig(
+        buffer_size_gb=0.5, enable_prefix_caching=True, prefix_caching_eviction_policy="lru", seed=7
+    )
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert dataclasses.replace(config, seed=7) == config
+    assert InferenceConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict()["prefix_caching_eviction_policy"] == "lru"
+    with pytest.raises(ConfigError):
+        dataclasses.replace(config, seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"materialize_only_last_token_logits": False}, "only the rows that are needed"),
+        ({"prefix_caching_eviction_policy": "lru"}, "nothing is cached"),
+        ({"metrics_writer": types.SimpleNamespace(log=print)}, "no metrics are written"),
+    ],
+)
+def test_value_without_effect_warns(values, message):
+    with pytest.warns(ConfigWarning, match=message):
+        InferenceConfig(**values)
+
+
+def test_default_config_and_usual_options_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        InferenceConfig()
+        InferenceConfig(
+            enable_prefix_caching=True, prefix_caching_eviction_policy="lru", overlap=True, buffer_size_gb=1.5
+        )
+        InferenceConfig().resolve(SHAPE, available_bytes=100 << 30)
+
+
+def test_resolve_uses_every_number_of_the_config():
+    config = InferenceConfig(
+        block_size_tokens=16,
+        buffer_size_gb=0.25,
+        paused_buffer_size_gb=0.125,
+        max_requests=32,
+        max_tokens=64,
+        max_sequence_length=100,
+    )
+    sizes = config.resolve(SHAPE)
+    assert sizes.block_size == 16
+    assert sizes.num_blocks == (1 << 28) // 8192
+    assert sizes.paused_block_limit == (1 << 27) // 8192
+    assert (sizes.max_requests, sizes.max_tokens) == (32, 64)
+    assert (sizes.max_sequence_length, sizes.max_blocks_per_row) == (100, 7)
+    assert sizes.max_prompt_tokens == 64
+    assert dataclasses.replace(config, enable_chunked_prefill=True).resolve(SHAPE).max_prompt_tokens == 99
+
+
+def test_buffer_beyond_memory_warns_and_is_cut():
+    config = InferenceConfig(buffer_size_gb=4, paused_buffer_size_gb=1)
+    with pytest.warns(
+        ConfigWarning, match=r"4.00 GiB, more than 80% of the 4.00 GiB available: capped to 60% = 2.40 GiB"
+    ):
+        sizes = config.resolve(SHAPE, available_bytes=4 << 30)
+    assert sizes.kv_bytes <= 0.6 * (4 << 30)
+    assert sizes.paused_block_limit == int(0.6 * (1 << 30)) // sizes.block_bytes
+    assert "capped" in {row.name: row.how for row in sizes.table()}["num_blocks"]
+
+
+def test_sequence_length_beyond_the_model_warns_when_asked_for():
+    with pytest.warns(ConfigWarning, match="1,024 positions"):
+        sizes = InferenceConfig(max_sequence_length=4096).resolve(SHAPE)
+    assert sizes.max_sequence_length == 1024
+
+
+def test_pool_too_small_for_one_block_is_refused_with_the_remedy():
+    with pytest.raises(CapacityError, match=r"buffer_size_gb >= 0\.000"):
+        InferenceConfig(buffer_size_gb=0.0001).resolve(SHAPE)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_tensor_parallel_size_must_be_positive(size):
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        InferenceConfig().resolve(SHAPE, tensor_parallel_size=size)
+
+
+def _model(kinds: object, *, wrapped: bool = False) -> object:
+    decoder = types.SimpleNamespace() if kinds is None else types.SimpleNamespace(layer_type_list=kinds)
+    model = types.SimpleNamespace(decoder=decoder)
+    return types.SimpleNamespace(module=types.SimpleNamespace(module=model)) if wrapped else model
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_config_of_a_model_without_recurrence_is_none(wrapped):
+    assert MambaInferenceStateConfig.from_model(_model(None, wrapped=wrapped)) is None
+    assert MambaInferenceStateConfig.from_model(_model(["*", "-"], wrapped=wrapped)) is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_config_of_a_hybrid_model_names_what_is_missing(wrapped):
+    with pytest.raises(NotImplementedError, match="2 Mamba layers: hybrid"):
+        MambaInferenceStateConfig.from_model(_model(["M", "*", "M", "-"], wrapped=wrapped))
+
+
+def _group(size: int) -> object:
+    return types.SimpleNamespace(size=lambda: size)
+
+
+def test_parallel_groups_are_refused_by_name():
+    refuse_parallel_groups(None)
+    refuse_parallel_groups(types.SimpleNamespace(tp=_group(1), pp=_group(1), ep=None))
+    with pytest.raises(NotImplementedError, match=r"\(pp=4, tp=2\)"):
+        refuse_parallel_groups(types.SimpleNamespace(tp=_group(2), pp=_group(4), dp=_group(1)))

@@ -1,0 +1,267 @@
+"""Sizing arithmetic gives Megatron's numbers, and says what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_infer.context import layout
+from megatron_infer.context.layout import GIB, ModelShape, SizingRequest, derive_max_requests, resolve_sizes, split_pool
+from megatron_infer.errors import CapacityError, ConfigError
+
+SMOLLM2 = ModelShape(
+    num_layers=30,
+    num_attention_layers=30,
+    num_query_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    hidden_size=576,
+    vocab_size=49152,
+    padded_vocab_size=49152,
+    max_position=8192,
+    kv_dtype_bytes=2,
+    dtype="bfloat16",
+    num_parameters=134_515_008,
+)
+# the model of megatron's engine tests: 131,072 bytes a block of 256 tokens
+MEGATRON_TINY = dataclasses.replace(
+    SMOLLM2, num_layers=4, num_attention_layers=4, num_query_heads=4, num_kv_heads=4, head_dim=8, max_position=None
+)
+
+
+def _ask(**changes) -> SizingRequest:
+    values = {
+        "block_size": 256,
+        "buffer_bytes": 2 * GIB,
+        "paused_bytes": 0,
+        "max_requests": None,
+        "max_tokens": None,
+        "max_sequence_length": 2560,
+        "chunked_prefill": False,
+        "tensor_parallel_size": 1,
+    }
+    return SizingRequest(**(values | changes))
+
+
+def test_megatron_engine_test_sizes():
+    sizes = resolve_sizes(
+        MEGATRON_TINY, _ask(buffer_bytes=int(0.1 * GIB), paused_bytes=int(0.02 * GIB), max_sequence_length=512)
+    )
+    assert (sizes.block_bytes, sizes.num_blocks, sizes.paused_block_limit) == (131_072, 819, 163)
+    assert sizes.num_blocks - sizes.paused_block_limit - 1 == 655
+    assert sizes.max_requests == 816
+    assert sizes.max_tokens == 16384
+    assert sizes.max_blocks_per_row == 2
+
+
+def test_smollm2_sizes():
+    sizes = resolve_sizes(SMOLLM2, _ask())
+    assert sizes.block_bytes == 2 * 2 * 30 * 256 * 3 * 64 == 5_898_240
+    assert sizes.num_blocks == 364
+    assert sizes.num_usable_blocks == 363
+    assert sizes.max_requests == 360
+    assert sizes.max_blocks_per_row == 10
+    assert sizes.full_length_requests == 36
+    assert sizes.kv_bytes == 364 * 5_898_240 <= 2 * GIB
+    assert sizes.token_pool_bytes == 361 * 2560 * 4
+    assert sizes.max_prompt_tokens == 2559
+    assert sizes.graph_shapes == ()
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "per_rank"), [(2, 8, 1), (8, 8, 1), (8, 2, 4), (1, 4, 1), (16, 8, 2), (3, 2, 1)]
+)
+def test_kv_heads_of_a_rank_never_fall_below_one(heads, tp, per_rank):
+    assert layout.heads_per_rank(heads, tp) == per_rank
+
+
+def test_latent_blocks_hold_one_vector_per_token():
+    assert layout.latent_block_bytes(num_layers=2, block_size=64, latent_dim=512, rope_dim=64, dtype_bytes=2) == 147_456
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (45, 3)])
+def test_blocks_for_rounds_up(tokens, blocks):
+    assert layout.blocks_for(tokens, 16) == blocks
+
+
+STATE = {"conv_shape": (544, 4), "ssm_shape": (8, 64, 16), "conv_bytes": 4, "ssm_bytes": 4, "num_layers": 1}
+
+
+def test_state_bytes_count_speculative_copies():
+    assert layout.state_bytes_per_request(**STATE) == (544 * 4 + 8 * 64 * 16) * 4
+    assert layout.state_bytes_per_request(**STATE, num_speculative_tokens=3) == 5 * (544 * 4 + 8 * 64 * 16) * 4
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 0.8])
+def test_state_ratio_divides_both_buffers(ratio):
+    buffer_bytes, paused_bytes = int(0.05 * GIB), int(0.01 * GIB)
+    block_bytes = layout.kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
+    state_bytes = layout.state_bytes_per_request(**STATE)
+    split = split_pool(buffer_bytes, paused_bytes, block_bytes=block_bytes, state_bytes=state_bytes, state_ratio=ratio)
+    assert split.num_blocks == int(buffer_bytes * (1 - ratio)) // block_bytes
+    assert split.paused_blocks == int(paused_bytes * (1 - ratio)) // block_bytes
+    assert split.state_slots == int((buffer_bytes + paused_bytes) * ratio // state_bytes)
+    limit = min(split.num_blocks - 1, split.state_slots)
+    assert derive_max_requests(limit) == limit // 4 * 4
+
+
+RATIO_TABLE = [(0.2, 40, 8, 310, 36), (0.4, 30, 6, 621, 28), (0.6, 20, 4, 932, 16), (0.8, 10, 2, 1242, 8)]
+
+
+@pytest.mark.parametrize(("ratio", "blocks", "paused", "slots", "requests"), RATIO_TABLE)
+def test_state_ratio_numbers(ratio, blocks, paused, slots, requests):
+    split = split_pool(53_687_091, 10_737_418, block_bytes=1_048_576, state_bytes=41_472, state_ratio=ratio)
+    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (blocks, paused, slots)
+    assert derive_max_requests(min(blocks - 1, slots)) == requests
+
+
+def test_given_max_requests_reserve_their_states_in_proportion():
+    split = split_pool(800, 200, block_bytes=10, state_bytes=5, max_requests=100)
+    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (40, 10, 100)
+
+
+def test_without_a_rule_each_block_brings_a_state():
+    split = split_pool(1000, 150, block_bytes=60, state_bytes=40)
+    assert (split.num_blocks, split.paused_blocks, split.state_slots) == (10, 1, None)
+
+
+def test_states_that_exceed_the_buffers_are_refused_with_figures():
+    with pytest.raises(CapacityError, match=r"100 requests .* need 1,000 bytes, the buffers hold 900"):
+        split_pool(800, 100, block_bytes=10, state_bytes=10, max_requests=100)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 1.5])
+def test_ratio_outside_zero_and_one_is_refused(ratio):
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        split_pool(800, 100, block_bytes=10, state_bytes=10, state_ratio=ratio)
+
+
+def test_ratio_without_states_is_refused():
+    with pytest.raises(ConfigError, match="no recurrent state"):
+        split_pool(800, 100, block_bytes=10, state_ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "tp", "max_tokens", "expected"),
+    [
+        (818, 1, None, 816),
+        (1, 1, None, 1),  # one block still serves one request
+        (3, 1, None, 3),
+        (7, 1, None, 4),
+        (7, 8, 64, None),
+        (9, 8, None, 8),
+        (100, 3, None, 96),
+        (5000, 1, 1024, 1024),
+        (5000, 1, 1023, 1020),
+        (5000, 8, 20, 16),
+    ],
+)
+def test_derived_requests_divide_and_fit(limit, tp, max_tokens, expected):
+    if expected is None:
+        with pytest.raises(CapacityError, match="multiple of 8"):
+            derive_max_requests(limit, tensor_parallel_size=tp, max_tokens=max_tokens)
+    else:
+        assert derive_max_requests(limit, tensor_parallel_size=tp, max_tokens=max_tokens) == expected
+
+
+def test_small_blocks_do_not_derive_more_requests_than_tokens():
+    sizes = resolve_sizes(MEGATRON_TINY, _ask(block_size=1, buffer_bytes=GIB))
+    assert sizes.num_usable_blocks > 16384
+    assert sizes.max_requests == sizes.max_tokens == 16384
+
+
+def test_buffer_below_two_blocks_is_refused_with_the_smallest_that_works():
+    with pytest.raises(CapacityError) as caught:
+        resolve_sizes(SMOLLM2, _ask(buffer_bytes=2 * 5_898_240 - 1))
+    message = str(caught.value)
+    assert "5,898,240" in message
+    assert "11,796,480" in message
+    gib = float(message.split("buffer_size_gb >= ")[1].split(" ")[0])
+    assert resolve_sizes(SMOLLM2, _ask(buffer_bytes=int(gib * GIB))).num_blocks == 2
+    assert resolve_sizes(SMOLLM2, _ask(buffer_bytes=2 * 5_898_240)).num_blocks == 2
+
+
+def test_paused_share_must_leave_a_block_to_run():
+    with pytest.raises(ConfigError, match=r"keep 10 of 10 blocks, the limit is 8"):
+        resolve_sizes(SMOLLM2, _ask(buffer_bytes=10 * 5_898_240, paused_bytes=10 * 5_898_240))
+    sizes = resolve_sizes(SMOLLM2, _ask(buffer_bytes=10 * 5_898_240, paused_bytes=8 * 5_898_240))
+    assert sizes.paused_block_limit == 8
+
+
+def test_given_max_requests_are_taken_verbatim():
+    assert resolve_sizes(SMOLLM2, _ask(max_requests=7)).max_requests == 7
+    assert resolve_sizes(SMOLLM2, _ask(max_requests=5000)).max_requests == 5000
+    with pytest.raises(ConfigError, match="multiple of the tensor parallel size 2"):
+        resolve_sizes(SMOLLM2, _ask(max_requests=1, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"max_requests is 20,000, the limit is max_tokens = 16,384"):
+        resolve_sizes(SMOLLM2, _ask(max_requests=20_000))
+
+
+def test_sequence_length_is_cut_to_the_models_positions():
+    sizes = resolve_sizes(SMOLLM2, _ask(max_sequence_length=10_000))
+    assert sizes.max_sequence_length == 8192
+    assert "10,000" in sizes.how["max_sequence_length"]
+    free = dataclasses.replace(SMOLLM2, max_position=None)
+    assert resolve_sizes(free, _ask(max_sequence_length=10_000)).max_sequence_length == 10_000
+
+
+def test_prompt_limit_follows_chunking():
+    assert resolve_sizes(SMOLLM2, _ask(max_tokens=512)).max_prompt_tokens == 512
+    assert resolve_sizes(SMOLLM2, _ask(max_tokens=512, chunked_prefill=True)).max_prompt_tokens == 2559
+    tight = _ask(buffer_bytes=3 * 5_898_240, chunked_prefill=True)
+    assert resolve_sizes(SMOLLM2, tight).max_prompt_tokens == 512
+
+
+def test_model_without_attention_is_refused():
+    with pytest.raises(NotImplementedError, match="hybrid"):
+        resolve_sizes(dataclasses.replace(SMOLLM2, num_attention_layers=0), _ask())
+
+
+def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
+    assert layout.cap_to_memory(800, 80, None) == (800, 80, None)
+    assert layout.cap_to_memory(800, 80, 1000) == (800, 80, None)
+    buffer_bytes, paused_bytes, note = layout.cap_to_memory(801, 80, 1000)
+    assert (buffer_bytes, paused_bytes) == (600, 59)
+    assert "60%" in note
+
+
+def test_table_explains_every_size_once():
+    sizes = resolve_sizes(SMOLLM2, _ask())
+    rows = sizes.table()
+    names = [row.name for row in rows]
+    assert names == [item.name for item in dataclasses.fields(sizes) if item.name != "how"]
+    assert set(sizes.how) == set(names)
+    assert all(row.how and row.unit for row in rows)
+    by_name = {row.name: row.value for row in rows}
+    assert by_name["num_blocks"] == 364
+    assert by_name["graph_shapes"] == "none"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    buffer_bytes=st.integers(1, 1 << 40),
+    paused_share=st.floats(0, 1),
+    block_size=st.integers(1, 512),
+    max_tokens=st.none() | st.integers(1, 100_000),
+    tp=st.integers(1, 16),
+)
+def test_sizes_that_resolve_are_consistent(buffer_bytes, paused_share, block_size, max_tokens, tp):
+    ask = _ask(
+        buffer_bytes=buffer_bytes,
+        paused_bytes=int(buffer_bytes * paused_share),
+        block_size=block_size,
+        max_tokens=max_tokens,
+        tensor_parallel_size=tp,
+    )
+    try:
+        sizes = resolve_sizes(MEGATRON_TINY, ask)
+    except ConfigError:
+        return
+    assert sizes.kv_bytes <= buffer_bytes < sizes.kv_bytes + sizes.block_bytes
+    assert 1 <= sizes.max_requests <= min(sizes.num_usable_blocks, sizes.max_tokens)
+    assert sizes.max_requests % tp == 0
+    assert sizes.paused_block_limit <= sizes.num_blocks - 2
+    assert sizes.max_blocks_per_row * block_size >= sizes.max_sequence_length

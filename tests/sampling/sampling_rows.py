@@ -1,0 +1,81 @@
+"""A sampler with requests in its rows, and random requests to put there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from sampling_oracle import make_request
+
+from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+
+PADDING = 24
+"""Vocabulary entries after the real ones; the tests make them the largest of all."""
+
+
+class Rows:
+    """Requests by row, their token pool (junk beyond each context), and a sampler over them."""
+
+    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None) -> None:
+        self.requests, self.vocab_size = requests, vocab_size
+        longest = max(len(r.tokens) for r in requests)
+        self.pool = torch.randint(0, vocab_size, (len(requests) + 1, longest + 9), dtype=torch.int32)
+        self.params = RowParams(len(requests) + 1, vocab_size)
+        for row, request in enumerate(requests):
+            self.params.set(row, request)
+            self.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+        self.sampler = Sampler(
+            self.params,
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size + PADDING,
+            logprobs_mode=mode,
+            argmax=argmax,
+        )
+
+    def sample(self, logits_RV: torch.Tensor, rows=None) -> SampleOutput:
+        """Draw for `rows` (all of them) from logits_RV[row], real vocabulary only."""
+        rows = np.arange(len(self.requests), dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32)
+        positions = np.array([len(self.requests[r].tokens) for r in rows])
+        padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(rows).long()], (0, PADDING), value=1e4)
+        before = padded.clone()
+        out = self.sampler.sample(padded, SampleInputs(rows=rows, positions=positions, token_pool=self.pool))
+        assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
+        return out
+
+
+def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
+    """Any mix of wishes; each is absent about half of the time."""
+
+    def maybe(value, otherwise):
+        return value if rng.random() < 0.5 else otherwise
+
+    def ids(count):
+        return [int(i) for i in rng.choice(vocab_size, size=count, replace=False)]
+
+    params = {
+        "temperature": maybe(float(rng.uniform(0.2, 2.0)), float(rng.choice([0.0, 1.0]))),
+        "top_k": maybe(int(rng.choice([1, 2, 7, 50, 64, 65, 200, vocab_size, 10 * vocab_size])), 0),
+        "top_p": maybe(float(rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999])), 1.0),
+        "min_p": maybe(float(rng.choice([1e-4, 0.02, 0.3, 1.0])), 0.0),
+        "repetition_penalty": maybe(1.3, 1.0),
+        "presence_penalty": maybe(0.5, 0.0),
+        "frequency_penalty": maybe(-0.25, 0.0),
+        "logit_bias": maybe({i: float(rng.normal()) * 3 for i in ids(4)}, None),
+        "allowed_token_ids": maybe(maybe(ids(vocab_size // 2), None), None),
+        "bad_token_ids": maybe(ids(3), None),
+        "min_tokens": maybe(int(rng.choice([1, 5, 6, 20])), 0),
+        "logprobs": maybe(int(rng.choice([0, 1, 5])), None),
+        **fixed,
+    }
+    prompt = rng.integers(0, vocab_size, size=int(rng.integers(1, 30)))
+    output = rng.integers(0, min(vocab_size, 12), size=int(rng.choice([0, 5, 6])))
+    return make_request(prompt, output, seed=int(rng.integers(0, 2**63)), stop_ids=ids(2), **params)
+
+
+def random_logits(rng: np.random.Generator, num_rows: int, vocab_size: int, *, dtype=torch.float32, step=None):
+    """Rows from flat to peaked; `step` rounds to its multiples, which makes many equal logits."""
+    spread = rng.uniform(0.2, 6.0, size=(num_rows, 1))
+    logits = rng.normal(size=(num_rows, vocab_size)) * spread
+    if step is not None:
+        logits = np.round(logits / step) * step
+    return torch.from_numpy(logits).to(dtype)

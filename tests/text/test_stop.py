@@ -1,0 +1,58 @@
+"""Stop strings end the text where they first complete, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_infer.text.stop import StopStrings
+
+ALPHABET = "ab\n"
+WORD = st.text(alphabet=ALPHABET, min_size=1, max_size=4)
+
+
+def oracle(text, stops, include):
+    """Look at every prefix of the whole text."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(alphabet=ALPHABET, max_size=24), st.lists(WORD, max_size=4), st.booleans(), st.data())
+def test_any_cutting_gives_what_the_whole_text_gives(text, stops, include, data):
+    watcher = StopStrings(stops, include=include)
+    shown, matched, rest = "", None, text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, matched = watcher.feed(rest[:size])
+        rest = rest[size:]
+        shown += piece
+        expected_so_far, _ = oracle(text, stops, include)
+        assert expected_so_far.startswith(shown), "shown text cannot be taken back"
+        if matched is not None:
+            break
+    if matched is None:
+        piece, matched = watcher.feed("", finished=True)
+        shown += piece
+    assert (shown, matched) == oracle(text, stops, include)
+
+
+def test_only_a_possible_beginning_is_held_back():
+    watcher = StopStrings(["STOP"], include=False)
+    assert watcher.feed("go ST") == ("go ", None)
+    assert watcher.feed("AR") == ("STAR", None)
+
+
+def test_text_after_a_match_is_swallowed():
+    watcher = StopStrings(["\n\n"], include=True)
+    assert watcher.feed("a\n\nb") == ("a\n\n", "\n\n")
+    assert watcher.feed("more", finished=True) == ("", "\n\n")
+
+
+def test_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="empty string"):
+        StopStrings(["a", ""], include=False)

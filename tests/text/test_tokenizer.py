@@ -1,0 +1,90 @@
+"""Tokenizers come from directories as they were saved, and refuse what is damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from vocabularies import byte_level, sentencepiece
+
+from megatron_infer.errors import InvalidPrompt, ModelError
+from megatron_infer.text.tokenizer import Tokenizer
+
+TEXTS = ["", "hello héllo 日本 😀", "<|user|>hello<|end|>", "two words 日本!", "  spaces \t\n"]
+
+
+def test_save_and_load_keep_ids_special_tokens_and_template(tmp_path):
+    original = byte_level()
+    original = Tokenizer(original.backend, eos_ids=original.eos_ids, template="{{ messages[0].content }}", name="x")
+    original.save(tmp_path)
+    loaded = Tokenizer.from_directory(tmp_path)
+    assert loaded.eos_ids == original.eos_ids
+    assert loaded.special_ids == original.special_ids
+    assert loaded.vocab_size == original.vocab_size
+    assert loaded.apply_chat_template([{"role": "user", "content": "c"}]) == "c"
+    for text in TEXTS:
+        ids = loaded.encode(text)
+        assert ids == original.encode(text)
+        assert loaded.decode(ids, skip_special=False) == text
+
+
+def test_transformers_reads_what_was_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    original = byte_level()
+    original.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == original.encode(text)
+    assert theirs.eos_token_id == original.eos_ids[0]
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
+    original = byte_level()
+    original.backend.enable_truncation(4)
+    original.backend.enable_padding(length=8)
+    original.backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_directory(tmp_path).encode("hello " * 10)) > 8
+
+
+def test_llama_classes_add_bos_as_their_config_says(tmp_path):
+    sentencepiece().backend.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("hello")[0] == 1
+    assert tokenizer.encode("hello", add_special=False)[0] != 1
+    assert tokenizer.eos_ids == (2,)
+
+
+def test_chat_template_file_wins_over_the_config(tmp_path):
+    byte_level().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert Tokenizer.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": ""}]) == "from file"
+
+
+def test_eos_ids_given_by_the_model_win(tmp_path):
+    byte_level().save(tmp_path)
+    assert Tokenizer.from_directory(tmp_path, eos_ids=[3, 4, 3]).eos_ids == (3, 4)
+
+
+def test_missing_or_damaged_files_are_named(tmp_path):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a readable tokenizer"):
+        Tokenizer.from_directory(tmp_path)
+    byte_level().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(b'{"a": "\xff\xfe"}')
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: not UTF-8"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"bytes", "lone \ud800 surrogate"])
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(InvalidPrompt):
+        byte_level().encode(text)

@@ -1,0 +1,122 @@
+"""Milliseconds of one sampling step, by what its rows want; beside each, what reading the logits once would cost.
+
+    python tools/bench/sampling.py [--rows 32] [--vocab 49152] [--dtype bfloat16] [--threads 2] [--repeat 30]
+        [--json out.json]
+
+Two kinds of logits: `text` (Zipf-like: a nucleus of tens of tokens) and `flat` (normal noise: half of the vocabulary is
+in the nucleus, the worst case of top_p). Parameters stay in their rows from step to step, as in decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.request import Request
+
+PROMPT, OUTPUT = 256, 64
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+    "min_p 0.05": {"min_p": 0.05},
+    "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "temperature 0.7, penalties": {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "top_p 0.9, logprobs 5": {"top_p": 0.9, "logprobs": 5},
+    "greedy, logit_bias": {"temperature": 0.0, "logit_bias": {7: 1.0, 8: -1.0}},
+}
+MIXED = ["greedy", "temperature 0.7", "top_k 50", "top_p 0.9"]
+
+
+def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, vocab] of the kind the module's docstring names."""
+    torch.manual_seed(0)
+    noise = torch.randn(rows, vocab)
+    if kind == "flat":
+        return noise.to(dtype)
+    rank = torch.stack([torch.randperm(vocab) for _ in range(rows)]) + 1
+    return (noise * 0.3 - 1.4 * rank.log()).to(dtype)
+
+
+def make_step(logits: torch.Tensor, wants: list[dict[str, Any]]) -> Callable[[], object]:
+    """A call that samples one step whose row i wants wants[i]."""
+    rows, vocab = logits.shape
+    params = RowParams(rows, vocab)
+    pool = torch.randint(0, vocab, (rows, PROMPT + OUTPUT + 1), dtype=torch.int32)
+    for row, want in enumerate(wants):
+        tokens = pool[row, : PROMPT + OUTPUT].tolist()
+        request = Request(
+            id=str(row),
+            tokens=tokens,
+            prompt_len=PROMPT,
+            params=SamplingParams(max_tokens=None, **want),
+            max_total=len(tokens) + 1,
+            seed=row,
+        )
+        params.set(row, request)
+    sampler = Sampler(params, vocab_size=vocab, padded_vocab_size=vocab)
+    inputs = SampleInputs(
+        rows=np.arange(rows, dtype=np.int32), positions=np.full(rows, PROMPT + OUTPUT), token_pool=pool
+    )
+    return lambda: sampler.sample(logits, inputs)
+
+
+def median_ms(step: Callable[[], object], repeat: int) -> float:
+    """Median over `repeat` calls after two of warm-up."""
+    times = []
+    for i in range(repeat + 2):
+        began = time.perf_counter()
+        step()
+        if i >= 2:
+            times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    where = f"torch {torch.__version__}, {platform.machine()}"
+    print(f"{args.rows} rows x {args.vocab} {args.dtype}, {args.threads} threads, {where}")
+    results: dict[str, dict[str, float]] = {}
+    kinds = {kind: make_logits(kind, args.rows, args.vocab, dtype) for kind in ("text", "flat")}
+    with torch.inference_mode():
+        floor = median_ms(lambda: kinds["text"].amax(-1), args.repeat)
+        print(
+            f"{'ms per step':<28}"
+            + "".join(f"{kind:>9}" for kind in kinds)
+            + f"   (one read of the logits: {floor:.2f})"
+        )
+        for name in [*CASES, "mixed"]:
+            wants = [CASES[MIXED[i % 4] if name == "mixed" else name] for i in range(args.rows)]
+            results[name] = {k: median_ms(make_step(logits, wants), args.repeat) for k, logits in kinds.items()}
+            print(f"{name:<28}" + "".join(f"{ms:>9.2f}" for ms in results[name].values()))
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"floor_ms": floor, "ms": results, **{k: str(v) for k, v in vars(args).items()}})
+        )
+
+
+if __name__ == "__main__":
+    main()
