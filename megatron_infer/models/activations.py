@@ -69,7 +69,8 @@ def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activ
         fused = {F.silu: gated, F.gelu: not weighted, mcore.quick_gelu: gated and weighted}
         if not fused.get(function, False):
             raise AdoptionError(
-                name, f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such kernel"
+                name,
+                f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such kernel",
             )
         if function is not mcore.quick_gelu:
             clamp, offset = None, 0.0  # the other fused kernels know neither
