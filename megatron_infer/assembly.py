@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ def assemble(
     config: InferenceConfig,
     *,
     tokenizer: TextCodec | None,
+    eos_ids: Sequence[int],
     device: str,
     name: str,
     on_event: Callable[..., None],
@@ -192,6 +193,7 @@ def assemble(
             num_usable_blocks=sizes.num_usable_blocks,
         ),
         tokenizer=tokenizer,
+        eos_ids=eos_ids,
         seed=config.seed,
     )
     if config.metrics_writer is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_infer.config import InferenceConfig, machine_config
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError
 from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.intake import Prompt, is_single_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
@@ -17,13 +18,15 @@ from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.text.tokenizer import Tokenizer
 
+log = logging.getLogger("megatron_infer")
+
 Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
-    `config` None takes sizes fit for the machine: see `default_config`. dtype "auto" is bfloat16 where the device computes
+    `config` None takes sizes fit for the machine: see `config.machine_defaults`. dtype "auto" is bfloat16 where the device computes
     in it, else float32. The engine underneath is `llm.engine`.
     """
 
@@ -42,14 +45,15 @@ class LLM:
         if not where.is_cuda:
             apply_cpu_settings(threads)
         source: ModelSource = open_source(model)
+        plan = source.config()
         live = build_model(source, dtype=choose_dtype(dtype, where), device=str(where.torch))
-        self.tokenizer = tokenizer if tokenizer is not None else source.tokenizer()
+        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if config is None:
             config = default_config(where, seed=seed or 0)
         elif seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         self.engine = DynamicInferenceEngine(
-            live, config, tokenizer=self.tokenizer, device=str(where.torch), model_name=source.name
+            live, config, tokenizer=self.tokenizer, eos_ids=plan.eos_ids, device=str(where.torch), model_name=source.name
         )
 
     def generate(
@@ -84,10 +88,20 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidPrompt("a chat needs the model's tokenizer and it has none; render it yourself and pass token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if not conversations:
             raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
         return self.generate([chat_prompt(self.tokenizer, one) for one in conversations], params, use_tqdm=use_tqdm)
+
+
+def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
+    try:
+        return source.tokenizer()
+    except ModelError as error:
+        log.warning("%s: token ids in and out only", error)
+        return None
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
