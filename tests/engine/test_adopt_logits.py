@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 
 import paged_step
 import pytest
@@ -14,6 +15,7 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
+from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt
 
 try:
@@ -195,6 +197,29 @@ def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
     angles = model.rotary_pos_emb(200)
     assert torch.equal(table.cos_PR.to(dtype), angles.cos().to(dtype)[:, 0, 0])
     assert torch.equal(table.sin_PR.to(dtype), angles.sin().to(dtype)[:, 0, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+@pytest.mark.parametrize(
+    "name", ["gqa", "mha", "window", "window_some_layers", "layer_scaling", "softmax_scale", "no_rope_layers", "gpt2"]
+)
+def test_paged_logits_equal_stock_attention_and_norms(name):
+    """Against megatron-core's own core attention and norms, which need the shim to run forward here."""
+    with cpu_shim(2):
+        model = tiny_gpt(spec=stock_spec, **ARCHITECTURES[name])
+        assert type(model.decoder.layers[0].self_attention.core_attention) is mcore.DotProductAttention
+        assert paged_step.worst_difference(model, adopt(model)) < 1e-5
+
+
+def test_packed_sequences_attend_each_to_itself():
+    attention = tiny_gpt().decoder.layers[0].self_attention.core_attention
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(9, heads, 16, generator=generator) for heads in (4, 2, 2))
+    packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, 5, 9]), qkv_format="thd")
+    together = attention(query, key, value, packed_seq_params=packed)
+    for first, end in ((0, 4), (4, 5), (5, 9)):
+        alone = attention(*(x[first:end].unsqueeze(1) for x in (query, key, value))).squeeze(1)
+        torch.testing.assert_close(together[first:end], alone)
 
 
 def test_frequencies_changed_after_construction_are_used():
