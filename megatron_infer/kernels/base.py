@@ -40,7 +40,10 @@ class Ops(Protocol):
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may write the sum into residual_TD and return it."""
+        """(norm(x + residual) in x's dtype, x + residual in residual's); may write the sum into residual_TD.
+
+        residual_TD is in x's dtype or fp32.
+        """
         ...
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...

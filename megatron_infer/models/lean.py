@@ -2,7 +2,8 @@
 
     x, residual ──▶ add_rms_norm ──▶ qkv linear ──▶ step.attend ──▶ proj linear ──▶ add_rms_norm ──▶ MLP ──▶ x, residual
 
-A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass.
+A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass. The
+residual is kept in fp32 whatever the weights' dtype: sixty bf16 additions are most of a bf16 model's rounding noise.
 Weights are read through the module's own `_parameters` mapping at every use: a parameter that training re-points or
 replaces is seen at once, and a lookup costs a tenth of an `nn.Module` attribute. Objects here hold no tensors.
 Legend: kernels/base.py.
@@ -78,11 +79,11 @@ class LeanNorm:
     def run_added(self, ops: Ops, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); the sum may overwrite residual."""
         if residual_TD is None:
-            return self.run(ops, x_TD), x_TD
+            return self.run(ops, x_TD), x_TD.float()
         if self.kind == RMS and not self.zero_centered:
             return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
         total_TD = residual_TD.add_(x_TD)
-        return self.run(ops, total_TD), total_TD
+        return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
         """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
@@ -217,7 +218,7 @@ class LeanLayer:
         ops, norm, attention, mlp = step.ops, self.input_norm, self.attention, self.mlp
         linear = ops.linear
         if residual_TD is None:
-            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD
+            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD.float()
         else:
             normed_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, norm.parameters["weight"], norm.eps)
         p = attention.qkv.parameters
