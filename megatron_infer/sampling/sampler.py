@@ -16,6 +16,9 @@ from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, make_lane, split
 
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""(logits [M, V] of the model's dtype or fp32, `Shape.columns_5M`) -> the fields of a Choice."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInputs:
@@ -56,14 +59,19 @@ class Sampler:
         padded_vocab_size: int,
         logprobs_mode: Literal["raw", "processed"] = "raw",
         argmax: Callable[[Tensor], Tensor] | None = None,
+        draw: Draw | None = None,
     ) -> None:
-        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's."""
+        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
+
+        draw: a backend's kernel for what `draw_any` and `draw_filtered` do; None: these.
+        """
         assert params.vocab_size == vocab_size <= padded_vocab_size, (
             f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
         )
         self.params, self.vocab_size, self.padded_vocab_size = params, vocab_size, padded_vocab_size
         self._processed = logprobs_mode == "processed"
         self._argmax = argmax if argmax is not None else _argmax
+        self._draw = draw
         self._kept_key: tuple[int, bytes, bytes] | None = None
         self._lanes: list[Lane] = []
         self._asked: Lane | None = None
@@ -102,9 +110,11 @@ class Sampler:
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
             return Choice(self._argmax(values), values.amax(-1).float())
-        uniform_M = torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])).to(values.device)
+        lane.shape.columns_5M[4].copy_(torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])))
+        if self._draw is not None:
+            return Choice(*self._draw(values, lane.shape.columns_5M))
         draw = draw_filtered if lane.wants & Wants.FILTER else draw_any
-        return draw(values.float(), lane.shape, uniform_M)
+        return draw(values.float(), lane.shape)
 
     def _merge(self, choices: list[Choice], num_rows: int, device: torch.device) -> Choice:
         """The lanes' choices in the step's order; a row that was not filtered is cut after everything."""

@@ -16,18 +16,11 @@ from megatron_infer.sampling.logprobs import processed
 warpers = pytest.importorskip("transformers.generation.logits_process")
 
 
-def shape(num_rows, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, candidates=256):
-    def column(value):
-        return torch.full((num_rows,), float(value), dtype=torch.float64)
-
-    return Shape(
-        temperature_M=column(temperature),
-        top_k_M=column(top_k if top_k is not None else 1 << 30),
-        top_p_M=column(top_p),
-        min_p_M=column(min_p),
-        candidates=candidates,
-        needs_mass=top_k is None and top_p < 1.0,
-    )
+def shape(num_rows, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, candidates=256, uniform=None):
+    columns = torch.empty(5, num_rows, dtype=torch.float64)
+    columns[0], columns[1] = 1.0 / temperature, top_k if top_k is not None else 1 << 30
+    columns[2], columns[3], columns[4] = top_p, min_p, 0.5 if uniform is None else uniform
+    return Shape(columns_5M=columns, candidates=candidates, needs_mass=top_k is None and top_p < 1.0)
 
 
 @pytest.mark.parametrize("step", [None, 1.0], ids=["distinct", "many_equal"])
@@ -52,7 +45,7 @@ def test_the_number_of_candidates_never_changes_a_draw(step):
     uniform = torch.from_numpy(rng.random(24))
     for top_k, top_p, min_p in itertools.product([None, 30, 64, 400], [0.2, 0.99, 1.0], [0.0, 0.05]):
         draws = [
-            draw_filtered(logits, shape(24, top_k=top_k, top_p=top_p, min_p=min_p, candidates=n), uniform)
+            draw_filtered(logits, shape(24, top_k=top_k, top_p=top_p, min_p=min_p, candidates=n, uniform=uniform))
             for n in (64, 256, 6000)
         ]
         for other in draws[1:]:
@@ -64,7 +57,7 @@ def test_the_number_of_candidates_never_changes_a_draw(step):
 def test_the_largest_uniform_draws_the_last_kept_token_and_zero_the_first():
     logits = torch.linspace(3, 0, 5000).repeat(2, 1)
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    choice = draw_filtered(logits, shape(2, top_k=10), uniform)
+    choice = draw_filtered(logits, shape(2, top_k=10, uniform=uniform))
     assert choice.token_M.tolist() == [0, 9]
 
 
@@ -83,8 +76,8 @@ def test_kept_tokens_and_their_logprobs_are_those_of_transformers(temperature, t
     if min_p > 0.0:
         wanted = warpers.MinPLogitsWarper(min_p)(None, wanted)
     ours = shape(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    choice = draw_filtered(logits, ours, torch.from_numpy(rng.random(6)))
-    got = processed(logits.clone(), ours.temperature_M, choice)
+    choice = draw_filtered(logits, ours)
+    got = processed(logits.clone(), torch.full((6,), temperature), choice)
     assert torch.equal(got.isinf(), wanted.isinf())
     torch.testing.assert_close(got, torch.log_softmax(wanted, -1), atol=1e-5, rtol=1e-5)
 
