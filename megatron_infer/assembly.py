@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
+from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes, refuse_parallel_groups
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.context.store import StateStore
@@ -118,12 +118,15 @@ def assemble(
     config: InferenceConfig,
     *,
     tokenizer: TextCodec | None,
+    eos_ids: Sequence[int],
     device: str,
     name: str,
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
+    refuse_parallel_groups(config.pg_collection)
     adopted = adopt(model, name=name)
+    refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
@@ -191,6 +194,7 @@ def assemble(
             num_usable_blocks=sizes.num_usable_blocks,
         ),
         tokenizer=tokenizer,
+        eos_ids=eos_ids,
         seed=config.seed,
     )
     if config.metrics_writer is not None:

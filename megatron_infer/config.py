@@ -39,11 +39,19 @@ __all__ = [
     "PrefixCachingEvictionPolicy",
     "ResolvedSizes",
     "SizeRow",
+    "machine_config",
+    "machine_defaults",
     "refuse_parallel_groups",
 ]
 
 WandbModule = ModuleType
 _E = TypeVar("_E", bound=Enum)
+
+
+CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
+"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
+CPU_STEP_TOKENS = 2048
+"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
 
 
 class ConfigWarning(UserWarning):
@@ -274,7 +282,7 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
 }
 """Integer fields: smallest value, and whether None is allowed."""
 _BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
-_LOGPROBS_MODES = ("raw", "processed")
+LOGPROBS_MODES = ("raw", "processed")
 _NEEDS: dict[str, str] = {
     "mamba_memory_ratio": "the recurrent-state store of the hybrid-model issue",
     "unified_memory_level": "the unified-memory allocator of the suspend/resume issue",
@@ -288,6 +296,41 @@ _NEEDS: dict[str, str] = {
     "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
 }
 """Fields that act only together with machinery that comes later: away from the default they raise."""
+
+
+def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
+    """Fields in which an LLM or a command that is given no config departs from the defaults above.
+
+    Prefix cache on and prompts chunked; on a CPU a pool that leaves the laptop alone.
+    """
+    common: dict[str, Any] = {
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
+    }
+    if is_cuda:
+        return common
+    return common | {
+        "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
+        "block_size_tokens": 64,
+        "max_requests": 256,
+        "max_tokens": CPU_STEP_TOKENS,
+    }
+
+
+def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: int) -> InferenceConfig:
+    """What the user asked for over `machine_defaults`; a machine default that contradicts it gives way."""
+    base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
+    if asked.get("enable_prefix_caching") is False:
+        base.pop("prefix_caching_eviction_policy")
+    if asked.get("enable_chunked_prefill") is False:
+        base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
+    requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
+    if isinstance(tokens, int) and "max_requests" in base:
+        base["max_requests"] = min(base["max_requests"], tokens)
+    if isinstance(requests, int) and "max_tokens" in base:
+        base["max_tokens"] = max(base["max_tokens"], requests)
+    return InferenceConfig.from_dict(base | dict(asked))
 
 
 def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:
@@ -339,9 +382,9 @@ def _check_values(config: InferenceConfig) -> None:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
-    if config.logprobs_mode not in _LOGPROBS_MODES:
-        message = unknown_name("value", str(config.logprobs_mode), _LOGPROBS_MODES)
-        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(_LOGPROBS_MODES)}")
+    if config.logprobs_mode not in LOGPROBS_MODES:
+        message = unknown_name("value", str(config.logprobs_mode), LOGPROBS_MODES)
+        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(LOGPROBS_MODES)}")
     if config.metrics_writer is not None and not callable(getattr(config.metrics_writer, "log", None)):
         raise ConfigError(
             f"metrics_writer is {config.metrics_writer!r}, it must be the wandb module (or an object with its log())"

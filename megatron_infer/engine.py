@@ -64,9 +64,13 @@ class DynamicInferenceEngine:
         config: InferenceConfig | None = None,
         *,
         tokenizer: TextCodec | None = None,
+        eos_ids: Sequence[int] | None = None,
         device: str = "auto",
         model_name: str = "model",
     ) -> None:
+        """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash."""
+        if eos_ids is None:
+            eos_ids = () if tokenizer is None else tokenizer.eos_ids
         self.config = config if config is not None else InferenceConfig()
         self.tokenizer = tokenizer
         self.ledger = Ledger(
@@ -75,7 +79,13 @@ class DynamicInferenceEngine:
             pause_events=self.config.track_paused_request_events,
         )
         self.parts = assemble(
-            model, self.config, tokenizer=tokenizer, device=device, name=model_name, on_event=self.ledger.on_event
+            model,
+            self.config,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            device=device,
+            name=model_name,
+            on_event=self.ledger.on_event,
         )
         self.listeners: list[Listener] = []
         self.num_steps = 0

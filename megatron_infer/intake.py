@@ -42,9 +42,9 @@ class Limits:
 class Intake:
     """Validates prompts and parameters and builds Requests; deterministic in (engine seed, order of calls)."""
 
-    def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, seed: int) -> None:
+    def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
         self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
-        self._eos_ids = tuple(tokenizer.eos_ids) if tokenizer is not None else ()
+        self._eos_ids = frozenset(eos_ids)
         self._num_seeds = 0
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -130,7 +130,7 @@ class Intake:
         seed = params.seed
         if seed is None:
             seed, self._num_seeds = derive_seed(self._seed, self._num_seeds + 1), self._num_seeds + 1
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos_ids))
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         members = [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",

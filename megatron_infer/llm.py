@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config import InferenceConfig, machine_config
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.forward.device import Device
+from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError
+from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.intake import Prompt, is_single_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.models.build import build_model
@@ -19,11 +18,7 @@ from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.text.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
-"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CPU_STEP_TOKENS = 2048
-"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
+log = logging.getLogger("megatron_infer")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
-    `config` None takes sizes fit for the machine: see `default_config`. dtype "auto" is bfloat16 where the device computes
+    `config` None takes sizes fit for the machine: see `config.machine_defaults`. dtype "auto" is bfloat16 where the device computes
     in it, else float32. The engine underneath is `llm.engine`.
     """
 
@@ -50,14 +45,15 @@ class LLM:
         if not where.is_cuda:
             apply_cpu_settings(threads)
         source: ModelSource = open_source(model)
+        plan = source.config()
         live = build_model(source, dtype=choose_dtype(dtype, where), device=str(where.torch))
-        self.tokenizer = tokenizer if tokenizer is not None else source.tokenizer()
+        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if config is None:
             config = default_config(where, seed=seed or 0)
         elif seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         self.engine = DynamicInferenceEngine(
-            live, config, tokenizer=self.tokenizer, device=str(where.torch), model_name=source.name
+            live, config, tokenizer=self.tokenizer, eos_ids=plan.eos_ids, device=str(where.torch), model_name=source.name
         )
 
     def generate(
@@ -92,10 +88,20 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidPrompt("a chat needs the model's tokenizer and it has none; render it yourself and pass token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if not conversations:
             raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
         return self.generate([chat_prompt(self.tokenizer, one) for one in conversations], params, use_tqdm=use_tqdm)
+
+
+def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
+    try:
+        return source.tokenizer()
+    except ModelError as error:
+        log.warning("%s: token ids in and out only", error)
+        return None
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
@@ -104,38 +110,6 @@ def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
     return tokenizer.encode(text, add_special=False)
 
 
-def choose_dtype(name: str, device: Device) -> torch.dtype:
-    """The compute dtype for "auto" or a name."""
-    if name == "auto":
-        if device.is_cuda:
-            return torch.bfloat16
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def cpu_has_bf16() -> bool:
-    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return False
-    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def default_config(device: Device, *, seed: int = 0) -> InferenceConfig:
-    """What an LLM takes when it is given no config: prefix cache on, prompts chunked; on a CPU a pool that leaves the laptop alone."""
-    common = {"enable_chunked_prefill": True, "enable_prefix_caching": True, "seed": seed}
-    if device.is_cuda:
-        return InferenceConfig(prefix_caching_eviction_policy="lru", **common)
-    gib = min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * device.available_bytes() / 2**30)
-    return InferenceConfig(
-        buffer_size_gb=round(gib, 2),
-        block_size_tokens=64,
-        max_requests=256,
-        max_tokens=CPU_STEP_TOKENS,
-        prefix_caching_eviction_policy="lru",
-        **common,
-    )
+    """What an LLM takes when it is given no config: sizes fit for the machine (`config.machine_defaults`)."""
+    return machine_config({"seed": seed}, is_cuda=device.is_cuda, available_bytes=device.available_bytes())

@@ -1,4 +1,4 @@
-"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and, if wanted, beside a peer."""
+"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and, if wanted, a peer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
     parser.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
     parser.add_argument("--concurrency", type=_count, default=16, metavar="N", help="requests in flight at once")
-    parser.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
+    )
     parser.add_argument("--workload-seed", type=int, default=0, metavar="S")
     parser.add_argument("--rounds", type=_count, default=3, metavar="N")
     parser.add_argument("--vs", choices=["transformers"], help="run this beside, on the same weights and workload")
@@ -63,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.cli.bench_limits import least_work, measure_ceiling  # torch
 
     shape = llm.engine.parts.shape
-    print(f"{args.model}: {describe(llm)}, {platform.processor() or platform.machine()}")
+    print(f"{args.model}: {describe(llm)}, {cpu_name()}")
     print(
-        f"{len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + {workload.num_output_tokens:,} answer "
-        f"tokens, {workload.concurrency} at once, {args.rounds} rounds"
+        f"{len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + {workload.num_output_tokens:,} "
+        f"answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
     )
     runners: dict[str, Runner] = {OURS: lambda: run_engine(llm.engine, SamplingParams, _fresh(workload, llm))}
     if args.vs is not None:
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def interleave(runners: dict[str, Runner], num_rounds: int) -> dict[str, list[RunResult]]:
-    """Every engine once a round; each round begins with another engine, so that none always runs on a warmer machine."""
+    """Every engine once a round; each round begins with another engine, so that none always runs on a warm machine."""
     names = list(runners)
     results: dict[str, list[RunResult]] = {name: [] for name in names}
     for index in range(num_rounds):
@@ -153,7 +155,8 @@ def render(report: dict[str, Any], workload: Workload) -> str:
         o, shares = s["output_tok_s"], s["shares"]
         lines.append(
             f"{name:{width}}  {o['median']:9.1f} ({o['min']:.1f}..{o['max']:.1f})".ljust(width + 29)
-            + f" {s['total_tok_s']['median']:11.1f}  {shares['bandwidth']:9.0%}  {shares['flops']:5.0%}  {shares['bound']:11.0%}"
+            + f" {s['total_tok_s']['median']:11.1f}  {shares['bandwidth']:9.0%}  {shares['flops']:5.0%}"
+            + f"  {shares['bound']:11.0%}"
         )
     c, best = report["ceiling"], report["least_work"]["best_seconds"]
     lines.append(
@@ -203,7 +206,9 @@ def _head(workload: Workload) -> Workload:
     """A few short requests, at the full batch size, that touch every path once."""
     count = workload.concurrency
     return Workload(
-        prompts=workload.prompts[:count], output_lens=[min(n, 8) for n in workload.output_lens[:count]], concurrency=count
+        prompts=workload.prompts[:count],
+        output_lens=[min(n, 8) for n in workload.output_lens[:count]],
+        concurrency=count,
     )
 
 
@@ -228,19 +233,38 @@ def _device(llm: Any) -> str:
     return str(next(llm.engine.parts.model.parameters()).device)
 
 
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        name = ""
+    return name or platform.processor() or platform.machine()
+
+
 def _versions() -> dict[str, str]:
     import torch
 
     import megatron_infer
 
-    return {"megatron_infer": megatron_infer.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "megatron_infer": megatron_infer.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _settings(args: argparse.Namespace, device: str) -> dict[str, Any]:
     import torch
 
     names = ("num_requests", "input_len", "output_len", "concurrency", "shared_prefix", "workload_seed", "rounds")
-    return {**{name: getattr(args, name) for name in names}, "device": device, "threads": torch.get_num_threads()}
+    return {
+        **{name: getattr(args, name) for name in names},
+        "device": device,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _open_report(path: str | None) -> Path | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_infer.cli.bench_workload import Workload
 
@@ -50,9 +51,8 @@ def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int 
     large = torch.ones(megabytes * 2**20 // 4, dtype=torch.float32, device=device)
     a = torch.randn(size, size, device=device).to(kind)
     b = torch.randn(size, size, device=device).to(kind)
-    sync = torch.cuda.synchronize if device.startswith("cuda") else _nothing
-    read_s = _best(lambda: large.sum(), sync)
-    gemm_s = _best(lambda: a @ b, sync)
+    read_s = _best(lambda: large.sum())
+    gemm_s = _best(lambda: a @ b)
     return Ceiling(read_gb_s=large.nbytes / read_s / 1e9, gemm_gflop_s=2 * size**3 / gemm_s / 1e9)
 
 
@@ -61,7 +61,7 @@ def least_work(shape: Any, workload: Workload) -> Work:
 
     A token costs 2 operations a parameter and 4 * N * H for each key it sees, in every attention layer; a prompt token
     that draws nothing skips the vocabulary projection. Decoding in steps of `concurrency` rows reads the weights once
-    a step and each row's keys and values once. Example: 100 outputs of which 10 come from prompts, 9 at once -> 10 steps.
+    a step and each row's keys and values once. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
@@ -86,17 +86,11 @@ def least_work(shape: Any, workload: Workload) -> Work:
     )
 
 
-def _best(action: Callable[[], object], sync: Callable[[], object]) -> float:
+def _best(action: Callable[[], Tensor]) -> float:
     action()
     times = []
     for _ in range(5):
-        sync()
         started = time.perf_counter()
-        action()
-        sync()
+        float(action().flatten()[0])  # reading a value waits for it on any device
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _nothing() -> None:
-    return None

@@ -90,14 +90,16 @@ class TransformersPeer:
             max_requests_per_batch=workload.concurrency,
             allow_block_sharing=False,
         )
-        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens))
+        generation = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.output_lens)
+        )
         done: dict[str, Any] = {}
         with self.model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=settings
         ) as manager:
             clock = CpuClock.now()
             order = [
-                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1, record_timestamps=True)
+                manager.add_request(prompt, max_new_tokens=wanted, eos_token_id=-1)
                 for prompt, wanted in zip(workload.prompts, workload.output_lens, strict=True)
             ]
             while len(done) < len(order):

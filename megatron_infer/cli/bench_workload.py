@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -52,7 +53,7 @@ def make_workload(
     seed: int,
     shared_prefix: int = 0,
 ) -> Workload:
-    """Lengths uniform in their ranges, tokens uniform over `token_ids`; the first `shared_prefix` tokens are common to all."""
+    """Lengths uniform in their ranges, tokens uniform over `token_ids`; the first `shared_prefix` tokens are common."""
     draw = random.Random(seed)
     prefix = draw.choices(token_ids, k=shared_prefix)
     lengths = [(draw.randint(*input_len), draw.randint(*output_len)) for _ in range(num_requests)]
@@ -120,7 +121,7 @@ def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
     series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": []}
     for arrival, times in zip(result.arrivals, result.token_times, strict=True):
         series["ttft_ms"].append((times[0] - arrival) * 1e3)
-        series["itl_ms"] += [(b - a) * 1e3 for a, b in zip(times, times[1:], strict=False)]
+        series["itl_ms"] += [(b - a) * 1e3 for a, b in pairwise(times)]
         if len(times) > 1:
             series["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
     return {

@@ -41,11 +41,15 @@ def run(args: argparse.Namespace) -> int:
     """0 at the end of the conversation; 2 when the model has no chat template or a flag makes no sense here."""
     params = SamplingParams.from_dict(sampling_from(args))
     if params.n != 1 or not params.detokenize or params.logprobs is not None or params.prompt_logprobs is not None:
-        note("error: chat shows one answer as text; --n, --logprobs, --prompt-logprobs, --no-detokenize are for generate")
+        note(
+            "error: chat shows one answer as text; --n, --logprobs, --prompt-logprobs, --no-detokenize are for generate"
+        )
         return 2
     llm = load_llm(args)
     if not llm.tokenizer.has_chat_template:
-        note(f"error: {args.model} has no chat template; complete text with: megatron-infer generate {args.model} --raw")
+        note(
+            f"error: {args.model} has no chat template; complete text with: megatron-infer generate {args.model} --raw"
+        )
         return 2
     session = ChatSession(llm, params, system=args.system)
     tty = sys.stdin.isatty()
@@ -79,7 +83,7 @@ def _lines(tty: bool) -> Iterator[str]:
 
 
 class ChatSession:
-    """The conversation and the engine that continues it. Messages grow by a user's and an assistant's turn at a time."""
+    """The conversation and the engine that continues it. Turns come in pairs: the user's, the assistant's."""
 
     def __init__(
         self, llm: Any, params: SamplingParams, *, system: str | None = None, show: Callable[[str], None] | None = None
@@ -168,7 +172,8 @@ class ChatSession:
                     raise
                 del turns[:2]
         if len(turns) < len(self.turns):
-            note(f"(the conversation is too long: its oldest {(len(self.turns) - len(turns)) // 2} exchanges are forgotten)")
+            forgotten = (len(self.turns) - len(turns)) // 2
+            note(f"(the conversation is too long: its oldest {forgotten} exchanges are forgotten)")
             self.turns = turns
         return request_id
 

@@ -12,10 +12,11 @@ from megatron_infer.schedule.params import SamplingParams
 
 MODEL = "smollm2"
 QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in two sentences.",
+    "Tell me the capital of France.",
+    "What is photosynthesis? Answer in one sentence.",
     "Write a haiku about the sea.",
 )
+"""Answered alike in bfloat16 and float32: this model's first token is a near tie for many others."""
 MISSING = f"""\
 The demo model cannot be loaded: {{error}}
 
@@ -60,3 +61,9 @@ def run(args: argparse.Namespace) -> int:
         f'    megatron-infer generate {args.model} --prompt "..." --temperature 0.7 --n 3'
     )
     return 0
+
+
+if __name__ == "__main__":
+    from megatron_infer.cli.main import main
+
+    raise SystemExit(main(["demo"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser)
 
 
-def load_llm(args: argparse.Namespace, model: str | None = None) -> LLM:
+def load_llm(args: argparse.Namespace) -> LLM:
     """The LLM that the command line describes; says on stderr what is loading and how long it took."""
     from megatron_infer.llm import LLM  # torch and megatron-core load here, not for --help
 
-    name = model if model is not None else args.model
-    note(f"loading {name} ...")
+    note(f"loading {args.model} ...")
+    config = config_from(args)
+    if config.logging_step_interval:
+        _log_to_stderr()
     started = time.perf_counter()
-    llm = LLM(name, config=config_from(args), dtype=args.dtype, device=args.device, threads=args.threads)
+    llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
     note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")
     return llm
 
@@ -44,6 +47,14 @@ def describe(llm: Any) -> str:
 
     shape = llm.engine.parts.shape
     return f"{shape.num_parameters / 1e6:,.0f}M parameters, {shape.dtype}, {torch.get_num_threads()} threads"
+
+
+def _log_to_stderr() -> None:
+    """Show the engine's line every --logging-step-interval steps."""
+    log = logging.getLogger("megatron_infer")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
 
 
 def note(text: str) -> None:

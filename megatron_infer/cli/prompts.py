@@ -1,4 +1,4 @@
-"""Prompts as people give them (flags, JSON lines) -> token ids with sampling parameters; a bad line is that line's error."""
+"""Prompts as people give them (flags, JSON lines) -> what the engine takes; a bad line is that line's error."""
 
 from __future__ import annotations
 

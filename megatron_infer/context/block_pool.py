@@ -42,8 +42,19 @@ class BlockPool:
 
     def alloc(self, n: int) -> list[int]:
         """`n` blocks with one reference each; blank ones first, then cached ones, oldest first."""
-        assert n <= self.num_free, f"alloc of {n} blocks, {self.num_free} are free"
+        blocks = self.try_alloc(n)
+        assert blocks is not None, f"alloc of {n} blocks, {self.num_free} are free"
+        return blocks
+
+    def try_alloc(self, n: int) -> list[int] | None:
+        """Like `alloc`; None (nothing changed) when fewer are free."""
         blank, refs = self._blank, self._refs
+        if n == 1 and blank:  # a decoding request grows by one block: the path of every step
+            block = blank.pop()
+            refs[block] = 1
+            return [block]
+        if n > len(blank) + len(self._cached):
+            return None
         blocks = []
         for _ in range(n):
             if blank:

@@ -101,17 +101,19 @@ class DynamicInferenceContext:
         missing = num_tokens - lease.capacity
         if missing <= 0:
             return True
-        need = -(-missing // self.block_size)
-        if need > self.pool.num_free:
+        size = self.block_size
+        need = -(-missing // size)
+        new = self.pool.try_alloc(need)
+        if new is None:
             return False
         blocks, row = lease.blocks, lease.row
         column = len(blocks)
         assert column + need <= self.max_blocks_per_row, f"{num_tokens} tokens need more than {self.max_blocks_per_row}"
-        for block in self.pool.alloc(need):
-            blocks.append(block)
+        for block in new:
             self._table_writes.append((row, column, block))
             column += 1
-        lease.capacity += need * self.block_size
+        blocks += new
+        lease.capacity += need * size
         return True
 
     def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, tuple[int, int] | None] | None:
@@ -153,6 +155,7 @@ class DynamicInferenceContext:
         that one and gives its own back: a sequence then holds every block its published ones follow. Steps launched
         before still read the old block, and later writes to it come after them.
         """
+        assert computed <= len(tokens), f"{computed} tokens computed, {len(tokens)} known"
         if not self.prefix_caching:
             return
         size, digests = self.block_size, lease.digests

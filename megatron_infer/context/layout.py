@@ -87,7 +87,7 @@ class ResolvedSizes:
     kv_bytes: int = _in("bytes")
     token_pool_bytes: int = _in("bytes")
     block_table_bytes: int = _in("bytes")
-    graph_shapes: tuple[tuple[int, int, int], ...] = _in("(tokens, prefill, decode)")
+    graph_shapes: tuple[tuple[int, int, int], ...] = _in("shapes")
     """CUDA graphs captured, as (tokens, prefill requests, decode requests)."""
     how: Mapping[str, str] = field(repr=False, compare=False)
     """Field name -> how its value came about."""

@@ -20,12 +20,14 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_infer.engine import DynamicInferenceEngine
 
 VERSION = 1
 
@@ -134,7 +136,7 @@ class Difference:
 
 
 def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutput]:
-    """Give an idle engine the recorded commands at their recorded steps -> finished outputs, in the order they finished.
+    """Give an idle engine the recorded commands at their recorded steps -> outputs, in the order they finished.
 
     Outputs are cumulative. An aborted request's output is what it had when it was aborted, in its place.
     Draws need no seed of the engine's: every request's own is in the recording.
@@ -164,7 +166,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
 
 
 def verify(path: str | Path, engine: DynamicInferenceEngine) -> Difference | None:
-    """Replay and compare -> the first difference in the order requests finished, or None when every token is the same."""
+    """Replay and compare -> the first difference in the order requests finished; None: every token is the same."""
     outputs = {output.request_id: output for output in replay(path, engine)}
     for event in read(path):
         if event["kind"] != "done":

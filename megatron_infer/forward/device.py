@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_infer.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 class Device:
     """A torch device with the few operations a step needs, the same on CPU and CUDA."""
@@ -65,3 +69,24 @@ class HostRead:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """The compute dtype for "auto" or a name."""
+    if name == "auto":
+        if device.is_cuda:
+            return torch.bfloat16
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cpu_has_bf16() -> bool:
+    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))

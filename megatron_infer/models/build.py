@@ -67,7 +67,7 @@ def build_model(
 
 def init_process_groups(tensor_parallel: int = 1) -> None:
     """torch.distributed and megatron-core's groups, for whichever of the two is not up yet."""
-    from megatron.core import parallel_state
+    from megatron_infer.models.mcore_compat import parallel_state
 
     if not torch.distributed.is_initialized():
         if tensor_parallel != 1:
@@ -96,7 +96,7 @@ def transformer_config(
 
     Each fusion would cost a C++ compile of seconds on a CPU.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron_infer.models.mcore_compat import TransformerConfig
 
     kwargs = dict(plan.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
@@ -121,6 +121,8 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
+    if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
+        kwargs["cuda_graph_scope"] = []  # 0.16's own default, spelt in the way that it does not warn about
     return TransformerConfig(**(kwargs | overrides))
 
 
@@ -156,11 +158,13 @@ def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, pg_collection: Any) -> GPTModel:
-    from megatron.core.models.gpt import GPTModel
+    from megatron_infer.models.mcore_compat import GPTModel
+    from megatron_infer.models.rotary import cpu_rotary
+    from megatron_infer.models.specs import gpt_spec
 
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config),
+        transformer_layer_spec=gpt_spec(config),
         vocab_size=padded_vocab,
         max_sequence_length=plan.max_sequence_length,
         position_embedding_type=plan.position_embedding,
@@ -172,7 +176,7 @@ def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, pg
     if plan.position_embedding == "rope" and not _native_rope(plan.rope_scaling):
         inverse = model.rotary_pos_emb.inv_freq
         model.rotary_pos_emb.inv_freq = rotary_frequencies(plan).to(inverse.device)
-    return model
+    return cpu_rotary(model)
 
 
 def _rope_arguments(plan: ModelPlan) -> dict[str, Any]:
@@ -206,9 +210,3 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known (known: {', '.join(_DTYPES)})")
     return _DTYPES[name]
-
-
-def _layer_spec(config: TransformerConfig) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,20 +93,29 @@ class CheckpointSource:
         """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
         from megatron.core.dist_checkpointing import load_plain_tensors
 
-        yield from load_plain_tensors(str(self.path)).items()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # as in load_into
+            tensors = load_plain_tensors(str(self.path))
+        yield from tensors.items()
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         """Load this rank's part; the model itself knows which (`shard` only has to agree with it)."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.validation import StrictHandling
+        from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
         wanted = model.sharded_state_dict()
         try:
-            with torch.serialization.safe_globals(_safe_classes()):
+            with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+                # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
+                warnings.filterwarnings("ignore", category=FutureWarning)
                 state, missing, unexpected = dist_checkpointing.load(
                     wanted, str(self.path), strict=StrictHandling.RETURN_ALL
                 )
+        except TorchCheckpointException as error:  # a BaseException that carries the ranks' own errors
+            reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
+            raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {reason}") from error
         except (CheckpointingException, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
             raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {error}") from error
         missing = sorted(key for key in missing if "_extra_state" not in key)

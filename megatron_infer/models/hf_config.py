@@ -379,7 +379,9 @@ def _smollm3(keys: _Keys) -> dict[str, Any]:
         raise ModelError(f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
     # A 1 in the config means "rotates"; in megatron-core it means "does not".
     parts["transformer"]["no_rope_freq"] = [int(not rotate) for rotate in rotates[:num_layers]]
-    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
+    window = keys.get("sliding_window")
+    if not keys.get("use_sliding_window", False):
+        window = None
     _windows(keys, parts, window=window, layers=[not rotate for rotate in rotates[:num_layers]])
     attention = ("qkv", "proj") if keys.get("attention_bias", False) else ()
     mlp = ("fc1", "fc2") if keys.get("mlp_bias", False) else ()

@@ -160,6 +160,13 @@ def _as_int(value: object) -> int | None:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return math.inf
+
+
 def _int(params: SamplingParams, name: str, low: int, high: int | None, remedy: str) -> None:
     """Check an integer field against its range and store it as int."""
     value = getattr(params, name)
@@ -178,10 +185,7 @@ def _float(
     value = getattr(params, name)
     if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(f"{name} is a number, got {_show(value)}; {remedy}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = _as_float(value)
     if not math.isfinite(number):
         raise RequestError(f"{name} is a finite number, got {number}; {remedy}")
     if number < low or (low_open and number == low) or (high is not None and number > high):
@@ -209,7 +213,7 @@ def _bias(name: str, values: object) -> dict[int, float]:
         token = _as_int(key)
         if token is None or token < 0:
             raise RequestError(f"{name} has token ids as keys, integers of at least 0, got {_show(key)}; remove it")
-        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(_as_float(value)):
             raise RequestError(
                 f"{name}[{token}] is a finite number, got {_show(value)}; to forbid a token use bad_token_ids"
             )

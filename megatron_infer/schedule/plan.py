@@ -40,7 +40,7 @@ class Plan:
     """(source block, destination block) whole-block copies, to run after this step's forward (forks of n > 1)."""
     num_tokens: int = 0
     sampled: Sequence[Request] = ()
-    """Requests that draw a token, in the order of StepResult.tokens: decode, then per sampling slice its request and forks."""
+    """Who draws a token, in the order of StepResult.tokens: decode, then per sampling slice its request and forks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,16 +52,19 @@ class PromptPlanner:
         """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
         admitted: set[Request] = set()
         skipped: list[Request] = []
+        overtaken = self._queue.overtaken
         for request in self._queue.candidates(self._context.num_free_rows):
             if not draft.left or not self._context.num_free_rows:
                 break
             if self._try_admit(draft, request, root):
                 admitted.add(request)
                 for older in skipped:
-                    older.overtaken += 1
+                    overtaken[older] = overtaken.get(older, 0) + 1
             else:
                 skipped.append(request)
-            if len(skipped) > policy.LOOKAHEAD or any(older.overtaken >= policy.MAX_OVERTAKEN for older in skipped):
+            if len(skipped) > policy.LOOKAHEAD or any(
+                overtaken.get(older, 0) >= policy.MAX_OVERTAKEN for older in skipped
+            ):
                 break
         self._queue.take_out(admitted)
 

@@ -36,6 +36,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.line: deque[Request] = deque()
+        self.overtaken: dict[Request, int] = {}
+        """Admissions of others past a request in line since it stands there; bounded by `policy.MAX_OVERTAKEN`."""
         self._siblings: dict[Request, list[Request]] = {}
 
     def __len__(self) -> int:
@@ -87,6 +89,7 @@ class WaitingQueue:
                 break
         else:
             self.line.remove(request)
+            self.overtaken.pop(request, None)
         self._siblings = {leader: siblings for leader, siblings in self._siblings.items() if siblings}
         self.stand_in_line(self.take_siblings(request))
 
@@ -102,6 +105,7 @@ class WaitingQueue:
             request = line.popleft()
             if request in admitted:
                 num_left -= 1
+                self.overtaken.pop(request, None)
             else:
                 kept.append(request)
         line.extendleft(reversed(kept))

@@ -43,17 +43,15 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end it (model EOS ids unless ignore_eos, plus stop_token_ids), from min_tokens on."""
     cacheable: bool = True
-    """False when every prompt position must be computed (prompt logprobs): no prefix hit is taken at first admission."""
+    """False when every prompt position must be computed (prompt logprobs): no prefix hit until a token is drawn."""
     siblings: tuple[Request, ...] = ()
-    """Leader of an n > 1 group only: the others, which share its prompt. They wait in the scheduler until it forks them."""
+    """Leader of an n > 1 group only: the others, which share its prompt and wait until it forks them."""
     status: Status = Status.WAITING
     lease: Lease | None = None
     scheduled: int = 0
     in_flight: int = 0
     arrival: int = -1
     """Order of `Scheduler.add`, given by the scheduler: smaller is older."""
-    overtaken: int = 0
-    """Times a younger request was admitted while this one had to wait (bounded by `policy.MAX_OVERTAKEN`)."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache or a fork at the latest admission."""
     num_pauses: int = 0

@@ -33,7 +33,7 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Each request draws its prompt backwards. `interrupt_at`: the step that Ctrl-C hits; `fail`: prompts that fail late."""
+    """Each request draws its prompt backwards. interrupt_at: the step Ctrl-C hits; fail: prompts that fail."""
 
     def __init__(self) -> None:
         self.live: dict[str, Any] = {}
@@ -42,7 +42,9 @@ class FakeEngine:
         self.interrupt_at: int | None = None
         self.fail: set[bytes] = set()
 
-    def add_request(self, prompt: Any, params: SamplingParams, *, request_id: str | None = None, stream: str = "cumulative") -> str:
+    def add_request(
+        self, prompt: Any, params: SamplingParams, *, request_id: str | None = None, stream: str = "cumulative"
+    ) -> str:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidPrompt("the prompt is empty")
@@ -68,7 +70,9 @@ class FakeEngine:
             answer = r.ids[::-1]
             r.drawn.append(answer[len(r.drawn) % len(answer)])
             error = InferenceError("the forward raised") if bytes(r.ids) in self.fail else None
-            done = len(r.drawn) >= (r.params.max_tokens or 10**9) or (not r.params.ignore_eos and len(r.drawn) >= len(answer))
+            done = len(r.drawn) >= (r.params.max_tokens or 10**9) or (
+                not r.params.ignore_eos and len(r.drawn) >= len(answer)
+            )
             if done or error is not None:
                 del self.live[r.id]
             if done or error is not None or r.stream == "cumulative":

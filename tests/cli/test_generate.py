@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from dataclasses import fields
 from types import SimpleNamespace
@@ -102,10 +103,12 @@ def test_a_lines_own_sampling_fields_win_over_the_flags(command, llm, tmp_path):
 
 
 def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
-    argv = """--n 2 --max-tokens 9 --min-tokens 3 --temperature 0.3 --top-k 5 --top-p 0.8 --min-p 0.1
-    --repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2
-    --allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos
-    --include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 --no-skip-special-tokens --no-detokenize""".split()
+    argv = shlex.split(
+        "--n 2 --max-tokens 9 --min-tokens 3 --temperature 0.3 --top-k 5 --top-p 0.8 --min-p 0.1 "
+        "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
+        "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
+        "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 --no-skip-special-tokens --no-detokenize"
+    )
     command("generate", "m", "--prompt", "hello there", *argv)
     params = llm.engine.added[0].params
     expected = SamplingParams(

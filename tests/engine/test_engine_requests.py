@@ -46,9 +46,8 @@ def test_n_samples_share_one_prefill_and_equal_n_single_requests(model):
     engine = make_engine(model)
     params = SamplingParams(n=4, seed=11, temperature=1.0, max_tokens=12, ignore_eos=True)
     output = engine.generate(PROMPT, params)[0]
-    assert (
-        engine.stats().counters["scheduled_tokens"] == len(PROMPT) + 4 * 11
-    )  # the prompt once, then 11 decode steps each
+    counters = engine.stats().counters
+    assert (counters["prefill_tokens"], counters["decode_tokens"]) == (len(PROMPT), 4 * 11)  # the prompt once
     assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
     assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
     alone = make_engine(model).generate(

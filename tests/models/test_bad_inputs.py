@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 from safetensors.torch import load_file, save_file
 from test_hf_parity import CASES, random_hf_model
 
@@ -81,7 +81,7 @@ def test_bin_files_are_read_without_running_code_and_refused_when_they_need_it(l
     ids = list(range(20))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    assert (full_logits(make_runnable(build_model(open_source(llama))), ids) - expected).abs().max() < 1e-4
+    assert (full_logits(build_model(open_source(llama)), ids) - expected).abs().max() < 1e-4
     torch.save(model, llama / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot be read safely"):
         build_model(open_source(llama))
@@ -95,7 +95,7 @@ def test_names_without_the_body_prefix_load(tmp_path):
     ids = list(range(20))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    assert (full_logits(make_runnable(build_model(open_source(tmp_path))), ids) - expected).abs().max() < 1e-4
+    assert (full_logits(build_model(open_source(tmp_path)), ids) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

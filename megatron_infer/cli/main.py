@@ -1,0 +1,126 @@
+"""`megatron-infer`: picks the subcommand and loads that one's module only, so that --help costs no imports."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+from megatron_infer import __version__
+from megatron_infer.config import ConfigWarning
+from megatron_infer.errors import ConfigError, InferenceError
+
+PROGRAM = "megatron-infer"
+COMMANDS = {
+    "generate": "answer prompts, many at once",
+    "chat": "talk to a model in the terminal",
+    "bench": "throughput and latency, beside a peer and the machine's limits",
+    "demo": "three prompts answered by a real 135M model",
+    "replay": "run a recording again and compare every token",
+    "plan": "the sizes that follow from a model, the options and the memory",
+    "env": "versions, CPU features, and which kernels are chosen and why",
+}
+"""Subcommand -> its line in --help; its module is megatron_infer.cli.NAME."""
+FAILED, MISUSED, INTERRUPTED, NO_READER = 1, 2, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without guesses: no abbreviated flags, and a mistake is answered in two lines with the nearest name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            message += _nearest(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
+        self.exit(MISUSED, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit over arguments nobody asked for."""
+        flags = [text.split("=")[0] for text in unknown if text.startswith("-") and text != "-"]
+        if not flags:
+            self.error(f"unexpected argument {unknown[0]!r}")
+        self.error(f"unknown option {flags[0]!r}" + _nearest(flags[0], self._option_string_actions))
+
+
+def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def build_parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The parser with the flags of `command` alone, and the parsers of the commands by name."""
+    parser = Parser(prog=PROGRAM, description="Dynamic LLM inference that lives inside a Megatron training job.")
+    parser.add_argument("--version", action="version", version=version_line())
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, line in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"megatron_infer.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=line)
+    return parser, subparsers.choices
+
+
+def version_line() -> str:
+    """Our version and those of what we run on, without importing any of it."""
+    parts = [f"{PROGRAM} {__version__}"]
+    for package in ("torch", "megatron-core"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"{package} not installed")
+    return ", ".join([*parts, f"Python {sys.version.split()[0]}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((text for text in arguments if not text.startswith("-")), None)
+    parser, commands = build_parser(command)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands[args.command].refuse_unknown(unknown)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        return _fail(args, error, MISUSED)
+    except (InferenceError, NotImplementedError) as error:
+        return _fail(args, error, FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left (head, less): point stdout away so that the exit does not write to it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+
+
+def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
+    print(f"{PROGRAM} {args.command}: error: {error}", file=sys.stderr)
+    return code
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **_: Any) -> None:
+    """Ours in one line for the person at the terminal; others as Python shows them."""
+    if issubclass(category, ConfigWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, place[0], place[1]), file=sys.stderr, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Flags for the options of `InferenceConfig`, generated from the dataclass: one place for names, defaults and help."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+from megatron_infer import config as config_module
+from megatron_infer.config import InferenceConfig, machine_config, machine_defaults
+
+NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
+"""Objects of a running process; a command line cannot say them."""
+RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
+"""Names that belong to sampling on a command line: the length of an answer, the seed of a request."""
+DEST_PREFIX = "config_"
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for every option that a command line can say, as the group "engine"."""
+    group = parser.add_argument_group("engine", "options of InferenceConfig")
+    docs = field_docs()
+    adapted = machine_defaults(is_cuda=False, available_bytes=0)
+    for item in dataclasses.fields(InferenceConfig):
+        if item.name in NOT_FLAGS:
+            continue
+        shown = "chosen for the machine" if item.name in adapted else f"default {_shown(item.default)}"
+        group.add_argument(
+            flag_of(item.name),
+            dest=DEST_PREFIX + item.name,
+            default=argparse.SUPPRESS,
+            help=f"{docs[item.name]} ({shown})".replace("%", "%%"),
+            **_parsing_of(item.name, str(item.type), item.default),
+        )
+
+
+def config_from(args: argparse.Namespace) -> InferenceConfig:
+    """The config a command line describes: its flags over what suits the device of --device.
+
+    Raises ConfigError or NotImplementedError, as InferenceConfig does.
+    """
+    from megatron_infer.forward.device import Device  # torch loads here, not for --help
+
+    device = Device(getattr(args, "device", "auto"))
+    return machine_config(given(args), is_cuda=device.is_cuda, available_bytes=device.available_bytes())
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """Only the options that stood on the command line."""
+    names = (item.name for item in dataclasses.fields(InferenceConfig))
+    return {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+
+
+def flag_of(name: str) -> str:
+    """Flag of a field: --block-size-tokens."""
+    return "--" + RENAMED.get(name, name).replace("_", "-")
+
+
+def field_docs() -> dict[str, str]:
+    """The string under each field of InferenceConfig, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(InferenceConfig)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for field, below in pairwise(body):
+        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _shown(default: object) -> str:
+    return str(default.value if isinstance(default, Enum) else default).lower()
+
+
+def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
+    """argparse keywords for a field's type."""
+    kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+    enum = getattr(config_module, kind, None)
+    if isinstance(enum, type) and issubclass(enum, Enum):
+        return {"choices": [member.value for member in enum]}
+    if name == "logprobs_mode":
+        return {"choices": list(config_module.LOGPROBS_MODES)}
+    if kind == "bool" and not optional:
+        return {"action": argparse.BooleanOptionalAction}
+    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
+    parse = parsers[kind]
+    metavar = {"int": "N", "float": "X", "int | float": "GIB", "bool": "{true,false,none}"}[kind]
+    return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _named(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except (KeyError, ValueError):
+            expected = {"N": "an integer", "X": "a number", "GIB": "a number of GiB"}.get(name, name)
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return parsed
+
+
+def _or_none(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    checked = _named(parse, name)
+    return lambda text: None if text.lower() == "none" else checked(text)

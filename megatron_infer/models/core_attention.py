@@ -1,0 +1,139 @@
+"""Core attention and norms of specs that must run anywhere torch runs: the training forward on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.models.mcore_compat import (
+    AttnMaskType,
+    MegatronModule,
+    TransformerConfig,
+    is_layer_window_attention,
+)
+
+
+class TorchCoreAttention(MegatronModule):
+    """Spec slot `core_attention` through torch's SDPA: dense [s, b, n, h] or packed (thd) [t, n, h] queries.
+
+    Stock `DotProductAttention` takes its score buffer and its dropout generator from CUDA and cannot run on a CPU.
+    Raises NotImplementedError for softmax sinks and attention biases.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.softmax_type != "vanilla":
+            raise NotImplementedError(f"softmax_type={config.softmax_type!r}: TorchCoreAttention has no softmax sink")
+        if config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism: TorchCoreAttention sees one rank's positions only")
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.attn_mask_type = attn_mask_type
+        windowed = is_layer_window_attention(
+            config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
+        )
+        self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
+        # Without it a sharded state dict would ask parallel_state for the group.
+        self.tp_group = pg_collection.tp if pg_collection is not None else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        if attention_bias is not None:
+            raise NotImplementedError("attention_bias: TorchCoreAttention has none")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        mixed = self._attend(query, key, value, attention_mask, attn_mask_type or self.attn_mask_type)
+        return mixed.flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
+        """Sequences laid end to end; each attends to itself only."""
+        starts = packed_seq_params.cu_seqlens_q.tolist()
+        pieces = [
+            self._attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)), None, AttnMaskType.causal).squeeze(1)
+            for a, b in itertools.pairwise(starts)
+        ]
+        return torch.cat(pieces).flatten(1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
+    ) -> Tensor:
+        """[s, b, n, h] queries -> [s, b, n, h]."""
+        num_queries, num_keys = query.shape[0], key.shape[0]
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mask: Tensor | None = None
+        if self.window is not None:
+            mask = _window_mask(num_queries, num_keys, self.window, query.device)
+        elif attention_mask is not None:
+            mask = ~attention_mask
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None and mask_type == AttnMaskType.causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return mixed.permute(2, 0, 1, 3)
+
+
+def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device) -> Tensor:
+    """True where query i sees key j: i - window[0] <= j <= i + window[1], ends aligned."""
+    offset = num_keys - num_queries
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return seen.triu(offset - window[0]).tril(offset + window[1])
+
+
+class TorchNorm(torch.nn.Module):
+    """Layer norm or RMS norm by `config.normalization`, with stock parameter names.
+
+    Also sequence parallel and zero-centred, both of which megatron-core's wrapper of torch's norms refuses.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise NotImplementedError(f"normalization={config.normalization!r}: TorchNorm does RMSNorm and LayerNorm")
+        self.eps, self.shape = eps, (hidden_size,)
+        self.rms = config.normalization == "RMSNorm"
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization or not torch.accelerator.is_available() else None
+        with torch.device(device or torch.accelerator.current_accelerator()):
+            gain = torch.zeros if self.zero_centered_gamma else torch.ones
+            self.weight = torch.nn.Parameter(gain(hidden_size, dtype=config.params_dtype))
+            bias = None if self.rms else torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.register_parameter("bias", bias)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        if self.rms:
+            return F.rms_norm(x, self.shape, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)

@@ -1,0 +1,287 @@
+"""The body of a decoder layer as few calls: kernels' `Ops` on the live weights, no modules, no autograd.
+
+    x, residual ──▶ add_rms_norm ──▶ qkv linear ──▶ step.attend ──▶ proj linear ──▶ add_rms_norm ──▶ MLP ──▶ x, residual
+
+A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass.
+Weights are read through the module's own `_parameters` mapping at every use: a parameter that training re-points or
+replaces is seen at once, and a lookup costs a tenth of an `nn.Module` attribute. Objects here hold no tensors.
+Legend: kernels/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.base import AttendSpec, Ops, StepInputs
+from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, L2Norm, RowParallelLinear
+
+Parameters = dict[str, Tensor | None]
+RMS, LAYER, L2 = "rms", "layer", "l2"
+
+
+class FeedForward(Protocol):
+    """What stands behind the second norm: an MLP or experts."""
+
+    def run(self, ops: Ops, x_TD: Tensor) -> Tensor: ...
+
+    def weights(self) -> Iterator[Tensor]: ...
+
+
+class LeanNorm:
+    """A norm module as one call on its live weight."""
+
+    __slots__ = ("eps", "kind", "parameters", "zero_centered")
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        kinds = {torch.nn.RMSNorm: RMS, torch.nn.LayerNorm: LAYER, L2Norm: L2}
+        if type(module) is TorchNorm:
+            self.kind = RMS if module.rms else LAYER
+        elif type(module) in kinds:
+            self.kind = kinds[type(module)]
+        else:
+            raise AdoptionError(
+                name,
+                f"norm class {type(module).__module__}.{type(module).__qualname__} is not known; "
+                "known are torch's RMSNorm and LayerNorm (megatron-core's local spec), L2Norm and specs.gpt_spec's",
+            )
+        self.zero_centered: bool = getattr(module, "zero_centered_gamma", False)
+        self.parameters: Parameters = module._parameters
+        if self.kind != L2 and self.parameters["weight"] is None:
+            raise AdoptionError(name, "a norm without a weight (elementwise_affine=False)")
+        eps = module.eps
+        self.eps: float = torch.finfo(torch.float32).eps if eps is None else eps
+
+    @property
+    def plain_rms(self) -> bool:
+        """True when `ops.add_rms_norm` can run it on the bare weight."""
+        return self.kind == RMS and not self.zero_centered
+
+    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        if self.kind == L2:
+            x = x_TD.float()
+            return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x_TD)
+        weight = self.parameters["weight"]
+        assert weight is not None
+        if self.zero_centered:
+            weight = weight + 1
+        if self.kind == RMS:
+            return ops.rms_norm(x_TD, weight, self.eps)
+        return ops.layer_norm(x_TD, weight, self.parameters["bias"], self.eps)
+
+    def run_added(self, ops: Ops, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); the sum may overwrite residual."""
+        if residual_TD is None:
+            return self.run(ops, x_TD), x_TD
+        if self.kind == RMS and not self.zero_centered:
+            return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
+        total_TD = residual_TD.add_(x_TD)
+        return self.run(ops, total_TD), total_TD
+
+    def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
+        """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
+        # reshape alone may give a strided view: rows of one head are evenly spaced in the projection
+        return self.run(ops, x_THs.reshape(-1, x_THs.shape[-1]).contiguous()).view(x_THs.shape)
+
+
+class LeanLinear:
+    """A column- or row-parallel linear: straight through `ops` on one rank, its own forward across ranks."""
+
+    __slots__ = ("module", "parameters")
+
+    def __init__(self, module: torch.nn.Module, name: str, *, num_ranks: int) -> None:
+        if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+            raise AdoptionError(
+                name,
+                f"linear class {type(module).__module__}.{type(module).__qualname__} is not known; known are "
+                "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec)",
+            )
+        self.parameters: Parameters = module._parameters
+        self.module = module if num_ranks > 1 else None
+
+    def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
+        if self.module is None:
+            return ops.linear(x_TX, self.parameters["weight"], self.parameters["bias"])
+        out, bias = self.module(x_TX.unsqueeze(1))
+        out = out.squeeze(1)
+        return out if bias is None else out + bias
+
+    def weight(self) -> Tensor:
+        weight = self.parameters["weight"]
+        assert weight is not None
+        return weight
+
+
+def activation_of(mlp: MLP, name: str, *, weighted: bool = False) -> tuple[bool, Callable[[Tensor], Tensor] | None]:
+    """(gated, activation) exactly as `MLP.forward` applies them; (True, None) is plain SwiGLU, `ops.silu_mul`.
+
+    `bias_activation_fusion` selects megatron-core's fused kernels, whose GELU is the tanh approximation.
+    """
+    config = mlp.config
+    if config.use_te_activation_func:
+        raise AdoptionError(name, "use_te_activation_func: Transformer Engine's activations are not supported")
+    function, gated, clamp = mlp.activation_func, config.gated_linear_unit, config.activation_func_clamp_value
+    offset = config.glu_linear_offset
+    if config.bias_activation_fusion:
+        fused = {F.silu: gated, F.gelu: not weighted}
+        if not fused.get(function, False):
+            raise AdoptionError(
+                name,
+                f"bias_activation_fusion with activation {function} (gated: {gated}) fails in megatron-core itself",
+            )
+        clamp, offset = None, 0.0  # the fused kernels know neither
+        if function is F.gelu:
+            function = _tanh_gelu
+    if not gated:
+        return False, function
+    if function is F.silu and clamp is None and offset == 0.0:
+        return True, None
+    return True, GatedActivation(function, clamp, offset)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class GatedActivation:
+    """f(min(gate, c)) * (clip(up, -c, c) + offset), the general form of megatron-core's gated units."""
+
+    __slots__ = ("clamp", "function", "offset")
+
+    def __init__(self, function: Callable[[Tensor], Tensor], clamp: float | None, offset: float) -> None:
+        self.function, self.clamp, self.offset = function, clamp, offset
+
+    def __call__(self, x_T2F: Tensor) -> Tensor:
+        gate, up = x_T2F.chunk(2, dim=-1)
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
+        return self.function(gate) * (up + self.offset if self.offset else up)
+
+
+class LeanMLP:
+    """fc1, activation, fc2."""
+
+    __slots__ = ("activation", "fc1", "fc2")
+
+    def __init__(self, mlp: MLP, name: str, *, num_ranks: int, weighted: bool = False) -> None:
+        self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", num_ranks=num_ranks)
+        self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", num_ranks=num_ranks)
+        _, self.activation = activation_of(mlp, name, weighted=weighted)
+
+    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        return self.fc2.run(ops, self.inner(ops, x_TD))
+
+    def inner(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        """The activated middle, [T, F]."""
+        middle = self.fc1.run(ops, x_TD)
+        return ops.silu_mul(middle) if self.activation is None else self.activation(middle)
+
+    def weights(self) -> Iterator[Tensor]:
+        yield self.fc1.weight()
+        yield self.fc2.weight()
+
+
+class LeanAttention:
+    """Fused projection, head norms, paged attention, output projection."""
+
+    __slots__ = ("k_norm", "layer", "proj", "q_norm", "qkv", "shape_kv", "shape_q", "spec", "strides_kv", "strides_q")
+
+    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, num_ranks: int) -> None:
+        self.layer, self.spec = layer, spec
+        self.qkv = LeanLinear(attention.linear_qkv, f"{name}.linear_qkv", num_ranks=num_ranks)
+        self.proj = LeanLinear(attention.linear_proj, f"{name}.linear_proj", num_ranks=num_ranks)
+        self.q_norm = head_norm(attention.q_layernorm, f"{name}.q_layernorm")
+        self.k_norm = head_norm(attention.k_layernorm, f"{name}.k_layernorm")
+        # The projection's rows are [K, G + 2, H]: a group's queries, then its key, then its value.
+        heads, group, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
+        row, cell = heads * (group + 2) * dim, (group + 2) * dim
+        self.shape_q, self.strides_q = (heads, group, dim), (row, cell, dim, 1)
+        self.shape_kv, self.strides_kv = (heads, dim), (row, cell, 1)
+
+    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
+        ops = step.ops
+        return self.proj.run(ops, self.attend(step, self.qkv.run(ops, normed_TD)))
+
+    def attend(self, step: StepInputs, qkv_TX: Tensor) -> Tensor:
+        """[T, K * (G + 2) * H] -> [T, N * H]."""
+        # as_strided: three views for three dispatches, half the time of view + narrow + select
+        num_tokens, dim, start = qkv_TX.shape[0], self.spec.head_dim, qkv_TX.storage_offset()
+        group_end = start + self.shape_q[1] * dim
+        q = qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q)
+        k = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, group_end)
+        v = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, group_end + dim)
+        if self.q_norm is not None:
+            q = self.q_norm.run_heads(step.ops, q)
+        if self.k_norm is not None:
+            k = self.k_norm.run_heads(step.ops, k)
+        return step.attend(self.layer, q, k, v, self.spec)
+
+
+def head_norm(module: torch.nn.Module | None, name: str) -> LeanNorm | None:
+    """The norm over each query or key head, None where there is none."""
+    from megatron_infer.models.mcore_compat import IdentityOp
+
+    if module is None or type(module) is IdentityOp:
+        return None
+    return LeanNorm(module, name)
+
+
+class LeanLayer:
+    """One pre-norm decoder layer."""
+
+    __slots__ = ("attention", "input_norm", "mlp", "mlp_norm", "plain")
+
+    def __init__(self, *, input_norm: LeanNorm, attention: LeanAttention, mlp_norm: LeanNorm, mlp: FeedForward) -> None:
+        self.input_norm, self.attention, self.mlp_norm, self.mlp = input_norm, attention, mlp_norm, mlp
+        self.plain = (
+            input_norm.plain_rms
+            and mlp_norm.plain_rms
+            and type(mlp) is LeanMLP
+            and mlp.activation is None
+            and all(linear.module is None for linear in (attention.qkv, attention.proj, mlp.fc1, mlp.fc2))
+        )
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(product, residual) of the layer before -> those of this one; residual None: x is the decoder's input.
+
+        May write into residual_TD and into x_TD when residual_TD is None.
+        """
+        if self.plain:
+            return self._run_plain(step, x_TD, residual_TD)
+        ops = step.ops
+        normed_TD, residual_TD = self.input_norm.run_added(ops, x_TD, residual_TD)
+        mixed_TD = self.attention.run(step, normed_TD)
+        normed_TD, residual_TD = self.mlp_norm.run_added(ops, mixed_TD, residual_TD)
+        return self.mlp.run(ops, normed_TD), residual_TD
+
+    def _run_plain(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """RMS norms, SwiGLU, one rank: the same arithmetic with every call inlined."""
+        ops, norm, attention, mlp = step.ops, self.input_norm, self.attention, self.mlp
+        linear = ops.linear
+        if residual_TD is None:
+            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD
+        else:
+            normed_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, norm.parameters["weight"], norm.eps)
+        p = attention.qkv.parameters
+        mixed_TX = attention.attend(step, linear(normed_TD, p["weight"], p["bias"]))
+        p = attention.proj.parameters
+        norm = self.mlp_norm
+        normed_TD, residual_TD = ops.add_rms_norm(
+            linear(mixed_TX, p["weight"], p["bias"]), residual_TD, norm.parameters["weight"], norm.eps
+        )
+        p = mlp.fc1.parameters
+        middle_TF = ops.silu_mul(linear(normed_TD, p["weight"], p["bias"]))
+        p = mlp.fc2.parameters
+        return linear(middle_TF, p["weight"], p["bias"]), residual_TD
+
+    def weights(self) -> Iterator[Tensor]:
+        """Every 2-D weight that goes through `ops.linear`."""
+        yield self.attention.qkv.weight()
+        yield self.attention.proj.weight()
+        yield from self.mlp.weights()

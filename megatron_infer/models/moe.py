@@ -1,0 +1,143 @@
+"""Mixture-of-experts layers in the lean path: route, then one pass over the local experts that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.base import Ops
+from megatron_infer.models.lean import LeanMLP
+from megatron_infer.models.mcore_compat import (
+    MLP,
+    MoELayer,
+    SequentialMLP,
+    SharedExpertMLP,
+    TopKRouter,
+    cuda_available,
+    group_size,
+    topk_routing,
+)
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def gating_logits(router: TopKRouter, x: Tensor) -> Tensor:
+    """[..., D] -> [..., E] in the router's dtype, on whatever device the weights are."""
+    dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, x.dtype)
+    bias = router.bias
+    return F.linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+class DeviceAgnosticRouter(TopKRouter):
+    """megatron-core's router without the move of its weights to CUDA; stock where CUDA is available."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        if cuda_available():
+            return super().gating(input)
+        return gating_logits(self, input)
+
+
+class LeanExperts:
+    """Router, local experts and shared experts of one MoE layer, all on this rank."""
+
+    __slots__ = ("experts", "route", "router", "shared", "shared_module")
+
+    def __init__(self, moe: MoELayer, name: str) -> None:
+        _refuse_unsupported(moe, name)
+        self.router = moe.router
+        self.route = topk_routing()
+        self.experts = [
+            LeanMLP(expert, f"{name}.experts.local_experts.{i}", num_ranks=1, weighted=True)
+            for i, expert in enumerate(moe.experts.local_experts)
+        ]
+        self.shared_module: Any = moe.shared_experts
+        self.shared = None
+        if self.shared_module is not None:
+            self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", num_ranks=1)
+
+    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        probs_TE, chosen_TE = self._choose(x_TD)
+        out_TD = torch.zeros_like(x_TD) if self.shared is None else self._shared(ops, x_TD)
+        for expert, lean in enumerate(self.experts):
+            tokens = chosen_TE[:, expert].nonzero().flatten()
+            if tokens.numel() == 0:
+                continue
+            weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
+            inner = lean.inner(ops, x_TD.index_select(0, tokens))
+            inner = (inner * weight_T1).to(x_TD.dtype)
+            fc2 = lean.fc2.parameters
+            out = ops.linear(inner, fc2["weight"], None)
+            if fc2["bias"] is not None:
+                out = out + fc2["bias"] * weight_T1
+            out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
+        return out_TD
+
+    def _choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
+        router, config = self.router, self.router.config
+        logits_TE = gating_logits(router, x_TD)
+        if router.routing_type == "sinkhorn":
+            return router.sinkhorn_load_balancing(logits_TE)
+        return self.route(
+            logits_TE,
+            router.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=router.score_function,
+            expert_bias=router.expert_bias,
+            fused=config.moe_router_fusion,
+        )
+
+    def _shared(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        assert self.shared is not None
+        out_TD = self.shared.run(ops, x_TD)
+        if self.shared_module.use_shared_expert_gate:
+            out_TD = out_TD * torch.sigmoid(F.linear(x_TD, self.shared_module.gate_weight))
+        return out_TD
+
+    def weights(self) -> Iterator[Tensor]:
+        for expert in self.experts:
+            yield from expert.weights()
+        if self.shared is not None:
+            yield from self.shared.weights()
+
+
+def _refuse_unsupported(moe: MoELayer, name: str) -> None:
+    """Raise AdoptionError for what would give other answers than training, or answers that depend on the batch."""
+    config = moe.config
+    if type(moe.experts) is not SequentialMLP:
+        raise AdoptionError(
+            f"{name}.experts",
+            f"{type(moe.experts).__qualname__}: only SequentialMLP (moe_grouped_gemm=False) is supported",
+        )
+    for i, expert in enumerate(moe.experts.local_experts):
+        if type(expert) is not MLP:
+            raise AdoptionError(f"{name}.experts.local_experts.{i}", f"expert class {type(expert).__qualname__}")
+    if type(moe.router) not in (TopKRouter, DeviceAgnosticRouter):
+        raise AdoptionError(f"{name}.router", f"router class {type(moe.router).__qualname__} is not known")
+    if moe.shared_experts is not None and type(moe.shared_experts) is not SharedExpertMLP:
+        raise AdoptionError(f"{name}.shared_experts", f"class {type(moe.shared_experts).__qualname__} is not known")
+    if group_size(moe.ep_group) > 1:
+        raise AdoptionError(
+            name, f"expert parallel size {moe.ep_group.size()}: experts on other ranks are not reachable yet"
+        )
+    if group_size(moe.attn_tp_group) > 1 or group_size(moe.experts.tp_group) > 1:
+        raise AdoptionError(name, "experts with tensor parallel size > 1 are not supported yet")
+    reasons = {
+        "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on its company",
+        "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
+        "moe_router_force_load_balancing": "the router's choice is random (a benchmark setting)",
+        "moe_apply_probs_on_input": "weights on the expert's input are not supported",
+        "moe_latent_size": "latent projections need Transformer Engine",
+        "moe_enable_routing_replay": "replayed routing is not supported",
+    }
+    for field, reason in reasons.items():
+        if getattr(config, field, None):
+            raise AdoptionError(name, f"{field}={getattr(config, field)}: {reason}")

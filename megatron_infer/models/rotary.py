@@ -1,0 +1,46 @@
+"""Rotary embedding that stays on its device, and the cos/sin table the paged path gathers from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import RotaryTable
+from megatron_infer.models.mcore_compat import RotaryEmbedding, cuda_available
+
+
+class DeviceAgnosticRotary(RotaryEmbedding):
+    """megatron-core's rotary embedding without the move of its frequencies to CUDA; the same values to the bit."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of positions offset .. offset + max_seq_len - 1, [P, 1, 1, rotary_dim] fp32."""
+        return angles(self, max_seq_len, offset)[:, None, None, :]
+
+
+def angles(rotary: RotaryEmbedding, num_positions: int, offset: int = 0) -> Tensor:
+    """[P, rotary_dim] fp32 angles, each frequency twice: in halves, or side by side when interleaved."""
+    freqs = rotary.get_freqs_non_repeated(num_positions, offset)
+    if rotary.rotary_interleaved:
+        return freqs.repeat_interleave(2, dim=-1)
+    return torch.cat((freqs, freqs), dim=-1)
+
+
+def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
+    """Let the model's rotary embedding run on a CPU, in place; a no-op where CUDA is available or it is not stock.
+
+    Stock `RotaryEmbedding` moves its frequencies to CUDA in the first forward, so a model with rotary positions cannot
+    train or score on a CPU. No parameter, buffer or state-dict key changes.
+    """
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if type(rotary) is RotaryEmbedding and not cuda_available():
+        rotary.__class__ = DeviceAgnosticRotary
+    return model
+
+
+def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.device) -> RotaryTable:
+    """cos and sin of positions 0 .. num_positions - 1, fp32.
+
+    Cast to the activation dtype they are those of the training path, to the bit.
+    """
+    table = angles(rotary, num_positions)
+    return RotaryTable(cos_PR=table.cos().to(device), sin_PR=table.sin().to(device))

@@ -1,0 +1,117 @@
+"""Layer specs with paged attention in them, for those who build their model by spec."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron_infer.errors import AdoptionError, ConfigError
+from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
+from megatron_infer.models.layers import PagedAttention, PagedTransformerLayer, paged_attention_class
+from megatron_infer.models.mcore_compat import (
+    IdentityOp,
+    ModuleSpec,
+    SelfAttention,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    spec_module,
+    submodules_of,
+)
+from megatron_infer.models.moe import DeviceAgnosticRouter
+
+
+def with_inference(spec: Any) -> Any:
+    """A copy of a layer or block spec whose self attention (and stock layer) take the paged path when given a step.
+
+    Everything else in the spec stays: parameters, checkpoint keys and training are the same. Classes of your own (a
+    layer, a subclass of SelfAttention, a core attention) stay too; by passing them here you say that they attend as
+    megatron-core's do (causal softmax of scaled dot products), which is what the paged path computes.
+    Raises AdoptionError.
+    """
+    spec = copy.deepcopy(spec)
+    if isinstance(spec, TransformerBlockSubmodules):
+        spec.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(spec.layer_specs)]
+        return spec
+    nested = getattr(spec, "submodules", None)
+    if isinstance(nested, TransformerBlockSubmodules):
+        nested.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(nested.layer_specs)]
+        return spec
+    return _paged_layer(spec, "")
+
+
+def _paged_layer(spec: Any, name: str) -> Any:
+    attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    if attention is None:
+        raise AdoptionError(name, f"{spec!r:.120} is not a decoder layer's spec: it has no submodules.self_attention")
+    found = spec_module(attention)
+    if not (isinstance(found, type) and issubclass(found, SelfAttention)):
+        what = getattr(found, "__qualname__", repr(found))
+        where = f"{name}.self_attention".lstrip(".")
+        raise AdoptionError(where, f"{what} is neither megatron-core's SelfAttention nor derived from it")
+    if not issubclass(found, PagedAttention):
+        attention.module = paged_attention_class(found)
+    if spec.module is TransformerLayer:
+        spec.module = PagedTransformerLayer
+    return spec
+
+
+def gpt_spec(
+    config: TransformerConfig,
+    *,
+    num_experts: int | None = None,
+    qk_layernorm: bool | None = None,
+    normalization: str | None = None,
+) -> TransformerBlockSubmodules:
+    """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
+
+    Pass it as GPTModel's `transformer_layer_spec`. What is None comes from the config. State-dict and checkpoint keys
+    are those of megatron-core's local spec. Layers without experts where `config.moe_layer_freq` says so.
+    """
+    num_experts = config.num_moe_experts if num_experts is None else num_experts
+    qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
+    if normalization is not None and normalization != config.normalization:
+        raise ConfigError(
+            f"normalization={normalization!r}, but config.normalization={config.normalization!r}; "
+            "the norm's class reads the config: set it there"
+        )
+    if num_experts is not None and num_experts != config.num_moe_experts:
+        raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")
+    dense = _layer_spec(config, num_experts=None, qk_layernorm=qk_layernorm)
+    layers = [dense] * config.num_layers
+    if num_experts is not None:
+        experts = _layer_spec(config, num_experts=num_experts, qk_layernorm=qk_layernorm)
+        layers = [experts if has_experts else dense for has_experts in _expert_pattern(config)]
+    count = get_num_layers_to_build(config)
+    if count != config.num_layers:
+        from megatron_infer.models.mcore_compat import layer_offset
+
+        first = layer_offset(config)
+        layers = layers[first : first + count]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+
+
+def _expert_pattern(config: TransformerConfig) -> list[bool]:
+    """Which layers have experts: every n-th from the first, or as a list of 0 and 1 says."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [i % frequency == 0 for i in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def _layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm
+    )
+    layer = submodules_of(spec)
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    attention = submodules_of(layer.self_attention)
+    attention.core_attention = TorchCoreAttention
+    if qk_layernorm and not config.qk_l2_norm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if num_experts is not None:
+        submodules_of(layer.mlp).router = DeviceAgnosticRouter
+    assert attention.q_layernorm in (TorchNorm, IdentityOp) or config.qk_l2_norm
+    return with_inference(spec)

@@ -1,0 +1,122 @@
+"""What of a model can be adopted at all: wrappers, configuration, the model around the decoder, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.errors import AdoptionError
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.rotary import DeviceAgnosticRotary
+
+REFUSED_SETTINGS: dict[str, str] = {
+    "multi_latent_attention": "multi-latent attention caches latents, not keys and values",
+    "experimental_attention_variant": "this attention is not softmax over keys and values",
+    "linear_attention_freq": "linear attention keeps a recurrent state, not keys and values",
+    "attention_output_gate": "gated attention is not supported",
+    "softmax_type": "softmax sinks are not supported",
+    "attn_logit_softcapping": "soft-capped attention logits are not supported",
+    "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
+    "fp8": "quantised linears are not supported",
+    "fp4": "quantised linears are not supported",
+    "quant_recipe": "quantised linears are not supported",
+    "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder under us; set it to 'none'",
+    "heterogeneous_block_specs": "layers of different shapes are not supported",
+    "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
+    "batch_invariant_mode": "our kernels do not promise batch-invariant results yet",
+    "mtp_num_layers": "multi-token prediction comes with speculative decoding",
+    "use_kitchen": "Kitchen's linears are not known",
+    "use_mup": "MuP's multipliers are not applied by the paged path",
+    "sequence_parallel": (
+        "turn it off around generation: megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
+    ),
+    "pipeline_model_parallel_size": "pipeline parallelism is not supported yet",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
+    "context_parallel_size": "context parallelism splits a sequence over ranks; generate without it",
+}
+"""Config field -> why a value other than off cannot be adopted. Fields that a version lacks are off."""
+
+
+def check_config(config: Any) -> None:
+    """Raise AdoptionError for a setting whose effect the paged path would not have."""
+    for field, reason in REFUSED_SETTINGS.items():
+        value = getattr(config, field, None)
+        if not _is_off(field, getattr(value, "value", value)):
+            raise AdoptionError("config", f"{field}={value!r}: {reason}")
+
+
+def _is_off(field: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() in ("none", "vanilla")
+    return not value or (field.endswith("_size") and value == 1)
+
+
+def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
+    """The GPTModel inside DDP and Float16Module; raises AdoptionError for anything else."""
+    if isinstance(model, (list, tuple)):
+        if len(model) != 1:
+            raise AdoptionError("", f"{len(model)} model chunks: virtual pipeline stages are not supported")
+        model = model[0]
+    while type(model) is not mcore.GPTModel and hasattr(model, "module") and isinstance(model.module, torch.nn.Module):
+        if type(model) not in mcore.known_wrappers():
+            raise AdoptionError(
+                "", f"wrapper {_name(model)} is not known; known are DistributedDataParallel, Float16Module"
+            )
+        model = model.module
+    if not isinstance(model, mcore.GPTModel):
+        raise AdoptionError("", f"{_name(model)} is not a megatron-core GPTModel")
+    return model
+
+
+_DRIVEN = ("forward", "_preprocess", "_postprocess", "shared_embedding_or_output_weight")
+
+
+def check_model(model: Any) -> None:
+    """Raise AdoptionError unless embedding, positions, decoder and output layer are the ones the runner reproduces."""
+    for method in _DRIVEN:
+        if getattr(type(model), method) is not getattr(mcore.GPTModel, method):
+            raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
+    if mcore.group_size(getattr(model.pg_collection, "pp", None)) > 1:
+        raise AdoptionError("", "pipeline parallelism is not supported yet")
+    if not (model.pre_process and model.post_process):
+        raise AdoptionError("", "a pipeline stage without embedding or output layer is not supported yet")
+    _check_class(model.decoder, "decoder", mcore.TransformerBlock)
+    _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
+    _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
+    if model.embedding.num_tokentypes > 0:
+        raise AdoptionError("embedding", "token-type embeddings are not supported")
+    _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
+    kind = model.position_embedding_type
+    if kind not in ("rope", "learned_absolute", "none"):
+        raise AdoptionError(
+            "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, learned_absolute and none are supported"
+        )
+    if kind == "rope":
+        _check_class(model.rotary_pos_emb, "rotary_pos_emb", mcore.RotaryEmbedding, DeviceAgnosticRotary)
+    for name in ("embedding", "output_layer"):
+        check_hooks(getattr(model, name), name)
+    if model.decoder.final_layernorm is not None:
+        check_hooks(model.decoder.final_layernorm, "decoder.final_layernorm")
+
+
+def check_hooks(module: torch.nn.Module, name: str) -> None:
+    """Raise AdoptionError for forward hooks: the lean path reads weights and calls no module, so they would not run."""
+    for child, part in module.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks:
+            where = f"{name}.{child}" if child else name
+            raise AdoptionError(
+                where,
+                "has a forward hook, which the paged path would skip (with overlap_param_gather call "
+                "ddp.disable_forward_pre_hook() before generating); remove it",
+            )
+
+
+def _check_class(module: Any, name: str, *known: type) -> None:
+    if type(module) not in known:
+        raise AdoptionError(name, f"class {_name(module)} is not megatron-core's {known[0].__qualname__}")
+
+
+def _name(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

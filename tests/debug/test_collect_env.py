@@ -1,0 +1,77 @@
+"""The report on a machine comes out, whatever is broken there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_infer.cli.main import main
+from megatron_infer.debug import collect_env
+
+SECTIONS = ["versions", "cpu", "memory", "compilers", "gpu", "torch", "environment", "kernels"]
+
+
+def test_report_covers_every_section_and_none_failed():
+    facts = collect_env.collect()
+    assert list(collect_env.as_dict(facts)) == SECTIONS
+    assert [fact for fact in facts if fact.name == "failed"] == []
+    assert {fact.name for fact in facts} >= {"python", "torch", "megatron-core", "features", "threads"}
+
+
+def test_kernels_say_what_was_chosen_for_each_dtype():
+    rows = {fact.name: fact.value for fact in collect_env.collect() if fact.section == "kernels"}
+    for dtype in ("bfloat16", "float32"):
+        assert rows[f"attention, cpu {dtype}"] in {"native", "torch", "reference"}
+
+
+def test_text_and_json_hold_every_fact():
+    facts = [collect_env.Fact("cpu", "cores", "2", "of 4"), collect_env.Fact("gpu", "devices", "none")]
+    assert collect_env.as_text(facts).splitlines() == ["[cpu]", "  cores    2  (of 4)", "[gpu]", "  devices  none"]
+    assert collect_env.as_dict(facts)["gpu"] == [{"name": "devices", "value": "none", "note": ""}]
+
+
+@pytest.mark.parametrize(
+    "probe", ["_versions", "_cpu", "_memory", "_compilers", "_gpu", "_torch", "_environment", "_kernels"]
+)
+def test_a_broken_probe_is_a_line_of_the_report(monkeypatch, probe):
+    def broken():
+        yield collect_env.Fact("x", "before", "kept")
+        raise OSError("no such device")
+
+    monkeypatch.setattr(collect_env, probe, broken)
+    failed = [fact for fact in collect_env.collect() if fact.name == "failed"]
+    assert [fact.value for fact in failed] == ["OSError: no such device"]
+
+
+def test_a_compiler_that_fails_does_not_hide_the_others(monkeypatch, tmp_path):
+    bad = tmp_path / "g++"
+    bad.write_text("#!/bin/sh\necho broken >&2\nexit 3\n", encoding="utf-8")
+    bad.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    facts = {fact.name: fact.value for fact in collect_env._guarded("compilers", collect_env._compilers)}
+    assert "exited 3: broken" in facts["failed"]
+    assert set(facts) >= {"c++", "ninja"}
+
+
+def test_report_works_without_any_requirement():
+    code = (
+        "import sys\n"
+        "for root in ('torch', 'numpy', 'megatron', 'rich'): sys.modules[root] = None\n"
+        "from megatron_infer.debug.collect_env import as_text, collect\nprint(as_text(collect()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "[torch]" in run.stdout
+    assert "failed" in run.stdout
+
+
+def test_env_command_prints_tables_and_json(capsys):
+    assert main(["env"]) == 0
+    table = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == SECTIONS
+    assert all(section in table for section in SECTIONS)

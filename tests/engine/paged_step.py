@@ -1,0 +1,172 @@
+"""A step of inference made by hand: toy paged cache, dense attention per sequence, plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PlainOps:
+    """The norms and linears of the contract, in place where the contract allows it."""
+
+    name = "plain"
+
+    def linear(self, x, weight, bias=None):
+        assert x.is_contiguous() and x.ndim == 2
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x, weight, eps):
+        assert x.is_contiguous() and x.ndim == 2
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x, residual, weight, eps):
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def layer_norm(self, x, weight, bias, eps):
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def silu_mul(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+@dataclass
+class Cache:
+    """Blocks of `block` tokens handed out in a shuffled order, one table per sequence."""
+
+    adopted: Any
+    block: int = 4
+    num_blocks: int = 96
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        shape = self.adopted.shape
+        size = (shape.num_attention_layers, 2, self.num_blocks, self.block, shape.num_kv_heads, shape.head_dim)
+        self.kv = torch.full(size, float("nan"), dtype=getattr(torch, shape.dtype))
+        self.free = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
+        table = self.adopted.rotary_table(256)
+        self.cos = None if table is None else table.cos_PR.to(self.kv.dtype)
+        self.sin = None if table is None else table.sin_PR.to(self.kv.dtype)
+
+    def step(self, work: list[tuple[int, list[int]]]) -> Step:
+        """work: (sequence, its next tokens), decode and prompt pieces in any order."""
+        ids, positions, pieces = [], [], []
+        for sequence, tokens in work:
+            start, table = self.lengths.get(sequence, 0), self.tables.setdefault(sequence, [])
+            while len(table) * self.block < start + len(tokens):
+                table.append(self.free.pop())
+            pieces.append((len(ids), len(ids) + len(tokens), start, table))
+            ids += tokens
+            positions += range(start, start + len(tokens))
+            self.lengths[sequence] = start + len(tokens)
+        return Step(self, torch.tensor(ids), torch.tensor(positions), pieces)
+
+
+class Step:
+    """StepInputs, and what GPTModel.forward asks of a context."""
+
+    use_flashinfer_fused_rope = False
+    materialize_only_last_token_logits = True
+    num_speculative_tokens = 0
+    max_sequence_length = 256
+
+    def __init__(self, cache: Cache, ids: Tensor, positions: Tensor, pieces: list[tuple[int, int, int, list[int]]]):
+        self.cache, self.token_ids_T, self.positions_T, self.pieces = cache, ids, positions, pieces
+        self.num_tokens, self.ops = len(ids), PlainOps()
+        self.last = torch.tensor([end - 1 for _, end, _, _ in pieces])
+
+    def attend(self, layer, q, k, v, spec):
+        assert q.shape[1:] == (spec.num_kv_heads, spec.group_size, spec.head_dim)
+        assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)
+        if spec.rotary_dim:
+            q, k = self._rotate(q, spec), self._rotate(k, spec)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for first, end, start, table in self.pieces:
+            length = start + end - first
+            for token in range(first, end):
+                block, offset = divmod(start + token - first, self.cache.block)
+                self.cache.kv[layer, 0, table[block], offset] = k[token]
+                self.cache.kv[layer, 1, table[block], offset] = v[token]
+            keys, values = self.cache.kv[layer][:, table].flatten(1, 2)[:, :length]
+            query, key = torch.arange(start, length)[:, None], torch.arange(length)[None]
+            mask = key <= query
+            if spec.window is not None:
+                mask &= key > query - spec.window
+            scores = torch.einsum("qkgh,pkh->kgqp", q[first:end], keys) * spec.scale
+            probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            out[first:end] = torch.einsum("kgqp,pkh->qkgh", probs, values)
+        return out.flatten(1)
+
+    def _rotate(self, x, spec):
+        lead = (len(x),) + (1,) * (x.ndim - 2) + (spec.rotary_dim,)
+        cos, sin = self.cache.cos[self.positions_T].view(lead), self.cache.sin[self.positions_T].view(lead)
+        turn, rest = x[..., : spec.rotary_dim], x[..., spec.rotary_dim :]
+        if spec.rotary_interleaved:
+            other = torch.stack((-turn[..., 1::2], turn[..., 0::2]), -1).flatten(-2)
+        else:
+            low, high = turn.chunk(2, -1)
+            other = torch.cat((-high, low), -1)
+        return torch.cat((turn * cos + other * sin, rest), -1)
+
+    @property
+    def config(self):
+        return self
+
+    def is_static_batching(self):
+        return False
+
+    def is_dynamic_batching(self):
+        return True
+
+    def is_decode_only(self):
+        return all(end - first == 1 for first, end, _, _ in self.pieces)
+
+    def using_cuda_graph_this_step(self):
+        return False
+
+    def last_token_logits(self, hidden):
+        return hidden.squeeze(0)[self.last]
+
+
+SCHEDULE = [  # (sequence, number of tokens): chunked prompts beside decodes, rows in changing order
+    [(0, 5), (1, 3)],
+    [(1, 1), (0, 6), (2, 7)],
+    [(2, 1), (0, 1), (1, 1)],
+    [(3, 13), (1, 1), (2, 2)],
+    [(1, 1), (3, 1), (0, 1), (2, 1)],
+]
+
+
+def prompts(vocab_size: int = 128) -> dict[int, list[int]]:
+    """Tokens enough for SCHEDULE, for four sequences."""
+    generator = torch.Generator().manual_seed(3)
+    return {i: torch.randint(0, vocab_size, (16,), generator=generator).tolist() for i in range(4)}
+
+
+@torch.inference_mode()
+def full_logits(model, tokens: list[int]) -> Tensor:
+    """Logits of every position by the training path, in eval mode: [P, V]."""
+    ids = torch.tensor([tokens])
+    return model(ids, torch.arange(len(tokens))[None], None)[0]
+
+
+@torch.inference_mode()
+def worst_difference(model, adopted, *, forward=None) -> float:
+    """Largest |paged - full| over all logits of SCHEDULE's steps; `forward(step)` replaces the runner's way through."""
+    cache, tokens, worst = Cache(adopted), prompts(), 0.0
+    for plan in SCHEDULE:
+        starts = {i: cache.lengths.get(i, 0) for i, _ in plan}
+        step = cache.step([(i, tokens[i][starts[i] : starts[i] + n]) for i, n in plan])
+        hidden = adopted.hidden(step) if forward is None else forward(step)
+        logits = adopted.logits(hidden, step.ops)
+        expected = torch.cat([full_logits(model, tokens[i][: starts[i] + n])[starts[i] :] for i, n in plan])
+        assert logits.shape == expected.shape
+        assert torch.isfinite(logits).all()
+        worst = max(worst, (logits - expected).abs().max().item())
+    return worst

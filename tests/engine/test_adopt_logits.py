@@ -1,0 +1,227 @@
+"""Paged logits equal the training path's, for every architecture that adoption accepts."""
+
+from __future__ import annotations
+
+import functools
+
+import paged_step
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
+from megatron_infer.testing.tiny import stock_spec, tiny_gpt
+
+
+def squared_relu(x):
+    return F.relu(x).square()
+
+
+LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+ARCHITECTURES = {
+    "gqa": {},
+    "mha": {"num_query_groups": 4},
+    "mqa": {"num_query_groups": 1},
+    "one_layer": {"num_layers": 1},
+    "kv_channels": {"kv_channels": 24},
+    "rope_none": {"position_embedding_type": "none"},
+    "learned_positions": {"position_embedding_type": "learned_absolute"},
+    "rope_base": {"rotary_base": 500000},
+    "rope_llama3": {"rope_scaling": True, "rope_scaling_factor": 4.0},
+    "rope_percent": {"rotary_percent": 0.5},
+    "rope_interleaved": {"rotary_interleaved": True},
+    "rope_interleaved_percent": {"rotary_interleaved": True, "rotary_percent": 0.5},
+    "rope_interpolated": {"seq_len_interpolation_factor": 2.5},
+    "no_rope_layers": {"num_layers": 4, "no_rope_freq": 2},
+    "qk_layernorm": {"qk_layernorm": True},
+    "qk_layernorm_bias": {"qk_layernorm": True, "normalization": "LayerNorm"},
+    "qk_l2_norm": {"qk_l2_norm": True},
+    "qkv_bias": {"add_qkv_bias": True},
+    "all_biases": {"add_bias_linear": True},
+    "tied": {"share_embeddings_and_output_weights": True},
+    "layer_norm": {"normalization": "LayerNorm"},
+    "zero_centered_rms": {"layernorm_zero_centered_gamma": True, "qk_layernorm": True},
+    "zero_centered_layer_norm": {**LAYER_NORM, "layernorm_zero_centered_gamma": True},
+    "gelu": {**LAYER_NORM, "gated_linear_unit": False, "activation_func": F.gelu},
+    "gelu_tanh": {"gated_linear_unit": False, "activation_func": functools.partial(F.gelu, approximate="tanh")},
+    "geglu": {"activation_func": F.gelu},
+    "relu2": {"gated_linear_unit": False, "activation_func": squared_relu},
+    "swiglu_bias": {"add_bias_linear": True, "activation_func": F.silu},
+    "swiglu_clamp": {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+    "softmax_scale": {"softmax_scale": 0.7},
+    "layer_scaling": {"apply_query_key_layer_scaling": True},
+    "window": {"window_size": (4, 0)},
+    "window_some_layers": {"num_layers": 4, "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "window_listed_layers": {"num_layers": 3, "window_size": (0, 0), "window_attn_skip_freq": [1, 0, 1]},
+    "gpt2": {
+        **LAYER_NORM,
+        "num_query_groups": 4,
+        "gated_linear_unit": False,
+        "activation_func": F.gelu,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
+    "qwen3_like": {"qk_layernorm": True, "kv_channels": 32, "share_embeddings_and_output_weights": True},
+    "moe": MOE,
+    "moe_top1": {**MOE, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "moe_pre_softmax_scaled": {**MOE, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.7},
+    "moe_sigmoid_groups": {
+        **MOE,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+    },
+    "moe_fp32_router": {**MOE, "moe_router_dtype": "fp32"},
+    "moe_sinkhorn": {**MOE, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
+    "moe_biases_gelu": {**MOE, "add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu},
+    "moe_some_layers": {**MOE, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
+    "moe_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40},
+    "moe_gated_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_paged_logits_equal_the_full_forward(name):
+    model = tiny_gpt(**ARCHITECTURES[name])
+    adopted = adopt(model)
+    assert paged_step.worst_difference(model, adopted) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms"])
+def test_the_decoder_called_as_megatron_calls_it_gives_the_same(name):
+    model = tiny_gpt(**ARCHITECTURES[name])
+    adopted = adopt(model)
+
+    def through_decoder(step):
+        embedded = adopted.embed(step)
+        before = embedded.clone()
+        hidden = model.decoder(hidden_states=embedded, attention_mask=None, inference_context=step)
+        assert torch.equal(embedded, before), "the caller's hidden states were overwritten"
+        return hidden.squeeze(1)
+
+    assert paged_step.worst_difference(model, adopted, forward=through_decoder) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gqa", "learned_positions", "moe", "tied"])
+def test_gpt_model_forward_with_a_step_gives_the_logits_of_the_last_tokens(name):
+    model = tiny_gpt(**ARCHITECTURES[name])
+    adopted = adopt(model)
+    tokens = paged_step.prompts()
+    cache = paged_step.Cache(adopted)
+    with torch.inference_mode():
+        for start, stop in ((0, 6), (6, 7)):
+            step = cache.step([(i, tokens[i][start:stop]) for i in (0, 1, 2)])
+            logits = model(
+                step.token_ids_T[None],
+                step.positions_T[None],
+                None,
+                inference_context=step,
+                runtime_gather_output=True,
+            )
+            expected = torch.stack([paged_step.full_logits(model, tokens[i][:stop])[-1] for i in (0, 1, 2)])
+            assert (logits[0] if logits.shape[0] == 1 else logits[:, 0] - expected).shape[-1] == 128
+            torch.testing.assert_close(logits.reshape(3, -1), expected, atol=1e-5, rtol=0)
+
+
+def test_attention_alone_takes_a_step_under_a_foreign_layer():
+    class TheirLayer(TransformerLayer):
+        """Theirs: adds a constant after the stock layer."""
+
+        def forward(self, *args, **kwargs):
+            hidden, context = super().forward(*args, **kwargs)
+            return hidden + 0.25, context
+
+    from megatron_infer.models.specs import gpt_spec
+
+    def spec(config):
+        block = gpt_spec(config)
+        for layer in {id(layer): layer for layer in block.layer_specs}.values():
+            layer.module = TheirLayer
+        return block
+
+    model = tiny_gpt(spec=spec)
+    adopted = adopt(model)
+    assert type(model.decoder.layers[0]) is TheirLayer
+    assert type(model.decoder.layers[0].self_attention) is PagedSelfAttention
+    assert paged_step.worst_difference(model, adopted) < 1e-5
+
+
+def test_adopting_a_stock_model_gives_what_the_spec_gives():
+    by_spec, stock = tiny_gpt(), tiny_gpt(spec=stock_spec)
+    assert type(stock.decoder.layers[0].self_attention) is SelfAttention
+    assert type(by_spec.decoder.layers[0]) is PagedTransformerLayer
+    stock.load_state_dict(by_spec.state_dict(), strict=False)
+    assert set(stock.state_dict()) == set(by_spec.state_dict())
+    cache_a, cache_b = paged_step.Cache(adopt(by_spec)), paged_step.Cache(adopt(stock))
+    with torch.inference_mode():
+        for plan in ([(0, [1, 2, 3, 4, 5])], [(0, [6]), (1, [7, 8, 9])]):
+            a, b = (cache.adopted.hidden(cache.step(plan)) for cache in (cache_a, cache_b))
+            assert torch.equal(a, b)
+
+
+def test_bfloat16_logits_are_as_close_to_fp32_as_the_training_path():
+    exact = tiny_gpt(num_layers=3)
+    rounded = tiny_gpt(num_layers=3, params_dtype=torch.bfloat16)
+    rounded.load_state_dict(exact.state_dict())
+    adopted, tokens = adopt(rounded), paged_step.prompts()[0]
+    assert adopted.shape.dtype == "bfloat16" and adopted.shape.kv_dtype_bytes == 2
+    truth = paged_step.full_logits(exact, tokens)
+    training = (paged_step.full_logits(rounded, tokens).float() - truth).abs().mean()
+    with torch.inference_mode():
+        step = paged_step.Cache(adopted).step([(0, tokens)])
+        paged = (adopted.logits(adopted.hidden(step), step.ops).float() - truth).abs().mean()
+    assert paged < 1.5 * training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["gqa", "rope_llama3", "rope_percent", "rope_interleaved", "rope_interpolated", "rope_base"]
+)
+def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
+    model = tiny_gpt(**ARCHITECTURES[name])
+    table = adopt(model).rotary_table(200)
+    angles = model.rotary_pos_emb(200)
+    assert torch.equal(table.cos_PR.to(dtype), angles.cos().to(dtype)[:, 0, 0])
+    assert torch.equal(table.sin_PR.to(dtype), angles.sin().to(dtype)[:, 0, 0])
+
+
+def test_frequencies_changed_after_construction_are_used():
+    model = tiny_gpt()
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq * 0.3
+    assert paged_step.worst_difference(model, adopt(model)) < 1e-5
+
+
+def test_fused_activations_of_training_are_matched():
+    """bias_activation_fusion makes GELU the tanh approximation: the unfused model of that activation."""
+    settings = {**LAYER_NORM, "gated_linear_unit": False}
+    unfused = tiny_gpt(**settings, activation_func=functools.partial(F.gelu, approximate="tanh"))
+    fused = tiny_gpt(**settings, activation_func=F.gelu, bias_activation_fusion=True)
+    assert paged_step.worst_difference(unfused, adopt(fused)) < 1e-5
+
+
+def test_shape_says_what_sizing_needs():
+    shape = adopt(tiny_gpt(num_layers=3, kv_channels=24, vocab_size=128, max_sequence_length=96), vocab_size=120).shape
+    assert (shape.num_layers, shape.num_attention_layers, shape.num_query_heads, shape.num_kv_heads) == (3, 3, 4, 2)
+    assert (shape.head_dim, shape.hidden_size, shape.vocab_size, shape.padded_vocab_size) == (24, 64, 120, 128)
+    assert (shape.max_position, shape.kv_dtype_bytes, shape.dtype) == (96, 4, "float32")
+
+
+def test_packable_weights_are_all_and_only_the_linears():
+    model = tiny_gpt(share_embeddings_and_output_weights=True)
+    adopted = adopt(model)
+    seen = []
+
+    class Recording(paged_step.PlainOps):
+        def linear(self, x, weight, bias=None):
+            seen.append(id(weight))
+            return super().linear(x, weight, bias)
+
+    with torch.inference_mode():
+        step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
+        step.ops = Recording()
+        adopted.logits(adopted.hidden(step), step.ops)
+    assert set(seen) == {id(weight) for weight in adopted.packable_weights()}
+    assert {id(weight) for weight in adopted.packable_weights()} <= {id(p) for p in model.parameters()}

@@ -1,0 +1,233 @@
+"""What cannot be adopted is refused by module and reason, and nothing has changed then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_infer.errors import AdoptionError, ConfigError, ModelError
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.mcore_compat import (
+    MLP,
+    AttnMaskType,
+    ColumnParallelLinear,
+    DotProductAttention,
+    GPTModel,
+    SelfAttention,
+    TopKRouter,
+    TransformerLayer,
+)
+from megatron_infer.models.specs import gpt_spec, with_inference
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import stock_spec, tiny_config, tiny_gpt
+
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+
+
+def stock(**overrides):
+    return tiny_gpt(spec=stock_spec, **overrides)
+
+
+def set_config(**values):
+    """A model whose config says something it was not built with: the field alone must refuse it."""
+    model = stock()
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def changed(change, **overrides):
+    model = stock(**overrides)
+    change(model)
+    return model
+
+
+class TheirAttention(SelfAttention):
+    pass
+
+
+class TheirLayer(TransformerLayer):
+    pass
+
+
+class TheirMLP(MLP):
+    pass
+
+
+class TheirRouter(TopKRouter):
+    pass
+
+
+class TheirLinear(ColumnParallelLinear):
+    pass
+
+
+class TheirCore(DotProductAttention):
+    pass
+
+
+class TheirGPT(GPTModel):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def become(path, cls):
+    def change(model):
+        model.get_submodule(path).__class__ = cls
+
+    return change
+
+
+def add_hook(model):
+    model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(lambda *_: None)
+
+
+def other_norm(model):
+    model.decoder.layers[0].input_layernorm = torch.nn.GroupNorm(1, 64)
+
+
+LAYER = "decoder.layers.1"
+REFUSED = {
+    "mla": (lambda: set_config(multi_latent_attention=True), "config: multi_latent_attention=True"),
+    "linear_attention": (lambda: set_config(linear_attention_freq=4), "config: linear_attention_freq=4: .* recurrent"),
+    "output_gate": (lambda: set_config(attention_output_gate=True), "attention_output_gate"),
+    "sinks": (lambda: set_config(softmax_type="learnable"), "softmax_type='learnable': softmax sinks"),
+    "fp32_residual": (lambda: set_config(fp32_residual_connection=True), "fp32_residual_connection"),
+    "fp8": (lambda: set_config(fp8="hybrid"), "fp8='hybrid'"),
+    "cuda_graphs": (lambda: set_config(cuda_graph_impl="local"), "cuda_graph_impl='local'.* set it to 'none'"),
+    "sequence_parallel": (lambda: set_config(sequence_parallel=True), "set_model_to_sequence_parallel"),
+    "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
+    "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
+    "context_parallel": (lambda: set_config(context_parallel_size=2), "context_parallel_size=2"),
+    "mtp": (lambda: set_config(mtp_num_layers=1), "mtp_num_layers=1: multi-token prediction"),
+    "heterogeneous": (lambda: set_config(heterogeneous_block_specs=True), "layers of different shapes"),
+    "batch_invariant": (lambda: set_config(batch_invariant_mode=True), "batch_invariant_mode"),
+    "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
+    "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
+    "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
+    "not_gpt": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear is not a megatron-core GPTModel"),
+    "unknown_wrapper": (lambda: torch.nn.DataParallel(stock()), "wrapper torch.nn.parallel.*DataParallel is not known"),
+    "their_forward": (lambda: changed(become("", TheirGPT)), "TheirGPT overrides forward"),
+    "their_attention": (
+        lambda: changed(become(f"{LAYER}.self_attention", TheirAttention)),
+        f"{LAYER}.self_attention: attention class .*TheirAttention .*with_inference",
+    ),
+    "their_layer": (lambda: changed(become(LAYER, TheirLayer)), f"{LAYER}: layer class .*TheirLayer .*with_inference"),
+    "their_mlp": (lambda: changed(become(f"{LAYER}.mlp", TheirMLP)), f"{LAYER}.mlp: class .*TheirMLP"),
+    "their_linear": (
+        lambda: changed(become(f"{LAYER}.self_attention.linear_qkv", TheirLinear)),
+        f"{LAYER}.self_attention.linear_qkv: linear class .*TheirLinear",
+    ),
+    "their_core": (
+        lambda: changed(become(f"{LAYER}.self_attention.core_attention", TheirCore)),
+        f"{LAYER}.self_attention.core_attention: class .*TheirCore is not known.*with_inference",
+    ),
+    "their_router": (
+        lambda: changed(become(f"{LAYER}.mlp.router", TheirRouter), **MOE),
+        f"{LAYER}.mlp.router: router class TheirRouter",
+    ),
+    "their_norm": (
+        lambda: changed(other_norm),
+        "decoder.layers.0.input_layernorm: norm class .*GroupNorm is not known",
+    ),
+    "their_output": (lambda: changed(become("output_layer", TheirLinear)), "output_layer: class .*TheirLinear"),
+    "hook": (lambda: changed(add_hook), f"{LAYER}.mlp.linear_fc1: has a forward hook"),
+    "padding_mask": (
+        lambda: changed(lambda m: setattr(m.decoder.layers[0].self_attention, "attn_mask_type", AttnMaskType.padding)),
+        "decoder.layers.0.self_attention: attn_mask_type is padding",
+    ),
+    "no_final_norm": (
+        lambda: changed(lambda m: setattr(m.decoder, "final_layernorm", None)),
+        "decoder.final_layernorm: missing",
+    ),
+    "half": (lambda: stock(params_dtype=torch.float16, fp16=True), "weights are float16"),
+    "two_dtypes": (lambda: changed(lambda m: m.decoder.layers[1].mlp.bfloat16()), "weights are bfloat16, float32"),
+    "capacity": (
+        lambda: stock(**MOE, moe_expert_capacity_factor=1.0),
+        "decoder.layers.0.mlp: moe_expert_capacity_factor=1.0: tokens dropped",
+    ),
+    "jitter": (lambda: stock(**MOE, moe_input_jitter_eps=0.1), "moe_input_jitter_eps=0.1"),
+    "fused_relu": (
+        lambda: changed(
+            lambda m: [setattr(m.config, "bias_activation_fusion", True)],
+            activation_func=F.relu,
+            gated_linear_unit=False,
+        ),
+        "decoder.layers.0.mlp: bias_activation_fusion with activation .*relu",
+    ),
+    "no_layers": (lambda: changed(lambda m: m.decoder.layers.__init__()), "decoder.layers: the model has no attention"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_names_the_module_and_the_reason(name):
+    build, message = REFUSED[name]
+    model = build()
+    before = [type(module) for module in _modules(model)]
+    with pytest.raises(AdoptionError, match=message) as caught:
+        adopt(model)
+    assert isinstance(caught.value, ModelError)
+    assert str(caught.value).startswith(f"{caught.value.module_name or '<root>'}: ")
+    assert [type(module) for module in _modules(model)] == before, "a refused model was changed"
+
+
+def _modules(model):
+    return [module for part in (model if isinstance(model, list) else [model]) for module in part.modules()]
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused():
+    with pytest.raises(AdoptionError, match="vocab_size=500, but the model's embedding has 128 rows"):
+        adopt(stock(), vocab_size=500)
+
+
+def test_custom_classes_are_adopted_when_the_spec_vouches_for_them():
+    def spec(config):
+        plain = stock_spec(config)
+        plain.submodules.self_attention.submodules.core_attention = TheirCore
+        plain.submodules.self_attention.module = TheirAttention
+        return with_inference(plain)
+
+    model = tiny_gpt(spec=spec)
+    assert adopt(model).shape.num_layers == 2
+    assert all(isinstance(layer.self_attention, TheirAttention) for layer in model.decoder.layers)
+
+
+def test_with_inference_refuses_what_has_no_self_attention():
+    with pytest.raises(AdoptionError, match="is not a decoder layer's spec"):
+        with_inference(torch.nn.Linear)
+    spec = stock_spec(tiny_config())
+    spec.submodules.self_attention.module = TheirMLP
+    with pytest.raises(AdoptionError, match="self_attention: TheirMLP is neither megatron-core's SelfAttention nor"):
+        with_inference(spec)
+
+
+def test_gpt_spec_refuses_arguments_that_contradict_the_config():
+    config = tiny_config()
+    with pytest.raises(ConfigError, match=r"normalization='LayerNorm', but config\.normalization='RMSNorm'"):
+        gpt_spec(config, normalization="LayerNorm")
+    with pytest.raises(ConfigError, match=r"num_experts=4, but config\.num_moe_experts=None"):
+        gpt_spec(config, num_experts=4)
+
+
+def test_tiny_gpt_refuses_unknown_names_with_the_nearest():
+    with pytest.raises(TypeError, match="unknown argument of tiny_gpt 'num_layer'; did you mean 'num_layers'"):
+        tiny_gpt(num_layer=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
+def test_cpu_shim_leaves_torch_as_it_was():
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "Stream", "get_rng_state")}
+    with cpu_shim(4):
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert {name: getattr(torch.cuda, name) for name in before} == before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    with pytest.raises(ValueError, match="levels are 1 to 4"), cpu_shim(7):
+        pass
+
+
+def test_cpu_shim_refuses_where_cuda_is_available(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="would hide the CUDA device"), cpu_shim(1):
+        pass

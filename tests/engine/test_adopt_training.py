@@ -1,0 +1,229 @@
+"""An adopted model is the model that trains: same parameters, loss, gradients and keys, whatever was generated."""
+
+from __future__ import annotations
+
+import copy
+
+import paged_step
+import pytest
+import torch
+
+from megatron_infer.errors import ModelError
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, TransformerLayer
+from megatron_infer.models.specs import with_inference
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import gpt_spec, randomize_vectors, stock_spec, tiny_config, tiny_gpt
+
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+MODELS = {
+    "plain": {},
+    "biases": {"add_bias_linear": True, "qk_layernorm": True},
+    "tied": {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
+    "moe": MOE,
+}
+
+
+def unpaged_spec(config):
+    """gpt_spec with the stock attention and layer: what a training script without us would use on a CPU."""
+    spec = gpt_spec(config)
+    for layer in spec.layer_specs:
+        layer.module = TransformerLayer
+        layer.submodules.self_attention.module = SelfAttention
+    return spec
+
+
+def batch(step: int = 0):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 128, (2, 12), generator=generator)
+    return ids, torch.arange(12)[None].expand(2, -1), ids.roll(-1, 1)
+
+
+def loss_of(model, step: int = 0) -> torch.Tensor:
+    ids, positions, labels = batch(step)
+    return model(ids, positions, None, labels=labels).mean()
+
+
+def generate(adopted) -> torch.Tensor:
+    cache = paged_step.Cache(adopted)
+    with torch.inference_mode():
+        cache.step([(0, [])])
+        first = cache.step([(0, [1, 2, 3, 4]), (1, [5, 6])])
+        adopted.hidden(first)
+        second = cache.step([(1, [7]), (0, [8, 9])])
+        return adopted.logits(adopted.hidden(second), second.ops)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_stock_modules(name):
+    stock, adopted_model = (tiny_gpt(spec=unpaged_spec, **MODELS[name]).train() for _ in range(2))
+    adopted = adopt(adopted_model.eval())
+    assert type(adopted_model.decoder.layers[0]) is PagedTransformerLayer
+    assert type(stock.decoder.layers[0]) is TransformerLayer
+    generate(adopted)
+    adopted_model.train()
+    losses = [loss_of(model) for model in (stock, adopted_model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (key, theirs), ours in zip(stock.named_parameters(), adopted_model.parameters(), strict=True):
+        assert torch.equal(theirs.grad, ours.grad), key
+
+
+def test_adoption_changes_no_parameter_buffer_or_key():
+    model = tiny_gpt(spec=unpaged_spec, add_bias_linear=True)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=False).items() if tensor is not None}
+    optimizer = torch.optim.Adam(model.parameters())
+    modules = [id(module) for module in model.modules()]
+    generate(adopt(model))
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
+    assert [id(module) for module in model.modules()] == modules
+    after = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(parameters.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_between_optimizer_steps_follows_the_weights_and_leaves_training_alone(name):
+    with_us, without = (tiny_gpt(spec=unpaged_spec, **MODELS[name]) for _ in range(2))
+    adopted = adopt(with_us)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (with_us, without)]
+    for step in range(3):
+        assert paged_step.worst_difference(with_us, adopted) < 1e-5
+        losses = []
+        for model, optimizer in zip((with_us, without), optimizers, strict=True):
+            model.train()
+            optimizer.zero_grad()
+            losses.append(loss_of(model, step))
+            losses[-1].backward()
+            optimizer.step()
+            model.eval()
+        assert torch.equal(*losses)
+    for ours, theirs in zip(with_us.parameters(), without.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert paged_step.worst_difference(with_us, adopted) < 1e-5
+
+
+def test_a_parameter_that_training_replaces_is_seen():
+    model = tiny_gpt()
+    adopted = adopt(model)
+    before = generate(adopted)
+    linear = model.decoder.layers[0].self_attention.linear_qkv
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+    model.decoder.layers[1].mlp.linear_fc2.weight.data = model.decoder.layers[1].mlp.linear_fc2.weight.data * -1
+    assert not torch.allclose(generate(adopted), before)
+    assert paged_step.worst_difference(model, adopted) < 1e-5
+
+
+def test_adopting_twice_is_the_same_as_once():
+    model = tiny_gpt(spec=unpaged_spec)
+    first = generate(adopt(model))
+    classes = [type(module) for module in model.modules()]
+    again = adopt(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(generate(again), first)
+
+
+def test_a_copy_of_an_adopted_model_reads_its_own_weights():
+    model = tiny_gpt()
+    adopted = adopt(model)
+    before = generate(adopted)
+    # Process groups cannot be copied; a job that copies a model shares them.
+    twin = copy.deepcopy(model, {id(group): group for group in vars(model.pg_collection).values()})
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(generate(adopted), before)
+    step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
+    with torch.inference_mode():
+        hidden = twin.decoder(hidden_states=adopted.embed(step), attention_mask=None, inference_context=step)
+    assert not torch.allclose(hidden.squeeze(1), _hidden(adopted, [1, 2, 3]))
+    assert paged_step.worst_difference(twin, adopt(twin)) < 1e-5
+
+
+def _hidden(adopted, tokens):
+    with torch.inference_mode():
+        return adopted.hidden(paged_step.Cache(adopted).step([(0, tokens)]))
+
+
+def test_a_step_in_training_mode_or_under_autograd_is_refused_clearly():
+    model = tiny_gpt()
+    adopted = adopt(model)
+    step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
+    with pytest.raises(ModelError, match=r"autograd is recording; call model.eval\(\) and run under"):
+        adopted.hidden(step)
+    model.train()
+    with torch.inference_mode(), pytest.raises(ModelError, match="training mode"):
+        model.decoder(hidden_states=adopted.embed(step), attention_mask=None, inference_context=step)
+    model.eval()
+    with torch.no_grad():
+        assert torch.isfinite(adopted.hidden(step)).all()
+
+
+def test_a_model_built_by_spec_and_not_adopted_says_so():
+    model = tiny_gpt()
+    step = paged_step.Cache(adopt(tiny_gpt())).step([(0, [1, 2, 3])])
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"before megatron_infer\.models\.adopt\.adopt"):
+        model.decoder(hidden_states=torch.zeros(3, 1, 64), attention_mask=None, inference_context=step)
+
+
+def test_wrapped_models_are_unwrapped():
+    model = tiny_gpt(spec=unpaged_spec)
+    expected = generate(adopt(model))
+    config = tiny_config()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(generate(adopt([wrapped])), expected)
+    half = Float16Module(tiny_config(params_dtype=torch.bfloat16), tiny_gpt(params_dtype=torch.bfloat16))
+    assert adopt(half).shape.dtype == "bfloat16"
+    assert config.params_dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+def test_megatron_ddp_and_distributed_optimizer_train_an_adopted_model():
+    """The training stack a job uses: bf16-style main parameters live in DDP's buffer, and parameters are re-pointed."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    with cpu_shim(level=4):
+        model = tiny_gpt(spec=stock_spec)
+        randomize_vectors(model)
+        ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
+            model,
+        )
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0, bf16=False), [ddp]
+        )
+        adopted = adopt([ddp])
+        assert adopted.live is model
+        logits = []
+        for step in range(3):
+            model.eval()
+            assert paged_step.worst_difference(model, adopted) < 1e-5
+            logits.append(generate(adopted))
+            ddp.train()
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss_of(ddp, step).backward()
+            ddp.finish_grad_sync()
+            assert optimizer.step()[0]
+        model.eval()
+        assert paged_step.worst_difference(model, adopted) < 1e-5
+        assert not torch.allclose(logits[0], logits[-1])
+
+
+def test_with_inference_copies_the_spec_and_equals_adoption():
+    config = tiny_config()
+    spec = stock_spec(config)
+    paged = with_inference(spec)
+    assert spec.module is TransformerLayer and paged.module is PagedTransformerLayer
+    assert paged.submodules.self_attention.module is PagedSelfAttention
+    assert torch.equal(generate(adopt(tiny_gpt(spec=paged))), generate(adopt(tiny_gpt(spec=spec))))
+    block = with_inference(unpaged_spec(config))
+    assert all(layer.module is PagedTransformerLayer for layer in block.layer_specs)

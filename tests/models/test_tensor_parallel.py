@@ -1,0 +1,87 @@
+"""Tensor parallelism: each rank reads its own part, and the parts together are the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_hf_parity import CASES, random_hf_model
+
+from megatron_infer.errors import ModelError
+from megatron_infer.models.build import build_model
+from megatron_infer.models.hf_weights import Shard
+from megatron_infer.models.sources import open_source
+
+WORKER = """
+import sys, torch
+torch.set_num_threads(1)
+from plain_forward import full_logits
+from megatron_infer.models.build import build_model
+from megatron_infer.models.sources import open_source
+rank, folder, ckpt = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+store = torch.distributed.FileStore(folder + "/store", 2)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+for case in sys.argv[4:]:
+    model = build_model(open_source(folder + "/" + case), tensor_parallel=2)
+    torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
+again = build_model(open_source(ckpt), tensor_parallel=2)
+torch.save(full_logits(again, list(range(30))), f"{folder}/ckpt.{rank}.pt")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
+    from megatron_infer.models.checkpoint import save_checkpoint
+
+    cases = ["llama_all_biases", "qwen3", "phi3", "gpt2"]
+    expected = {}
+    for case in cases:
+        model = random_hf_model(*CASES[case])
+        model.save_pretrained(tmp_path / case)
+        with torch.inference_mode():
+            expected[case] = model(torch.tensor([list(range(30))])).logits[0]
+    source = open_source(tmp_path / "qwen3")
+    save_checkpoint(build_model(source), tmp_path / "saved", plan=source.config())
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [str(tmp_path), str(tmp_path / "saved"), *cases]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WORKER, str(rank), *command],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    for case in [*cases, "ckpt"]:
+        got = torch.cat([torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(2)], dim=-1)
+        assert got.shape[-1] == 132, "131 entries padded to a multiple of two"
+        want = expected["qwen3" if case == "ckpt" else case]
+        assert (got[:, :131] - want).abs().max() < 1e-4, case
+
+
+def test_a_split_that_does_not_divide_is_refused(tmp_path):
+    random_hf_model(*CASES["llama_mqa"]).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    with pytest.raises(ModelError, match="num_query_groups 1 cannot be split over 2"):
+        source.load_into(build_model(source), Shard(rank=0, size=2))
+
+
+def test_tensor_parallel_without_torch_distributed_says_what_to_do(tmp_path):
+    code = (
+        "from megatron_infer.models.build import init_process_groups\n"
+        "try: init_process_groups(2)\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    root = str(Path(__file__).parent.parent.parent)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert out.stdout.startswith("ConfigError tensor_parallel=2 needs torch.distributed; start with torchrun")

@@ -1,0 +1,350 @@
+"""A device of plain lists that runs plans and notices every wrong byte, and a world that drives scheduler and device.
+
+A cache entry is (position, digest of all tokens up to it, weight version): it is right only if the whole sequence
+before it was. The token drawn after a sequence is a function of that digest and of the weight version: `draw` is the
+oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.prefix import root_digest
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.request import FinishReason, Request, Status
+from megatron_infer.schedule.scheduler import Scheduler
+
+VOCAB = 97
+EOS = 3
+
+
+def prefix_digests(tokens):
+    """digest[p] of tokens[0..p]."""
+    digests, digest = [], 0
+    for token in tokens:
+        digest = hash((digest, token))
+        digests.append(digest)
+    return digests
+
+
+def draw(digest, version):
+    return hash((digest, version, 1)) % VOCAB
+
+
+def make_request(name, tokens, max_new, **kwargs):
+    fields = {"params": SamplingParams(), "seed": 0, "stop_ids": frozenset({EOS})}
+    return Request(
+        id=name, tokens=list(tokens), prompt_len=len(tokens), max_total=len(tokens) + max_new, **(fields | kwargs)
+    )
+
+
+def make_group(name, tokens, max_new, n, **kwargs):
+    leader, *siblings = (make_request(f"{name}#{i}", tokens, max_new, **kwargs) for i in range(n))
+    leader.siblings = tuple(siblings)
+    return leader
+
+
+class FakeDevice:
+    """Token rows, block table and flat cache; the table is known from the context's journal only."""
+
+    def __init__(self, context, num_positions):
+        self.context = context
+        self.size = context.block_size
+        self.kv = [None] * (context.num_blocks * self.size)
+        self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
+        self.rows = [[None] * num_positions for _ in range(context.num_rows)]
+        self.num_copies = 0
+        self.num_computed = 0
+
+    def run(self, plan: Plan, version: int, root: bytes) -> list[int]:
+        """Computes a step -> the tokens of plan.sampled."""
+        for row, column, block in self.context.take_table_writes():
+            self.table[row][column] = block
+        pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
+        for piece in plan.prefill:
+            row = piece.request.lease.row
+            if piece.first:
+                self.rows[row] = piece.request.tokens + [None] * (len(self.rows[row]) - len(piece.request.tokens))
+            for fork in piece.forks:
+                self.rows[fork.lease.row] = list(self.rows[row])
+            pieces.append((piece.request, piece.start, piece.n))
+        self._write(pieces, version)
+        digests = [self._read(request, start + n, version, root) for request, start, n in pieces]
+        drawn = [draw(digest, version) for digest in digests[: len(plan.decode)]]
+        for piece, digest in zip(plan.prefill, digests[len(plan.decode) :], strict=True):
+            if piece.samples:
+                drawn += [draw(digest, version)] * (1 + len(piece.forks))
+        ends = [start + 1 for start in plan.decode_starts]
+        for piece in plan.prefill:
+            ends += [piece.start + piece.n] * (piece.samples * (1 + len(piece.forks)))
+        for request, end, token in zip(plan.sampled, ends, drawn, strict=True):
+            self.rows[request.lease.row][end] = token
+        for source, target in plan.copies:
+            self.kv[target * self.size : (target + 1) * self.size] = self.kv[
+                source * self.size : (source + 1) * self.size
+            ]
+            self.num_copies += 1
+        return drawn
+
+    def _write(self, pieces, version):
+        written = set()
+        for request, start, n in pieces:
+            row, end = request.lease.row, start + n
+            tokens = self.rows[row][:end]
+            assert None not in tokens, f"{request.id}: the device does not know tokens up to {end}: {tokens}"
+            for column in range(-(-end // self.size)):
+                booked = request.lease.blocks[column]
+                assert self.table[row][column] == booked, f"{request.id}: column {column} is {self.table[row][column]}"
+            digests = prefix_digests(tokens)
+            for position in range(start, end):
+                flat = self._flat(row, position)
+                assert flat not in written, f"two writes to {flat}"
+                written.add(flat)
+                self.kv[flat] = (position, digests[position], version)
+            self.num_computed += n
+
+    def _read(self, request, end, version, root):
+        row = request.lease.row
+        entries = [self.kv[self._flat(row, position)] for position in range(end)]
+        expected = list(enumerate(prefix_digests(self.rows[row][:end])))
+        assert [entry and entry[:2] for entry in entries] == expected, f"{request.id}: wrong cache content"
+        if request.lease.root == root:
+            assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
+        return expected[-1][1]
+
+    def _flat(self, row, position):
+        return self.table[row][position // self.size] * self.size + position % self.size
+
+
+@dataclass
+class World:
+    """Scheduler, context and device under one step loop, checking all books after every step."""
+
+    num_blocks: int = 32
+    block_size: int = 4
+    num_rows: int = 8
+    max_tokens: int = 64
+    chunked: bool = False
+    paused_limit: int = 8
+    caching: bool = False
+    keep_cached: bool = False
+    overlap: bool = False
+    version: int = 0
+    steps: int = 0
+    previous: tuple | None = None
+    break_next: bool = False
+    requests: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+    versions: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.context = DynamicInferenceContext(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_rows=self.num_rows,
+            max_blocks_per_row=self.num_blocks,
+            prefix_caching=self.caching,
+            keep_cached=self.keep_cached,
+        )
+        self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2)
+        self.scheduler = Scheduler(
+            self.context,
+            max_tokens=self.max_tokens,
+            chunked_prefill=self.chunked,
+            paused_block_limit=self.paused_limit,
+            root=self.root(),
+            on_event=self._on_event,
+        )
+
+    def root(self):
+        return root_digest(model="fake", weight_version=self.version)
+
+    def _on_event(self, request, kind, payload):
+        self.events.append((request.id, kind, payload))
+        if kind == "evict":
+            assert request.in_flight == 0 and request.lease is None
+            older = [*self.scheduler.running, *self.scheduler.paused]
+            assert all(other.arrival < request.arrival for other in older), "evicted someone older than another"
+
+    def kinds(self, name=None):
+        return [kind for request, kind, _ in self.events if name in (None, request)]
+
+    def add(self, request):
+        self.scheduler.add(request)
+        self.requests += (request, *request.siblings)
+        for member in (request, *request.siblings):
+            self.versions[member] = []
+        return request
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule()
+        self._check_plan(plan)
+        flight = None
+        if plan.num_tokens:
+            flight = (plan, self.device.run(plan, self.version, self.scheduler.root), self.version)
+        else:
+            assert self.previous or not self.scheduler.has_unfinished, "nothing runs and nothing is in flight"
+        self.commit_previous()
+        self.previous = flight
+        if not self.overlap:
+            self.commit_previous()
+        self.steps += 1
+        assert self.steps < 5000, "this never ends"
+        self.check()
+        return plan
+
+    def commit_previous(self):
+        if self.previous is None:
+            return []
+        (plan, tokens, version), self.previous = self.previous, None
+        if self.break_next and plan.sampled:  # its logits are bad: it ends although later steps may count on its token
+            self.break_next = False
+            self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
+        for request in plan.sampled:
+            if request.status is not Status.FINISHED:
+                self.versions[request].append(version)
+        ended = self.scheduler.commit(plan, StepResult(tokens))
+        assert all(request.status is Status.FINISHED for request in ended)
+        return ended
+
+    def fail_step(self, rng):
+        """A step whose forward raises, before or after it touched the device."""
+        plan = self.scheduler.schedule()
+        moment = rng.choice(["before", "early", "late"])
+        if plan.num_tokens and moment == "early":
+            self.context.take_table_writes()  # lost
+        elif plan.num_tokens and moment == "late":
+            self.device.run(plan, self.version, self.scheduler.root)
+        self.commit_previous()
+        self.scheduler.cancel(plan)
+        self.check()
+
+    def drain(self, limit=2000):
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished and self.previous is None:
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished, f"unfinished after {limit} steps"
+        self.check()
+        assert self.context.num_free_rows == self.num_rows
+        assert self.context.num_free_blocks == self.num_blocks
+        for request in self.requests:
+            self.check_tokens(request)
+
+    def new_weights(self, *, keep, version=None):
+        """Weights change between steps (perhaps back to former ones); the running keep their cache or start over."""
+        self.commit_previous()
+        self.version = self.version + 1 if version is None else version
+        self.scheduler.set_root(self.root())
+        if not keep:
+            self.scheduler.requeue_all()
+            assert self.context.num_free_rows == self.num_rows
+
+    def recompute(self):
+        """The cache is lost: everyone starts over."""
+        self.commit_previous()
+        self.scheduler.requeue_all()
+        self.context.forget_all()
+        self.device.kv = [None] * len(self.device.kv)
+        assert self.context.pool.num_cached == 0
+
+    # ------------------------------------------------------------------ checks
+
+    def check_tokens(self, request):
+        """Its tokens are those the oracle draws without any cache, up to where it was ended."""
+        expected = request.tokens[: request.prompt_len]
+        for version in self.versions[request]:
+            expected.append(draw(prefix_digests(expected)[-1], version))
+        assert request.tokens == expected, f"{request.id}: {request.tokens} != {expected}"
+        assert request.finish_reason is not None and request.lease is None and request.in_flight == 0
+        output = request.tokens[request.prompt_len :]
+        stops = [i for i, token in enumerate(output) if token in request.stop_ids]
+        assert not stops or stops[0] == len(output) - 1, f"{request.id} went on past a stop id"
+        if request.finish_reason is FinishReason.LENGTH:
+            assert len(request.tokens) == request.max_total and not stops
+        if request.finish_reason is FinishReason.STOP and request.stop_reason is None:
+            assert stops
+
+    def check(self):
+        self.context.check()
+        scheduler = self.scheduler
+        roster = scheduler.roster
+        for requests, status in (
+            (roster.decoding, Status.RUNNING),
+            (roster.prefilling, Status.RUNNING),
+            (scheduler.paused, Status.PAUSED),
+            (scheduler.queue.line, Status.WAITING),
+        ):
+            assert all(request.status is status for request in requests)
+        for requests in (roster.decoding, roster.prefilling, roster.paused):
+            assert [r.arrival for r in requests] == sorted(r.arrival for r in requests)
+        live = roster.live()
+        assert len(set(live)) == len(live)
+        assert all(request.lease is not None for request in live)
+        assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
+        overtaken = scheduler.queue.overtaken
+        assert all(count <= policy.MAX_OVERTAKEN for count in overtaken.values())
+        assert set(overtaken) <= set(scheduler.queue.line)
+        unfinished = [request for request in self.requests if request.finish_reason is None]
+        assert len(unfinished) == scheduler.num_waiting + scheduler.num_running + scheduler.num_paused
+        leases = {request.lease.row for request in self.requests if request.lease is not None}
+        assert len(leases) == self.num_rows - self.context.num_free_rows
+        flying = self.previous[0] if self.previous else Plan(step=0)
+        members = {*flying.sampled, *(piece.request for piece in flying.prefill)}
+        assert all(request.in_flight == (request in members) for request in self.requests)
+
+    def _check_plan(self, plan):
+        pieces = plan.prefill
+        assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
+        everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
+        assert len(set(everyone)) == len(everyone)
+        assert all(request.status is Status.RUNNING for request in everyone)
+        expected = list(plan.decode)
+        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+            assert start == request.scheduled - 1 < request.max_total - 1, f"{request.id}: step past its last token"
+        for piece in pieces:
+            expected += (piece.request, *piece.forks) if piece.samples else ()
+            known = len(piece.request.tokens)
+            assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
+            assert piece.first == (piece.start == piece.request.cached_tokens)
+            whole = known - piece.request.cached_tokens
+            assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
+        assert list(plan.sampled) == expected
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
+
+
+def random_world(rng: random.Random) -> World:
+    num_blocks = rng.randint(6, 40)
+    caching = rng.random() < 0.65
+    return World(
+        num_blocks=num_blocks,
+        block_size=rng.choice([1, 2, 4, 8]),
+        num_rows=rng.randint(1, 8),
+        max_tokens=rng.randint(1, 24),
+        chunked=rng.random() < 0.6,
+        paused_limit=rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
+        caching=caching,
+        keep_cached=caching and rng.random() < 0.6,
+        overlap=rng.random() < 0.6,
+    )
+
+
+def random_leader(world: World, rng: random.Random, stem, name) -> Request | None:
+    """A request or a group that the engine would accept."""
+    capacity = world.context.max_stored_tokens
+    prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
+    if not world.chunked:
+        prompt = prompt[: world.max_tokens]
+    prompt = prompt[: capacity - 1]
+    if not prompt:
+        return None
+    max_new = rng.randint(1, min(30, capacity + 1 - len(prompt)))
+    n = rng.randint(2, 5) if rng.random() < 0.3 else 1
+    return make_group(name, prompt, max_new, n, cacheable=rng.random() < 0.85)

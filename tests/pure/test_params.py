@@ -1,0 +1,114 @@
+"""SamplingParams say what is wrong with a value, and keep what is right in one form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule.params import SamplingParams
+
+WRONG = [
+    ({"n": 0}, "n is at least 1 and at most 1024, got 0"),
+    ({"n": 1025}, "got 1025"),
+    ({"n": True}, "n is an integer, got True (bool)"),
+    ({"max_tokens": 0}, "max_tokens is at least 1, got 0"),
+    ({"max_tokens": -5}, "got -5"),
+    ({"max_tokens": 2.0}, "max_tokens is an integer, got 2.0 (float)"),
+    ({"max_tokens": True}, "got True (bool)"),
+    ({"max_tokens": "16"}, "got '16' (str)"),
+    ({"min_tokens": -1}, "min_tokens is at least 0, got -1"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens, which is 4"),
+    ({"temperature": math.nan}, "temperature is a finite number, got nan"),
+    ({"temperature": math.inf}, "got inf"),
+    ({"temperature": 10**400}, "got inf"),
+    ({"temperature": -0.1}, "temperature is at least 0, got -0.1"),
+    ({"temperature": None}, "temperature is a number, got None (NoneType)"),
+    ({"temperature": "1"}, "temperature is a number, got '1' (str)"),
+    ({"top_k": -2}, "top_k is at least -1, got -2"),
+    ({"top_k": 1.5}, "top_k is an integer"),
+    ({"top_p": 0}, "top_p is more than 0 and at most 1, got 0"),
+    ({"top_p": 1.01}, "got 1.01"),
+    ({"top_p": math.nan}, "top_p is a finite number"),
+    ({"min_p": -0.5}, "min_p is at least 0 and at most 1"),
+    ({"min_p": 1.5}, "got 1.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty is more than 0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty is a finite number"),
+    ({"presence_penalty": -2.1}, "presence_penalty is at least -2 and at most 2"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty is at least -2 and at most 2"),
+    ({"frequency_penalty": True}, "frequency_penalty is a number, got True"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias has token ids as keys"),
+    ({"logit_bias": {-5: 1.0}}, "logit_bias has token ids as keys"),
+    ({"logit_bias": {5: math.inf}}, "logit_bias[5] is a finite number"),
+    ({"logit_bias": {5: 10**400}}, "logit_bias[5] is a finite number"),
+    ({"logit_bias": {5: "x"}}, "logit_bias[5] is a finite number"),
+    ({"logit_bias": [1, 2]}, "logit_bias maps token ids to numbers"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"allowed_token_ids": [1, -1]}, "allowed_token_ids holds token ids"),
+    ({"bad_token_ids": 7}, "bad_token_ids is a sequence of token ids, got 7"),
+    ({"bad_token_ids": "abc"}, "bad_token_ids is a sequence of token ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids holds token ids"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids holds token ids"),
+    ({"seed": 1.5}, "seed is an integer"),
+    ({"seed": 2**64}, "seed is at least"),
+    ({"stop": ""}, "stop holds an empty text"),
+    ({"stop": ["a", ""]}, "stop holds an empty text"),
+    ({"stop": ["a", 3]}, "stop holds texts, got 3 (int)"),
+    ({"stop": b"a"}, "stop is a text or a list of texts"),
+    ({"stop": 3}, "stop is a text or a list of texts, got 3 (int)"),
+    ({"logprobs": -1}, "logprobs is at least 0 and at most 100, got -1"),
+    ({"logprobs": 101}, "got 101"),
+    ({"logprobs": True}, "logprobs is an integer, got True"),
+    ({"prompt_logprobs": 101}, "prompt_logprobs is at least 0 and at most 100"),
+    ({"ignore_eos": 1}, "ignore_eos is True or False, got 1 (int)"),
+    ({"detokenize": None}, "detokenize is True or False"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_value_is_refused_with_name_value_and_limit(values, message):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**values)
+    assert message in str(error.value)
+    assert any(mark in str(error.value) for mark in (";", "True or False")), "no remedy"
+    with pytest.raises(ValueError):
+        SamplingParams.from_dict(values) if "logit_bias" not in values else SamplingParams(**values)
+
+
+def test_unknown_key_is_refused_with_the_nearest_known_one():
+    with pytest.raises(RequestError, match=r"'temprature'; did you mean 'temperature'\?"):
+        SamplingParams.from_dict({"temprature": 1.0})
+    with pytest.raises(RequestError, match=r"(?s)'zzz'.*'max_token'; did you mean 'max_tokens'.*known: n, max_tokens"):
+        SamplingParams.from_dict({"zzz": 1, "max_token": 3})
+    with pytest.raises(RequestError, match="mapping"):
+        SamplingParams.from_dict([("n", 1)])
+
+
+def test_json_values_make_parameters():
+    params = SamplingParams.from_dict({"logit_bias": {"17": -1}, "stop": ["a", "b"], "temperature": 0, "seed": 3})
+    assert params.logit_bias == {17: -1.0} and params.stop == ("a", "b") and params.greedy and params.seed == 3
+
+
+def test_values_are_kept_in_one_form():
+    bias = {1: 2}
+    params = SamplingParams(stop="x", stop_token_ids=[1, 2], allowed_token_ids=range(3), logit_bias=bias, temperature=1)
+    assert params.stop == ("x",)
+    assert params.stop_token_ids == (1, 2) and params.allowed_token_ids == (0, 1, 2)
+    assert isinstance(params.temperature, float)
+    bias[1] = 9
+    assert params.logit_bias == {1: 2.0}
+    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
+
+
+def test_limits_themselves_are_allowed():
+    SamplingParams(n=1024, temperature=0.0, top_p=1, min_p=1, top_k=-1, logprobs=0, prompt_logprobs=100, seed=2**64 - 1)
+    SamplingParams(n=4, temperature=0, max_tokens=None, min_tokens=50, presence_penalty=-2, frequency_penalty=2)
+    SamplingParams(min_tokens=5, max_tokens=5, repetition_penalty=1e-3, seed=-(2**63))
+
+
+def test_parameters_cannot_be_changed_and_unknown_keywords_are_type_errors():
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2
+    with pytest.raises(TypeError):
+        SamplingParams(unknown=1)

@@ -1,0 +1,570 @@
+"""The scheduler's promises, one by one, on the fake device that checks every cache entry and all books."""
+
+from __future__ import annotations
+
+import pytest
+from fake_device import EOS, World, make_group, make_request
+
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.plan import StepResult
+from megatron_infer.schedule.queue import WaitingQueue
+from megatron_infer.schedule.request import FinishReason, Status
+
+NEVER = frozenset()
+
+
+def prompt(n, start=10):
+    return [start + i % 50 for i in range(n)]
+
+
+def endless(name, num_prompt, max_new, start=10, **kwargs):
+    """Runs to its length: no stop ids."""
+    return make_request(name, prompt(num_prompt, start), max_new, stop_ids=NEVER, **kwargs)
+
+
+def names(requests):
+    return [request.id for request in requests]
+
+
+def step_with(world, token):
+    """A step that draws `token` for everyone."""
+    plan = world.scheduler.schedule()
+    world.context.take_table_writes()
+    return world.scheduler.commit(plan, StepResult([token] * len(plan.sampled)))
+
+
+# ------------------------------------------------------------------ order and budget
+
+
+def test_several_prompts_are_prefilled_in_one_step_in_order_of_arrival():
+    world = World(max_tokens=20)
+    for name in "abc":
+        world.add(endless(name, 8, 4))
+    plan = world.step()
+    assert [(piece.request.id, piece.start, piece.n) for piece in plan.prefill] == [("a", 0, 8), ("b", 0, 8)]
+    plan = world.step()
+    assert names(plan.decode) == ["a", "b"] and names(p.request for p in plan.prefill) == ["c"]
+    assert list(plan.sampled) == [*plan.decode, plan.prefill[0].request]
+
+
+def test_decode_counts_against_the_budget_and_goes_first():
+    world = World(max_tokens=10, chunked=True)
+    world.add(endless("a", 4, 9))
+    world.step()
+    world.add(endless("b", 30, 2))
+    plan = world.step()
+    assert names(plan.decode) == ["a"] and plan.prefill[0].n == 9 and plan.num_tokens == 10
+    world.drain()
+
+
+def test_prompts_are_chunked_several_at_once():
+    world = World(max_tokens=10, chunked=True)
+    world.add(endless("a", 14, 2))
+    world.add(endless("b", 14, 2))
+    pieces = [[(p.request.id, p.start, p.n, p.first, p.samples) for p in world.step().prefill] for _ in range(3)]
+    assert pieces == [
+        [("a", 0, 10, True, False)],
+        [("a", 10, 4, False, True), ("b", 0, 6, True, False)],
+        [("b", 6, 8, False, True)],
+    ]
+    world.drain()
+
+
+def test_unchunked_prompt_waits_for_a_step_that_has_room_for_all_of_it():
+    world = World(max_tokens=10)
+    world.add(endless("a", 6, 3))
+    world.add(endless("b", 6, 2))
+    assert names(p.request for p in world.step().prefill) == ["a"]
+    assert [(p.request.id, p.n) for p in world.step().prefill] == [("b", 6)]
+    world.drain()
+
+
+def test_unchunked_prompt_as_large_as_a_step_gets_its_turn_among_decoders():
+    world = World(max_tokens=8, num_blocks=64)
+    for name in "abc":
+        world.add(endless(name, 2, 20))
+    world.step()
+    world.add(endless("large", 8, 2))
+    for i in range(60):
+        world.add(endless(f"s{i}", 2, 20))
+    world.drain()
+    admitted = [name for name, kind, _ in world.events if kind == "admit"]
+    assert admitted.index("large") <= 3 + policy.MAX_OVERTAKEN
+
+
+def test_more_decoders_than_budget_run_oldest_first():
+    world = World(max_tokens=4, num_rows=8, num_blocks=64)
+    world.add(make_group("r", prompt(4), 8, 6, stop_ids=NEVER))
+    world.step()
+    assert names(world.step().decode) == ["r#0", "r#1", "r#2", "r#3"]
+    world.drain()
+
+
+def test_recompute_larger_than_a_step_is_chunked_although_chunking_is_off():
+    world = World(max_tokens=8, num_blocks=32)
+    request = world.add(endless("a", 8, 20))
+    for _ in range(6):
+        world.step()
+    world.recompute()
+    plan = world.step()
+    assert len(request.tokens) > 8 and (plan.prefill[0].n, plan.prefill[0].samples) == (8, False)
+    world.drain()
+
+
+def test_request_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
+    world = World(num_blocks=20, num_rows=4, block_size=4, max_tokens=200)
+    world.add(endless("holder", 4, 60))
+    world.step()
+    world.add(endless("large", 72, 2))
+    for i in range(200):
+        world.add(endless(f"s{i}", 3, 2))
+    world.drain()
+    admitted = [name for name, kind, _ in world.events if kind == "admit"]
+    assert 3 < admitted.index("large") - 1 <= policy.MAX_OVERTAKEN
+
+
+def test_step_looks_past_a_bounded_number_of_requests_that_do_not_fit():
+    world = World(num_blocks=20, num_rows=16, block_size=4, max_tokens=400)
+    world.add(endless("holder", 4, 60))
+    world.step()
+    for i in range(policy.LOOKAHEAD + 1):
+        world.add(endless(f"large{i}", 72, 2))
+    world.add(endless("small", 3, 2))
+    assert world.step().prefill == ()
+
+
+# ------------------------------------------------------------------ decode, stop, length
+
+
+def test_request_grows_in_place_while_blocks_last():
+    world = World(num_blocks=20, block_size=2)
+    request = world.add(endless("a", 3, 30))
+    world.drain()
+    assert request.num_pauses == 0 and world.kinds() == ["admit", "finish"]
+
+
+def test_exact_fit_finishes_without_pause():
+    """The last drawn token is never stored: 4 blocks of 4 hold a sequence of 17."""
+    world = World(num_blocks=4, block_size=4)
+    request = world.add(endless("a", 5, 12))
+    world.drain()
+    assert len(request.tokens) == 17 and request.num_pauses == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_step_is_scheduled_past_the_last_token(overlap):
+    world = World(overlap=overlap)
+    world.add(endless("a", 4, 5))
+    world.drain()
+    assert world.scheduler.stats.steps == 5 and world.device.num_computed == 4 + 4
+
+
+def test_overlap_counts_on_a_token_that_is_in_flight():
+    world = World(overlap=True)
+    request = world.add(endless("a", 4, 5))
+    world.step()
+    plan = world.step()
+    assert list(plan.decode_starts) == [4] and plan.num_tokens == 1
+    assert len(request.tokens) == 5 and request.in_flight == 1
+    world.drain()
+
+
+def test_stop_id_ends_and_names_itself_only_if_it_was_asked_for():
+    world = World()
+    eos = world.add(make_request("eos", prompt(4), 9))
+    asked = world.add(
+        make_request("asked", prompt(4), 9, params=SamplingParams(stop_token_ids=[EOS]), stop_ids=frozenset({EOS}))
+    )
+    assert step_with(world, EOS) == [eos, asked]
+    assert (eos.finish_reason, eos.stop_reason) == (FinishReason.STOP, None)
+    assert (asked.finish_reason, asked.stop_reason) == (FinishReason.STOP, EOS)
+    assert eos.tokens[-1] == EOS and eos.lease is None
+
+
+def test_stop_id_as_the_last_allowed_token_is_a_stop():
+    world = World()
+    request = world.add(make_request("a", prompt(4), 1))
+    step_with(world, EOS)
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_length_ends_at_max_total():
+    world = World()
+    request = world.add(endless("a", 4, 1))
+    assert step_with(world, 50) == [request]
+    assert request.finish_reason is FinishReason.LENGTH and request.num_output == 1
+
+
+def test_token_of_a_request_that_stopped_meanwhile_is_dropped_and_its_lease_kept_until_then():
+    world = World(overlap=True)
+    request = world.add(endless("a", 4, 9))
+    world.step()
+    world.step()
+    tokens = list(request.tokens)
+    world.scheduler.finish(request, FinishReason.STOP, "end")
+    assert request.lease is not None and not world.scheduler.has_unfinished
+    world.commit_previous()
+    assert request.tokens == tokens and request.lease is None and request.stop_reason == "end"
+    world.drain()
+
+
+def test_finished_request_cannot_be_finished_again():
+    world = World()
+    request = world.add(endless("a", 4, 1))
+    step_with(world, 50)
+    world.scheduler.abort(request)
+    assert request.finish_reason is FinishReason.LENGTH and world.kinds().count("finish") == 1
+
+
+def test_request_that_could_never_finish_is_refused_with_figures():
+    world = World(num_blocks=4, block_size=4)
+    with pytest.raises(RequestError, match=r"17 stored tokens.* 16 for one sequence"):
+        world.scheduler.add(endless("a", 5, 13))
+    with pytest.raises(RequestError, match="room to draw another"):
+        world.scheduler.add(endless("a", 5, 0))
+    with pytest.raises(RequestError, match="one token at least"):
+        world.scheduler.add(endless("a", 0, 5))
+    assert not world.scheduler.has_unfinished
+
+
+# ------------------------------------------------------------------ pause, resume, evict
+
+
+def starved(paused_limit, **kwargs):
+    """Three requests of which only two can grow to their end."""
+    world = World(num_blocks=16, block_size=2, paused_limit=paused_limit, max_tokens=32, **kwargs)
+    for name in "abc":
+        world.add(endless(name, 6, 9, start=ord(name)))
+    return world
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_request_without_a_block_pauses_and_resumes_within_the_limit(overlap):
+    world = starved(paused_limit=12, overlap=overlap)
+    world.drain()
+    stats = world.scheduler.stats
+    assert stats.paused >= 1 and stats.resumed >= 1
+    assert next(name for name, kind, _ in world.events if kind == "pause") == "b", "the oldest found its block first"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_past_the_paused_limit_the_youngest_is_evicted(overlap):
+    world = starved(paused_limit=0, overlap=overlap)
+    world.drain()
+    evicted = [name for name, kind, _ in world.events if kind == "evict"]
+    assert evicted and set(evicted) == {"c"}
+    request = world.requests[2]
+    assert request.num_evictions == len(evicted)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_when_everyone_is_paused_the_youngest_gives_way(overlap):
+    world = World(num_blocks=8, block_size=2, paused_limit=8, overlap=overlap)
+    for name in "ab":
+        world.add(endless(name, 8, 7, start=ord(name)))
+    world.drain()
+    assert [name for name, kind, _ in world.events if kind == "evict"] == ["b"]
+    assert [name for name, kind, _ in world.events if kind == "finish"] == ["a", "b"]
+
+
+def test_paused_requests_resume_oldest_first():
+    world = World(num_blocks=16, block_size=2, paused_limit=16, max_tokens=64)
+    for name, max_new in (("a", 3), ("b", 9), ("c", 9), ("d", 9)):
+        world.add(endless(name, 7, max_new, start=ord(name)))
+    world.drain()
+    resumed = [name for name, kind, _ in world.events if kind == "resume"]
+    assert resumed[:2] == ["b", "c"]
+
+
+def test_nobody_is_admitted_while_someone_is_paused():
+    world = starved(paused_limit=16)
+    while not world.scheduler.paused:
+        world.step()
+    world.add(endless("d", 1, 1))
+    while world.scheduler.paused:
+        world.step()
+        assert world.scheduler.num_waiting or not world.scheduler.paused
+    world.drain()
+
+
+def test_evicted_request_waits_ahead_of_those_never_admitted_and_draws_the_same_tokens():
+    world = starved(paused_limit=0)
+    world.add(endless("d", 20, 9))
+    while not world.scheduler.stats.evicted:
+        world.step()
+    assert names(world.scheduler.waiting) == ["c", "d"]
+    c = world.requests[2]
+    assert (c.status, c.scheduled, c.lease) == (Status.WAITING, 0, None) and c.num_output > 0
+    alone = World()
+    same = alone.add(endless("alone", 6, 9, start=ord("c")))
+    alone.drain()
+    world.drain()
+    assert c.tokens == same.tokens
+
+
+def test_eviction_with_a_cache_recomputes_only_what_was_lost():
+    world = World(num_blocks=16, block_size=2, paused_limit=0, caching=True, keep_cached=True)
+    for name in "abc":
+        world.add(endless(name, 6, 9, start=ord(name)))
+    world.drain()
+    readmissions = [p["cached_tokens"] for name, kind, p in world.events if kind == "admit"][3:]
+    assert world.scheduler.stats.evicted and any(readmissions)
+
+
+def test_admission_leaves_headroom_to_those_who_run():
+    world = World(num_blocks=32, block_size=4, num_rows=16, max_tokens=500)
+    for i in range(8):
+        world.add(endless(f"r{i}", 12, 12))
+    world.step()
+    assert world.context.num_free_blocks == 8
+    world.add(endless("exact", 32, 2))
+    assert not world.step().prefill, "it would leave nothing to eight that run"
+    world.drain()
+
+
+def test_whatever_fits_an_idle_pool_is_admitted():
+    world = World(num_blocks=32, block_size=4, max_tokens=500)
+    world.add(endless("a", 127, 2))
+    assert world.step().num_tokens == 127
+    world.drain()
+
+
+# ------------------------------------------------------------------ groups
+
+
+def test_siblings_share_one_prefill():
+    world = World(block_size=4, num_rows=8)
+    leader = world.add(make_group("g", prompt(10), 6, 4, stop_ids=NEVER))
+    assert world.scheduler.num_waiting == 4
+    plan = world.step()
+    (piece,) = plan.prefill
+    assert piece.forks == leader.siblings and piece.samples and plan.num_tokens == 10
+    assert list(plan.sampled) == [leader, *leader.siblings]
+    assert len(plan.copies) == 3 and {source for source, _ in plan.copies} == {leader.lease.blocks[2]}
+    assert all(child.scheduled == 10 and child.cached_tokens == 10 for child in leader.siblings)
+    assert world.context.num_free_blocks == 32 - (3 + 3)
+    world.drain()
+    assert world.device.num_computed == 10 + 4 * 5
+    assert world.scheduler.stats.forked == 3
+
+
+def test_fork_at_a_block_border_needs_no_copy():
+    world = World(block_size=4)
+    world.add(make_group("g", prompt(8), 4, 3, stop_ids=NEVER))
+    assert world.step().copies == ()
+    world.drain()
+
+
+def test_siblings_without_a_row_are_forked_from_one_of_them_later():
+    world = World(num_rows=2)
+    leader = world.add(make_group("g", prompt(10), 3, 4, stop_ids=NEVER))
+    plan = world.step()
+    assert names(plan.prefill[0].forks) == ["g#1"]
+    assert names(world.scheduler.waiting) == ["g#2"] and world.scheduler.num_waiting == 2
+    world.drain()
+    assert world.device.num_computed == 2 * 10 + 4 * 2, "the prompt was computed twice, not four times"
+    assert all(request.finish_reason is FinishReason.LENGTH for request in (leader, *leader.siblings))
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling"])
+def test_siblings_go_on_when_their_leader_is_aborted(when):
+    world = World(max_tokens=6, chunked=True)
+    leader = world.add(make_group("g", prompt(10), 3, 3, stop_ids=NEVER))
+    if when == "prefilling":
+        world.step()
+        assert world.scheduler.num_running == 1
+    world.scheduler.abort(leader)
+    world.check()
+    assert names(world.scheduler.waiting) == ["g#1"] and world.scheduler.num_waiting == 2
+    world.drain()
+    assert leader.num_output == 0
+    assert all(child.num_output == 3 for child in leader.siblings)
+
+
+def test_sibling_can_be_aborted_before_it_is_forked():
+    world = World()
+    leader = world.add(make_group("g", prompt(10), 3, 3, stop_ids=NEVER))
+    world.scheduler.abort(leader.siblings[0])
+    assert world.step().prefill[0].forks == leader.siblings[1:]
+    world.drain()
+    assert leader.siblings[0].finish_reason is FinishReason.ABORT
+
+
+# ------------------------------------------------------------------ abort
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_keeps_the_tokens_and_frees_the_rest_in_every_state(overlap):
+    world = starved(paused_limit=16, overlap=overlap)
+    world.add(endless("d", 20, 2))
+    while not world.scheduler.paused:
+        world.step()
+    paused, running, waiting = world.scheduler.paused[0], world.scheduler.running[0], world.requests[3]
+    assert waiting.status is Status.WAITING
+    for request in (paused, running, waiting):
+        tokens = list(request.tokens)
+        world.scheduler.abort(request)
+        assert request.finish_reason is FinishReason.ABORT and request.tokens == tokens
+        world.check()
+    world.drain()
+
+
+def test_abort_of_a_request_that_was_never_added_is_caught():
+    with pytest.raises(AssertionError, match="never added"):
+        World().scheduler.abort(endless("a", 4, 2))
+
+
+# ------------------------------------------------------------------ prefix cache and weights
+
+
+def test_later_request_hits_what_an_earlier_one_computed_and_generated():
+    world = World(caching=True, keep_cached=True)
+    first = world.add(endless("a", 10, 8))
+    world.drain()
+    again = world.add(make_request("b", first.tokens, 2, stop_ids=NEVER))
+    world.drain()
+    assert again.cached_tokens == 16, "17 of 18 tokens were computed: 4 full blocks"
+    assert world.scheduler.stats.prefix_hits == 1 and world.scheduler.stats.prefix_hit_tokens == 16
+
+
+def test_prompt_logprobs_forbid_a_hit_until_a_token_is_drawn():
+    world = World(caching=True, keep_cached=True)
+    world.add(endless("a", 10, 8))
+    world.drain()
+    request = world.add(endless("b", 10, 8, cacheable=False))
+    world.step()
+    assert request.cached_tokens == 0
+    world.step()
+    world.commit_previous()
+    world.scheduler.requeue_all()
+    world.step()
+    assert request.cached_tokens > 0
+    world.drain()
+
+
+def test_new_weights_hit_nothing_old_and_old_leases_publish_nothing():
+    world = World(caching=True, keep_cached=True)
+    world.add(endless("a", 10, 20))
+    world.step()
+    world.new_weights(keep=True)
+    world.drain()
+    cached = world.context.pool.num_cached
+    assert cached == 2, "two full blocks were published before, none after"
+    request = world.add(endless("b", 10, 1))
+    world.drain()
+    assert request.cached_tokens == 0
+
+
+def test_weights_that_come_back_do_not_bring_back_mixed_leases():
+    world = World(caching=True, keep_cached=True)
+    world.add(endless("a", 10, 20))
+    world.step()
+    world.new_weights(keep=True, version=1)
+    for _ in range(8):
+        world.step()
+    world.new_weights(keep=True, version=0)
+    world.drain()
+    assert world.context.pool.num_cached == 2
+
+
+def test_set_root_with_a_step_in_flight_is_caught():
+    world = World(overlap=True)
+    world.add(endless("a", 10, 20))
+    world.step()
+    with pytest.raises(AssertionError, match="in flight"):
+        world.scheduler.set_root(b"new")
+    with pytest.raises(AssertionError, match="in flight"):
+        world.scheduler.requeue_all()
+
+
+def test_requeue_all_keeps_tokens_and_order_of_arrival():
+    world = World(num_rows=2)
+    for name in "abcd":
+        world.add(endless(name, 6, 9))
+    for _ in range(3):
+        world.step()
+    tokens = [list(request.tokens) for request in world.requests]
+    world.scheduler.requeue_all()
+    world.check()
+    assert names(world.scheduler.waiting) == list("abcd")
+    assert [request.tokens for request in world.requests] == tokens
+    assert world.context.num_free_rows == 2
+    world.drain()
+
+
+def test_cancelled_step_is_computed_again():
+    world = World(block_size=2)
+    world.add(make_group("g", prompt(7), 6, 3, stop_ids=NEVER))
+    plan = world.scheduler.schedule()
+    world.context.take_table_writes()  # the forward raised before it applied them
+    world.scheduler.cancel(plan)
+    world.check()
+    assert world.context.num_free_rows == world.num_rows
+    assert names(world.scheduler.waiting) == ["g#0", "g#1", "g#2"]
+    world.drain()
+
+
+# ------------------------------------------------------------------ accounts
+
+
+def test_events_agree_with_the_counters_and_the_requests():
+    world = starved(paused_limit=3)
+    world.drain()
+    stats = world.scheduler.stats
+    kinds = world.kinds()
+    counts = (stats.admitted, stats.paused, stats.resumed, stats.evicted, stats.finished)
+    assert tuple(map(kinds.count, ("admit", "pause", "resume", "evict", "finish"))) == counts
+    assert stats.paused == sum(request.num_pauses for request in world.requests)
+    assert stats.evicted == sum(request.num_evictions for request in world.requests)
+    assert stats.decode_tokens + stats.prefill_tokens == world.device.num_computed
+    assert stats.as_dict()["finished"] == 3
+
+
+def test_two_schedulers_given_the_same_decide_the_same():
+    plans = []
+    for _ in range(2):
+        world = starved(paused_limit=3, overlap=True, caching=True, keep_cached=True)
+        world.add(make_group("g", prompt(5), 4, 3))
+        steps = []
+        while world.scheduler.has_unfinished:
+            plan = world.step()
+            pieces = [(p.request.id, p.start, p.n, names(p.forks)) for p in plan.prefill]
+            steps.append((names(plan.decode), list(plan.decode_starts), pieces, plan.copies))
+        plans.append(steps)
+    assert plans[0] == plans[1]
+
+
+def test_nothing_to_do_is_an_empty_plan():
+    world = World()
+    plan = world.scheduler.schedule()
+    assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == []
+    assert not world.scheduler.has_unfinished
+
+
+def test_table_writes_lost_with_a_failed_step_reach_requests_outside_it():
+    world = World(block_size=2, caching=True, max_tokens=8)
+    world.add(endless("a", 3, 6))
+    other = world.add(endless("b", 3, 6))
+    world.step()  # both computed the same block: at the commit b moved to a's, which the device does not know yet
+    world.scheduler.max_tokens = 1
+    plan = world.scheduler.schedule()
+    assert names(plan.decode) == ["a"]
+    assert other.lease.row in {row for row, _, _ in world.context.take_table_writes()}, "nothing is lost: no proof"
+    world.scheduler.cancel(plan)
+    world.scheduler.max_tokens = 8
+    world.drain()
+
+
+def test_evicted_requests_wait_by_arrival_ahead_of_the_others():
+    queue = WaitingQueue()
+    requests = [endless(f"r{i}", 2, 2) for i in range(5)]
+    for arrival, request in enumerate(requests):
+        request.arrival = arrival
+    queue.append(requests[1])
+    queue.append(requests[4])
+    for index in (2, 3, 0):
+        requests[index].num_evictions = 1
+        queue.put_back(requests[index])
+    assert names(queue.line) == ["r0", "r2", "r3", "r1", "r4"]

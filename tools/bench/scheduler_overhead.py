@@ -1,0 +1,136 @@
+"""Host time of a decode step: schedule, batch build, commit. Medians in microseconds, and the budget beside them.
+
+    python tools/bench/scheduler_overhead.py [--rows 512] [--prefix-caching] [--batch-build MODULE:FACTORY]
+
+A batch builder is made by FACTORY(context, rows) and called as build(plan, table_writes) between schedule and commit.
+Every row crosses a block border once in `--block-size` steps, the rows spread evenly over them, so that each step pays
+its share of block allocations. Nothing is computed: tokens are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.scheduler import Scheduler
+
+BUDGET_US = {"schedule": 90.0, "commit": 90.0, "total": 300.0}
+"""For 512 rows; the total has the batch build in it."""
+
+BatchBuild = Callable[[Plan, Sequence[tuple[int, int, int]]], Any]
+
+
+def no_build(plan: Plan, writes: Sequence[tuple[int, int, int]]) -> None:
+    """Stands where no batch builder is given."""
+
+
+def make_decoding(
+    rows: int, *, steps: int, block_size: int, prefix_caching: bool
+) -> tuple[DynamicInferenceContext, Scheduler]:
+    """A scheduler with `rows` requests in mid-decode, their positions spread evenly over the block."""
+    blocks_per_row = (2 * block_size + steps) // block_size + 2
+    context = DynamicInferenceContext(
+        num_blocks=rows * blocks_per_row,
+        block_size=block_size,
+        num_rows=rows,
+        max_blocks_per_row=blocks_per_row,
+        prefix_caching=prefix_caching,
+        keep_cached=prefix_caching,
+    )
+    scheduler = Scheduler(
+        context, max_tokens=rows * 2 * block_size, chunked_prefill=False, paused_block_limit=0, root=b"root"
+    )
+    params = SamplingParams(max_tokens=None, stop_token_ids=(2,))
+    for index in range(rows):
+        length = block_size + index % block_size
+        request = Request(
+            id=str(index),
+            tokens=[3 + (index * 7 + i) % 1000 for i in range(length)],
+            prompt_len=length,
+            params=params,
+            max_total=length + steps,
+            seed=0,
+            stop_ids=frozenset({2}),
+        )
+        scheduler.add(request)
+    while scheduler.num_waiting or scheduler.roster.prefilling:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, StepResult([5] * len(plan.sampled)))
+    assert len(scheduler.roster.decoding) == rows
+    return context, scheduler
+
+
+def measure(
+    context: DynamicInferenceContext, scheduler: Scheduler, build: BatchBuild, *, rows: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of each phase in each step; every step decodes all rows."""
+    clock = time.perf_counter
+    seconds: dict[str, list[float]] = {"schedule": [], "build": [], "commit": [], "total": []}
+    tokens = [5 + i for i in range(rows)]
+    for _ in range(steps):
+        start = clock()
+        plan = scheduler.schedule()
+        scheduled = clock()
+        build(plan, context.take_table_writes())
+        built = clock()
+        ended = scheduler.commit(plan, StepResult(tokens))
+        end = clock()
+        assert len(plan.decode) == rows and not ended
+        for phase, value in (
+            ("schedule", scheduled - start),
+            ("build", built - scheduled),
+            ("commit", end - built),
+            ("total", end - start),
+        ):
+            seconds[phase].append(value)
+    return seconds
+
+
+def report(seconds: dict[str, list[float]], *, rows: int) -> None:
+    print(f"{'phase':10}{'median us':>11}{'p10':>8}{'p90':>8}{'ns/row':>9}{'budget us':>11}")
+    for phase, values in seconds.items():
+        p10, *_, p90 = statistics.quantiles(values, n=10)
+        median = statistics.median(values)
+        budget = BUDGET_US.get(phase)
+        limit = f"{budget * rows / 512:11.0f}" if budget else f"{'':11}"
+        print(f"{phase:10}{median * 1e6:11.1f}{p10 * 1e6:8.1f}{p90 * 1e6:8.1f}{median / rows * 1e9:9.0f}{limit}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=512, help="decoding requests (default 512)")
+    parser.add_argument("--steps", type=int, default=400, help="measured steps (default 400)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (default 16)")
+    parser.add_argument("--prefix-caching", action="store_true", help="publish full blocks at commit")
+    parser.add_argument("--batch-build", metavar="MODULE:FACTORY", help="measure this batch builder too")
+    args = parser.parse_args()
+
+    warmup = 3 * args.block_size
+    context, scheduler = make_decoding(
+        args.rows, steps=args.steps + warmup + 2, block_size=args.block_size, prefix_caching=args.prefix_caching
+    )
+    build: BatchBuild = no_build
+    if args.batch_build:
+        module, _, factory = args.batch_build.partition(":")
+        build = getattr(importlib.import_module(module), factory)(context, args.rows)
+    measure(context, scheduler, build, rows=args.rows, steps=warmup)
+    seconds = measure(context, scheduler, build, rows=args.rows, steps=args.steps)
+    cached = "on" if args.prefix_caching else "off"
+    print(
+        f"{args.rows} decoding rows, blocks of {args.block_size}, prefix caching {cached}, {args.steps} steps, "
+        f"{platform.python_implementation()} {platform.python_version()}"
+    )
+    report(seconds, rows=args.rows)
+
+
+if __name__ == "__main__":
+    main()
