@@ -181,7 +181,7 @@ def assemble(
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
-        draw=chosen.draw,
+        kernels=chosen.sampling,
     )
     parts.runner = ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
     parts.intake = Intake(

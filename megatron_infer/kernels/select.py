@@ -16,7 +16,7 @@ from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.cpu_native import SUFFIXES, NativeOps, NativePagedAttention, native_checksum
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
-from megatron_infer.kernels.native_draw import NativeDraw
+from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 BACKEND_VARIABLE = "MEGATRON_INFER_CPU_BACKEND"
@@ -44,8 +44,8 @@ class Chosen:
     """Give it the model's weights with `pack`; `ops.linear` then uses the packed copies. Stays empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
-    draw: NativeDraw | None
-    """Random draws of a step, filters included; None: the sampler's own torch path."""
+    sampling: NativeSampling | None
+    """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     rows: list[BackendChoice]
 
     def table(self) -> str:
@@ -157,8 +157,8 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
     rows = [
         attention_row,
         BackendChoice("norms, activations", ops.name, dict(reasons)),
-        BackendChoice("argmax, draws", "torch" if library is None else "native", dict(reasons)),
+        BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
         linear_row,
     ]
-    draw = None if library is None else NativeDraw(library)
-    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, draw=draw, rows=rows)
+    sampling = None if library is None else NativeSampling(library)
+    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, sampling=sampling, rows=rows)

@@ -77,7 +77,7 @@ def test_kept_tokens_and_their_logprobs_are_those_of_transformers(temperature, t
         wanted = warpers.MinPLogitsWarper(min_p)(None, wanted)
     ours = shape(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     choice = draw_filtered(logits, ours)
-    got = processed(logits.clone(), torch.full((6,), temperature), choice)
+    got = torch.log_softmax(processed(logits.clone(), torch.full((6,), temperature), choice), -1)
     assert torch.equal(got.isinf(), wanted.isinf())
     torch.testing.assert_close(got, torch.log_softmax(wanted, -1), atol=1e-5, rtol=1e-5)
 

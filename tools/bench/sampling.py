@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
     "temperature 0.7, penalties": {"temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "greedy, logprobs 0": {"temperature": 0.0, "logprobs": 0},
     "top_p 0.9, logprobs 5": {"top_p": 0.9, "logprobs": 5},
     "greedy, logit_bias": {"temperature": 0.0, "logit_bias": {7: 1.0, 8: -1.0}},
 }
@@ -69,7 +70,9 @@ def make_step(logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen
             seed=row,
         )
         params.set(row, request)
-    sampler = Sampler(params, vocab_size=vocab, padded_vocab_size=vocab, argmax=kernels.argmax, draw=kernels.draw)
+    sampler = Sampler(
+        params, vocab_size=vocab, padded_vocab_size=vocab, argmax=kernels.argmax, kernels=kernels.sampling
+    )
     inputs = SampleInputs(
         rows=np.arange(rows, dtype=np.int32), positions=np.full(rows, PROMPT + OUTPUT), token_pool=pool
     )

@@ -1,4 +1,4 @@
-// Temperature, top_k, top_p, min_p and the inverse-CDF draw, one row at a time, rows spread over threads.
+// Temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. One row at a time, rows spread over threads.
 //
 // The same definition as megatron_infer/sampling/filters.py: weights floor(2^40 e^s) with s = (x - max) / temperature in
 // double, exact integer sums, candidates by (logit descending, id ascending). Sorting is avoided: first only the few
@@ -117,7 +117,44 @@ class Drawer {
         return chosen;
     }
 
+    // The token's log probability and rank, and the `count` most likely ids with theirs; NaN where the row has none.
+    template <class T>
+    void score(const T* x, int64_t vocab, int64_t token, int64_t count, float* logprob, int64_t* rank, int64_t* ids,
+               float* logprobs) {
+        float top = scan(x, vocab), own = to_float(x[token]);
+        double norm = std::numeric_limits<double>::quiet_NaN();
+        if (std::isfinite(top)) norm = top + std::log((double)weigh(x, vocab, {top, 1.0}, nullptr) / kScale);
+        *logprob = (float)(own - norm);
+        *rank = 1 + count_before(x, vocab, own, token);
+        if (!std::isfinite(top)) {
+            for (int64_t i = 0; i < count; ++i) ids[i] = i, logprobs[i] = (float)norm;
+            return;
+        }
+        if (!count) return;
+        collect(x, vocab, count);
+        for (int64_t i = 0; i < count; ++i) {
+            ids[i] = (int64_t)(uint32_t)keys_[i];
+            logprobs[i] = (float)(to_float(x[ids[i]]) - norm);
+        }
+    }
+
    private:
+    // How many entries come before (own, token) in candidate order.
+    template <class T>
+    static int64_t count_before(const T* x, int64_t vocab, float own, int64_t token) {
+        vi above = {}, equal = {};
+        int64_t i = 0, before = 0;
+        for (; i + W <= vocab; i += W) {
+            vf v = load(x + i);
+            above -= (vi)(v > own);
+            if (i + W <= token) equal -= (vi)(v == own);
+        }
+        for (int j = 0; j < W; ++j) before += above[j] + equal[j];
+        for (int64_t j = i; j < vocab; ++j) before += to_float(x[j]) > own;
+        for (int64_t j = token / W * W; j < token; ++j) before += to_float(x[j]) == own;
+        return before;
+    }
+
     // Maxima of all groups -> the row's maximum, NaN if any entry is.
     template <class T>
     float scan(const T* x, int64_t vocab) {
@@ -264,6 +301,18 @@ void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const do
     });
 }
 
+// Per row: token in; log probability, rank, `count` ids and log probabilities out.
+template <class T>
+void score_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
+                float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) {
+    parallel_ranges(threads, rows, [&](int64_t begin, int64_t end) {
+        static thread_local Drawer drawer;
+        for (int64_t row = begin; row < end; ++row)
+            drawer.score(x + row * stride, vocab, token[row], count, logprob + row, rank + row, ids + row * count,
+                         logprobs + row * count);
+    });
+}
+
 }  // namespace
 }  // namespace mi
 
@@ -271,11 +320,15 @@ using namespace mi;
 
 extern "C" {
 
-#define MI_DRAW(SUFFIX, T)                                                                                            \
+#define MI_SAMPLING(SUFFIX, T)                                                                                        \
     void mi_draw_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns,          \
                           int64_t* token, float* top, float* cut_logit, int64_t* cut_id, int threads) {               \
         draw_rows((const T*)x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, threads);                 \
+    }                                                                                                                 \
+    void mi_score_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token,          \
+                           int64_t count, float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) { \
+        score_rows((const T*)x, stride, rows, vocab, token, count, logprob, rank, ids, logprobs, threads);            \
     }
-MI_DRAW(f32, float)
-MI_DRAW(bf16, bf16)
+MI_SAMPLING(f32, float)
+MI_SAMPLING(bf16, bf16)
 }

@@ -1,4 +1,4 @@
-"""The C++ draw gives the tokens and cuts of the torch path it stands in for."""
+"""The C++ draws and scores are those of the torch code they stand in for."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.native_draw import NativeDraw
+from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.sampling.filters import Shape, draw_any, draw_filtered
+from megatron_infer.sampling.logprobs import score
 
 
 @pytest.fixture(scope="module")
 def native():
     try:
-        return NativeDraw(native_build.load())
+        return NativeSampling(native_build.load())
     except native_build.NativeUnavailable as error:
         pytest.skip(str(error))
 
 
 def same(native, logits, columns):
-    got = native(logits, columns)
+    got = native.draw(logits, columns)
     unfiltered = (columns[1] >= logits.shape[1]) & (columns[2] >= 1) & (columns[3] <= 0)
     for filtered, draw in ((False, draw_any), (True, draw_filtered)):
         rows = (unfiltered != filtered).nonzero().flatten()
@@ -81,10 +82,12 @@ def test_a_sampler_with_it_gives_the_same_output(native):
     logits = random_logits(rng, 64, 3000, dtype=torch.bfloat16, step=0.25)
     for mode in ("raw", "processed"):
         plain = Rows(requests, 3000, mode=mode).sample(logits)
-        fast = Rows(requests, 3000, mode=mode, draw=native).sample(logits)
+        fast = Rows(requests, 3000, mode=mode, kernels=native).sample(logits)
         assert torch.equal(plain.tokens_S, fast.tokens_S)
-        assert torch.equal(plain.logprobs.token_logprob, fast.logprobs.token_logprob)
-        assert torch.equal(plain.logprobs.top_logprobs, fast.logprobs.top_logprobs)
+        assert torch.equal(plain.logprobs.token_rank, fast.logprobs.token_rank)
+        assert torch.equal(plain.logprobs.top_ids, fast.logprobs.top_ids)
+        torch.testing.assert_close(plain.logprobs.token_logprob, fast.logprobs.token_logprob, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(plain.logprobs.top_logprobs, fast.logprobs.top_logprobs, atol=2e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
@@ -94,6 +97,34 @@ def test_rows_without_a_distribution_are_bad(native, poison, params):
     logits[1] = poison
     logits[3, 1002] = poison
     requests = [make_request([1], seed=i, **params) for i in range(4)]
-    got = Rows(requests, 1003, draw=native).sample(logits)
+    got = Rows(requests, 1003, kernels=native).sample(logits)
     assert got.bad_S.tolist() == [False, True, False, poison != -float("inf")]
     assert got.tokens_S[1] == 0 and (got.tokens_S < 1003).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocab_size", [1, 17, 1003, 49152])
+def test_scores_are_those_of_torch(native, vocab_size, dtype):
+    rng = np.random.default_rng(vocab_size)
+    logits = random_logits(rng, 40, vocab_size + 3, dtype=dtype, step=0.25)[:, :vocab_size]
+    logits[::5, rng.random(vocab_size) < 0.5] = -torch.inf
+    logits[:, 0] = 0.0
+    token = torch.from_numpy(rng.integers(0, vocab_size, 40))
+    token[:8] = logits[:8].float().argmax(-1)
+    token[8], token[9] = 0, vocab_size - 1
+    exact = torch.log_softmax(logits.double(), -1)
+    for top in {0, 1, min(20, vocab_size), min(100, vocab_size)}:
+        got, wanted = native.score(logits, token, top), score(logits, token, top)
+        assert torch.equal(got[1], wanted[1])
+        assert torch.equal(got[2], wanted[2])
+        # float64 is the judge: torch's own sum over a large vocabulary in fp32 is off by up to 1e-5
+        torch.testing.assert_close(got[0], exact.gather(1, token[:, None])[:, 0].float(), atol=5e-7, rtol=5e-7)
+        torch.testing.assert_close(got[3], exact.gather(1, wanted[2]).float(), atol=5e-7, rtol=5e-7)
+
+
+def test_scores_of_a_row_of_nan_are_nan(native):
+    logits = torch.randn(2, 500)
+    logits[1, 3] = torch.nan
+    logprob, _, ids, logprobs = native.score(logits, torch.tensor([5, 5]), 4)
+    assert logprob.isnan().tolist() == [False, True] and bool(logprobs[1].isnan().all())
+    assert bool(((ids >= 0) & (ids < 500)).all())
