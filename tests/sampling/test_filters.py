@@ -10,7 +10,7 @@ import torch
 from sampling_oracle import make_request, process
 from sampling_rows import Rows, random_logits
 
-from megatron_infer.sampling.filters import Shape, best_ids, draw_filtered, sorted_ids
+from megatron_infer.sampling.filters import Shape, best_ids, draw_any, draw_filtered, sorted_ids
 from megatron_infer.sampling.logprobs import processed
 
 warpers = pytest.importorskip("transformers.generation.logits_process")
@@ -93,3 +93,11 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     got = Rows([request], 60, mode="processed").sample(logits).logprobs
     full = torch.empty(60).index_copy_(0, got.top_ids[0], got.top_logprobs[0])
     torch.testing.assert_close(full, torch.log_softmax(wanted[0], -1))
+
+
+def test_a_draw_on_the_border_of_two_tokens_takes_the_second_and_never_one_without_weight():
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).repeat(4, 1)
+    uniform = torch.tensor([0.0, 0.5 - 2.0**-53, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
+    columns = shape(4, uniform=uniform)
+    for draw in (draw_any, draw_filtered):
+        assert draw(logits, columns).token_M.tolist() == [1, 1, 2, 2]
