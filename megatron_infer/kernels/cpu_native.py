@@ -87,7 +87,7 @@ class NativeOps(TorchOps):
         return out
 
     def argmax(self, logits_SV: Tensor) -> Tensor:
-        """Lowest index of the largest entry of each row -> int64 [S]; NaN never wins. Rows may be strided (a cut vocabulary)."""
+        """Lowest index of each row's largest entry -> int64 [S]; NaN never wins. Rows may be strided."""
         if logits_SV.dtype is not self._dtype or logits_SV.stride(1) != 1:
             return logits_SV.argmax(-1)
         rows, width = logits_SV.shape
@@ -237,6 +237,6 @@ class NativePagedAttention:
             scale=spec.scale,
         )
         width = spec.num_kv_heads * spec.group_size * spec.head_dim
-        # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry keeps spec alive.
+        # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.
         kind = self._kinds[id(spec)] = _LayerKind(spec, packed, ctypes.addressof(packed), width)
         return kind

@@ -1,8 +1,8 @@
 """Paged attention and primitives in plain torch: no compiler needed, runs wherever torch runs.
 
-Attention gathers keys and values of a few sequences at a time into one workspace and hands them to SDPA. Three habits keep
-SDPA on its fast path on a CPU: 4-D tensors, the query group folded into the query length (decode) or into the batch
-(prompts) instead of `enable_gqa`, and `is_causal` rather than a mask for prompts that start at position 0.
+Attention gathers keys and values of a few sequences at a time into one workspace and hands them to SDPA. Three habits
+keep SDPA on its fast path on a CPU: 4-D tensors, the query group folded into the query length (decode) or into the
+batch (prompts) instead of `enable_gqa`, and `is_causal` rather than a mask for prompts that start at position 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
 GATHER_TOKENS = 4096
-"""Keys gathered at once for decode rows: large enough to amortise the calls, small enough to stay in the L2/L3 cache."""
+"""Keys gathered at once for decode rows: large enough to amortise the calls, small enough for the L2/L3 cache."""
 
 
 class TorchOps:
@@ -83,7 +83,7 @@ class _DecodeGroup:
 
 
 class TorchPagedAttention:
-    """Gather + SDPA. `plan` groups nothing; groups are made once per (step, window) and shared by all layers."""
+    """Gather + SDPA. Rows are grouped and masks made once per step and window, and shared by all layers."""
 
     name = "torch"
 

@@ -64,7 +64,7 @@ def _run(command: list[str], timeout_s: float) -> str:
 
 
 def cache_directory() -> Path:
-    """Where built libraries live: $XDG_CACHE_HOME or ~/.cache, else a directory of this user's own in the temp folder."""
+    """Where built libraries live: $XDG_CACHE_HOME or ~/.cache, else a folder of this user's own in the temp folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     uid = os.getuid() if hasattr(os, "getuid") else 0
     for path in (base / "megatron_infer" / "native", Path(tempfile.gettempdir()) / f"megatron_infer-{uid}"):

@@ -1,8 +1,8 @@
 """Prepacked copies of linear weights in the layout oneDNN's GEMM wants, kept equal to the live weights.
 
-A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow every
-update of the live weight and must never appear in a state dict, so it lives here, keyed by the weight object, and the
-model knows nothing of it.
+A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow
+every update of the live weight and must never appear in a state dict, so it lives here, keyed by the weight object,
+and the model knows nothing of it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PackedLinears:
     """Packed copies of a set of weights: `get` on the hot path, `stale` once a step, `refresh` after an update.
 
     Three ways a live weight changes, and what notices: an in-place operation bumps `_version`; assigning `.data` moves
-    `data_ptr`; writing through `.data` does neither and only `content_changed` sees it (one pass over all bytes). A parameter
-    object that is replaced is unknown here and runs unpacked until the next `pack`.
+    `data_ptr`; writing through `.data` does neither and only `content_changed` sees it (one pass over all bytes). A
+    parameter object that is replaced is unknown here and runs unpacked until the next `pack`.
     """
 
     def __init__(self, checksum: Callable[[Tensor], int] = content_checksum, *, reason: str | None = None) -> None:

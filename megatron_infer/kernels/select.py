@@ -41,7 +41,7 @@ class Chosen:
     ops: Ops
     attention: AttentionBackend
     packed: packing.PackedLinears
-    """Give it the model's weights with `pack`; `ops.linear` then uses the packed copies. Stays empty where packing fails."""
+    """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
     sampling: NativeSampling | None

@@ -1,4 +1,4 @@
-"""How many CPU threads to compute with, and the process-wide settings that go with it."""
+"""How many CPU threads to compute with, and setting it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ def default_threads(
 
 
 def apply_cpu_settings(num_threads: int | None = None) -> ThreadAdvice:
-    """Set torch's thread count (None: `default_threads`) and flush denormals, which cost a hundred cycles each."""
+    """Set torch's thread count (None: `default_threads`)."""
     advice = default_threads() if num_threads is None else ThreadAdvice(num_threads=num_threads, reason="as asked")
     if torch.get_num_threads() != advice.num_threads:
         torch.set_num_threads(advice.num_threads)
-    torch.set_flush_denormal(True)
     return advice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,6 @@ class Request:
     num_evictions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(index of first token, weight version) each time the version changes."""
 
     @property
     def num_output(self) -> int:

@@ -14,7 +14,7 @@ from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 @pytest.fixture(autouse=True)
 def quiet_torch():
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     with torch.no_grad():
         yield
     torch.set_num_threads(threads)

@@ -1,0 +1,110 @@
+"""Norms, activation, linear, argmax and checksum of each backend against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
+from megatron_infer.kernels.packing import content_checksum
+from megatron_infer.kernels.torch_ref import ReferenceOps
+
+REFERENCE = ReferenceOps()
+SHAPES = [(1, 576), (3, 1), (7, 50), (33, 577), (128, 1536)]
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_match_reference(make_ops, dtype, shape):
+    ops, tolerance = make_ops(dtype), DTYPES[dtype]
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
+    weight, bias = randn(shape[1], dtype=dtype, seed=2), randn(shape[1], dtype=dtype, seed=3)
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), rtol=tolerance, atol=tolerance
+    )
+    want, want_sum = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, got_sum = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got_sum, want_sum, rtol=tolerance, atol=tolerance)
+    for optional in (bias, None):
+        torch.testing.assert_close(
+            ops.layer_norm(x, weight, optional, 1e-5),
+            REFERENCE.layer_norm(x, weight, optional, 1e-5),
+            rtol=tolerance,
+            atol=tolerance if shape[1] > 1 else 0.1,  # one entry: its own mean, nothing but rounding is left
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_silu_mul_matches_reference_for_small_and_large_inputs(make_ops, dtype, shape):
+    x = randn(shape[0], 2 * shape[1], dtype=dtype)
+    x[0, :3] = torch.tensor([-200.0, 200.0, 0.0])[: x.shape[1]][:3].to(dtype) if x.shape[1] >= 3 else 0.0
+    tolerance = DTYPES[dtype]
+    got, want = make_ops(dtype).silu_mul(x), REFERENCE.silu_mul(x)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_dtypes_and_strided_inputs_are_computed_too(make_ops, dtype):
+    ops = make_ops(dtype)
+    x, weight = randn(5, 64, dtype=dtype), randn(64, dtype=torch.float32, seed=1)
+    want = REFERENCE.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), want, rtol=2e-2, atol=2e-2)
+    wide = randn(5, 128, dtype=dtype)
+    torch.testing.assert_close(ops.silu_mul(wide[:, ::2]), REFERENCE.silu_mul(wide[:, ::2]), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_a_row_with_nan_is_nan_there_only(make_ops, dtype):
+    x, weight = randn(4, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+    x[2, 5] = float("nan")
+    out = make_ops(dtype).rms_norm(x, weight, 1e-5)
+    assert out[2].isnan().all() and not out[[0, 1, 3]].isnan().any()
+    gated = make_ops(dtype).silu_mul(x)
+    assert gated[2, 5].isnan() and not gated[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 15, 16, 129, 5000, 49152])
+def test_argmax_gives_the_lowest_index_of_a_tie(native_library, dtype, width):
+    ops = NativeOps(native_library, dtype)
+    logits = randn(6, width + 3, dtype=dtype)[:, :width]  # rows of a padded vocabulary
+    logits[0] = -1e30
+    logits[1] = float("-inf")
+    logits[2, width // 2 :] = 9.0
+    logits[3, -1] = 9.0
+    logits[4, : width // 3 + 1] = 9.0
+    want = [row.index(max(row)) for row in logits.tolist()]
+    assert ops.argmax(logits).tolist() == want
+
+
+def test_argmax_ignores_nan_unless_there_is_nothing_else(native_library):
+    ops = NativeOps(native_library, torch.float32)
+    logits = torch.full((2, 40), float("nan"))
+    logits[0, 17] = -3.0
+    assert ops.argmax(logits).tolist() == [17, 0]
+
+
+@pytest.mark.parametrize("checksum", ["native", "crc"])
+def test_checksum_sees_any_bit_and_any_exchange(native_library, checksum):
+    function = content_checksum if checksum == "crc" else lambda t: native_checksum(native_library, t)
+    weight = randn(700, 1031, dtype=torch.float32)
+    before = function(weight)
+    assert function(weight.clone()) == before
+    bits = weight.view(torch.int32)
+    for at in [(0, 0), (350, 17), (699, 1030)]:
+        for bit in (0, 15, 31):
+            flipped = weight.clone()
+            flipped.view(torch.int32)[at] = bits[at] ^ (1 << bit if bit < 31 else -(2**31))
+            assert function(flipped) != before
+    assert function(weight.flip(0)) != before
+    swapped = weight.clone()
+    swapped[0, 0], swapped[5, 5] = weight[5, 5], weight[0, 0]
+    assert function(swapped) != before
+    assert function(weight[:, :-1].contiguous()) != before

@@ -1,0 +1,178 @@
+"""Choices are made once, explained, and never fail for lack of a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build, select, threads
+from megatron_infer.kernels.base import AttendSpec
+
+SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
+
+
+@pytest.fixture
+def fresh_build(tmp_path, monkeypatch):
+    """An empty cache directory and no library loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_build.load.cache_clear()
+    yield tmp_path
+    native_build.load.cache_clear()
+
+
+def choose(dtype=torch.float32, specs=(SPEC,)):
+    return select.choose("cpu", dtype, specs=list(specs), block_size=16)
+
+
+def backends(chosen) -> dict[str, str]:
+    return {row.operation: row.chosen for row in chosen.rows}
+
+
+def test_native_is_chosen_where_it_builds(native_library):
+    chosen = choose()
+    assert backends(chosen)["attention"] == chosen.attention.name == "native"
+    assert chosen.ops.name == "native"
+    assert "attention" in chosen.table() and "native" in chosen.table()
+
+
+def test_without_a_compiler_torch_is_used_and_the_table_says_why(fresh_build, monkeypatch):
+    monkeypatch.setenv("PATH", str(fresh_build))
+    monkeypatch.delenv("CXX", raising=False)
+    chosen = choose()
+    assert backends(chosen)["attention"] == chosen.attention.name == chosen.ops.name == "torch"
+    row = next(row for row in chosen.rows if row.operation == "attention")
+    assert "no C++ compiler" in row.reasons["native"]
+    assert chosen.argmax(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [1]
+
+
+def test_a_compiler_that_fails_becomes_a_reason_with_its_message(fresh_build, monkeypatch):
+    fake = fresh_build / "c++"
+    fake.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'x.cpp:1: error: out of cheese' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    with pytest.raises(native_build.NativeUnavailable, match="out of cheese"):
+        native_build.load()
+    assert choose().attention.name == "torch"
+
+
+def test_a_damaged_library_becomes_a_reason(native_library, fresh_build):
+    library = native_build.build()
+    library.unlink()
+    library.write_bytes(b"not a library")
+    with pytest.raises(native_build.NativeUnavailable, match="does not load"):
+        native_build.load()
+
+
+def test_a_cache_directory_others_can_write_is_not_trusted(tmp_path, monkeypatch):
+    folder = tmp_path / "megatron_infer" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native_build.cache_directory() != folder
+
+
+def test_concurrent_builds_compile_once(native_library, fresh_build, monkeypatch):
+    compiled = []
+    run = native_build._run
+
+    def counting(command, timeout_s):
+        if "-o" in command:
+            compiled.append(command)
+        return run(command, timeout_s)
+
+    monkeypatch.setattr(native_build, "_run", counting)
+    paths: list[Path] = []
+    workers = [threading.Thread(target=lambda: paths.append(native_build.build())) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(compiled) == 1 and len(set(paths)) == 1 and len(paths) == 4
+    assert [path.suffix for path in paths[0].parent.iterdir() if path.suffix not in (".so", ".lock")] == []
+
+
+def test_changed_source_is_another_library(native_library, fresh_build, monkeypatch):
+    first = native_build.build()
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DANOTHER"))
+    assert native_build.build() != first
+
+
+def test_native_regions_run_on_torchs_own_openmp(native_library):
+    torch.set_num_threads(2)
+    code = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from megatron_infer.kernels import native_build\n"
+        "assert native_build.num_usable_threads(native_build.load()) == 2\n"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}\n"
+        "assert len(maps) <= 1, maps\n"
+    )
+    root = Path(native_build.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)}, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (AttendSpec(num_kv_heads=1, group_size=1, head_dim=24, scale=1.0), "head_dim"),
+        (AttendSpec(num_kv_heads=1, group_size=1, head_dim=1024, scale=1.0), "head_dim"),
+        (AttendSpec(num_kv_heads=1, group_size=1, head_dim=64, scale=-1.0), "scale"),
+        (AttendSpec(num_kv_heads=1, group_size=1, head_dim=64, scale=1.0, rotary_dim=7), "rotary_dim"),
+    ],
+)
+def test_a_layer_the_kernel_cannot_run_moves_attention_to_torch(native_library, spec, word):
+    chosen = choose(specs=[SPEC, spec])
+    row = next(row for row in chosen.rows if row.operation == "attention")
+    assert row.chosen == "torch" and word in row.reasons["native"]
+    assert chosen.ops.name == "native"
+
+
+def test_other_dtypes_run_on_torch():
+    chosen = choose(dtype=torch.float16)
+    assert chosen.attention.name == chosen.ops.name == "torch"
+    assert all("native" in row.reasons for row in chosen.rows if row.operation == "attention")
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_debug_variable_forces_a_backend_and_shows_in_the_table(monkeypatch, name):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, name)
+    chosen = choose()
+    assert chosen.attention.name == chosen.ops.name == name
+    assert select.BACKEND_VARIABLE in chosen.table()
+
+
+def test_debug_variable_with_a_wrong_value_or_an_impossible_one_is_an_error(monkeypatch):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "cuda")
+    with pytest.raises(ConfigError, match="native, torch, reference"):
+        choose()
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
+    with pytest.raises(ConfigError, match="float16"):
+        choose(dtype=torch.float16)
+
+
+def test_thread_advice_counts_cores_once_and_obeys_quota_and_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    none = tmp_path / "missing"
+    assert threads.default_threads(topology=tmp_path, cpu_max=none).num_threads == 2
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert threads.default_threads(topology=tmp_path, cpu_max=tmp_path / "cpu.max").num_threads == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert threads.default_threads(topology=tmp_path, cpu_max=tmp_path / "cpu.max").num_threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads.default_threads(topology=tmp_path, cpu_max=none).num_threads == 3
+
+
+def test_cpu_settings_apply_the_asked_thread_count():
+    assert threads.apply_cpu_settings(1).num_threads == 1
+    assert torch.get_num_threads() == 1
