@@ -203,5 +203,6 @@ def make_runner(
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
+        kernels=chosen.sampling,
     )
     return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

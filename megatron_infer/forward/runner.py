@@ -144,6 +144,7 @@ class ModelRunner:
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
                 vocab_size=self._sampler.vocab_size,
+                score=self._sampler.score,
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
