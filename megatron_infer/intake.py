@@ -1,4 +1,4 @@
-"""From what a caller passes to requests the scheduler can run; what can be refused is refused before any state changes."""
+"""From what a caller passes to requests the scheduler can run; refusals come before any state changes."""
 
 from __future__ import annotations
 
