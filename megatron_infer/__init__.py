@@ -1,6 +1,6 @@
 """Dynamic inference that lives inside a Megatron training job.
 
-Public names are loaded on first use, so that importing the package (or its pure parts) costs nothing and needs no torch.
+Public names are loaded on first use: importing the package, or its pure parts, costs nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_infer.async_llm import AsyncLLM as AsyncLLM
     from megatron_infer.config import InferenceConfig as InferenceConfig
     from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
     from megatron_infer.config import MambaInferenceStateConfig as MambaInferenceStateConfig
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from megatron_infer.llm import LLM as LLM
-    from megatron_infer.async_llm import AsyncLLM as AsyncLLM
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput

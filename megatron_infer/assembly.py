@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes, refuse_parallel_groups
+from megatron_infer.config import (
+    InferenceConfig,
+    ModelShape,
+    PrefixCachingEvictionPolicy,
+    ResolvedSizes,
+    refuse_parallel_groups,
+)
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.context.store import StateStore
@@ -19,6 +24,7 @@ from megatron_infer.forward.weights import WeightGuard
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
 from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
@@ -29,7 +35,7 @@ log = logging.getLogger("megatron_infer")
 
 
 class Assembly:
-    """The parts of one engine. Weight versions count what the engine saw change; version 0 is what it was built with."""
+    """The parts of one engine. Weight versions count the changes it saw; 0 is what it was built with."""
 
     def __init__(
         self,
@@ -49,7 +55,8 @@ class Assembly:
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
         self.runner: ModelRunner
-        self.sink: Any = None
+        self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
+        check_writer(config.metrics_writer)
         self._training: list[torch.nn.Module] = []
 
     @property
@@ -86,8 +93,7 @@ class Assembly:
 
     def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
-        interval = self.config.logging_step_interval
-        if self.sink is None or interval <= 0 or step % interval:
+        if self.sink is None or step % self.config.logging_step_interval:
             return
         scheduler, sizes = self.scheduler, self.sizes
         used = sizes.num_usable_blocks - self.context.num_free_blocks
@@ -130,28 +136,17 @@ def assemble(
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
-    dtype = getattr(torch, shape.dtype)
-    chosen = choose(where.torch, dtype, specs=adopted.specs, block_size=config.block_size_tokens)
+    chosen = choose(where.torch, getattr(torch, shape.dtype), specs=adopted.specs, block_size=config.block_size_tokens)
     if chosen.packed is not None:
         chosen.packed.pack(adopted.packable_weights())
     parts = Assembly(adopted.live, adopted, config=config, sizes=sizes, chosen=chosen, name=name)
-
-    store = StateStore(
-        num_layers=shape.num_attention_layers,
-        num_blocks=sizes.num_blocks,
-        block_size=config.block_size_tokens,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=where.torch,
-    )
     parts.context = DynamicInferenceContext(
         num_blocks=sizes.num_usable_blocks,
         block_size=config.block_size_tokens,
         num_rows=sizes.max_requests,
         max_blocks_per_row=sizes.max_blocks_per_row,
         prefix_caching=config.enable_prefix_caching,
-        keep_cached=config.prefix_caching_eviction_policy.value == "lru",
+        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
     )
     parts.scheduler = Scheduler(
         parts.context,
@@ -160,6 +155,33 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         on_event=on_event,
+    )
+    parts.runner = make_runner(adopted, config, sizes, chosen, where)
+    limits = Limits(
+        vocab_size=shape.vocab_size,
+        max_sequence_length=sizes.max_sequence_length,
+        max_tokens_per_step=sizes.max_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        block_size=config.block_size_tokens,
+        num_usable_blocks=sizes.num_usable_blocks,
+    )
+    parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+    return parts
+
+
+def make_runner(
+    adopted: AdoptedModel, config: InferenceConfig, sizes: ResolvedSizes, chosen: Chosen, where: Device
+) -> ModelRunner:
+    """The device side: cache, batch builder, sampler."""
+    shape, dtype = adopted.shape, getattr(torch, adopted.shape.dtype)
+    store = StateStore(
+        num_layers=shape.num_attention_layers,
+        num_blocks=sizes.num_blocks,
+        block_size=config.block_size_tokens,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=where.torch,
     )
     builder = BatchBuilder(
         device=where,
@@ -181,23 +203,6 @@ def assemble(
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
+        kernels=chosen.sampling,
     )
-    parts.runner = ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
-    parts.intake = Intake(
-        Limits(
-            vocab_size=shape.vocab_size,
-            max_sequence_length=sizes.max_sequence_length,
-            max_tokens_per_step=sizes.max_tokens,
-            chunked_prefill=config.enable_chunked_prefill,
-            block_size=config.block_size_tokens,
-            num_usable_blocks=sizes.num_usable_blocks,
-        ),
-        tokenizer=tokenizer,
-        eos_ids=eos_ids,
-        seed=config.seed,
-    )
-    if config.metrics_writer is not None:
-        from megatron_infer.metrics.wandb import WandbSink
-
-        parts.sink = WandbSink(config.metrics_writer)
-    return parts
+    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

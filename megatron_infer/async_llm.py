@@ -164,7 +164,7 @@ class AsyncLLM:
                 self._thread.abort(added)
 
     async def abort(self, request_id: str) -> RequestOutput:
-        """End a request -> what it has so far. Raises UnknownRequest; a generate() loop over it is left waiting for no one."""
+        """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
         sink = self._thread._sinks.get(request_id)
         output: RequestOutput = await asyncio.wrap_future(self._thread.abort(request_id))
         if sink is None:

@@ -115,7 +115,9 @@ class DynamicInferenceEngine:
         elif not isinstance(request_id, str) or not request_id:
             raise InvalidPrompt(f"a request id is a non-empty str, got {request_id!r}")
         elif request_id in self.ledger:
-            raise DuplicateRequest(f"request id {request_id!r} is already in the engine; choose another or abort it first")
+            raise DuplicateRequest(
+                f"request id {request_id!r} is already in the engine; choose another or abort it first"
+            )
         text, ids = self.parts.intake.tokenize(prompt)
         members = self.parts.intake.build(request_id, ids, params)
         self.ledger.open(request_id, text, ids, params, stream, members)
@@ -189,7 +191,9 @@ class DynamicInferenceEngine:
             except InferenceError as error:
                 error.args = (f"prompt {index}: {error}",)
                 raise
-        place = {self.add_request(p, one, stream="final"): i for i, (p, one) in enumerate(zip(batch, wanted, strict=True))}
+        place = {
+            self.add_request(p, one, stream="final"): i for i, (p, one) in enumerate(zip(batch, wanted, strict=True))
+        }
         results: list[RequestOutput | None] = [None] * len(batch)
         others: list[RequestOutput] = []
         try:
@@ -208,7 +212,7 @@ class DynamicInferenceEngine:
         return [output for output in results if output is not None]
 
     def refresh_weights(self) -> None:
-        """Say that weights changed in place: derived copies are rebuilt, cached KV of earlier weights is never matched again.
+        """Say that weights changed in place: derived copies are rebuilt, KV of earlier weights is never matched again.
 
         Running requests keep the KV they have. Happens on its own when the engine goes from idle to busy and finds
         changed weights; call it when they change while requests are running.
@@ -242,7 +246,9 @@ class DynamicInferenceEngine:
             return flight
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             self._commit_previous(outputs)
-            self._fail(plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs)
+            self._fail(
+                plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
+            )
             return None
         except BaseException:  # an interrupt: the step is undone, its requests are computed anew later
             self._commit_previous(self._backlog)
@@ -278,5 +284,7 @@ class DynamicInferenceEngine:
         if params is None or isinstance(params, SamplingParams):
             return [params if params is not None else SamplingParams()] * len(batch)
         if len(params) != len(batch):
-            raise InvalidPrompt(f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt")
+            raise InvalidPrompt(
+                f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt"
+            )
         return list(params)

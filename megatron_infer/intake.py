@@ -1,4 +1,4 @@
-"""From what a caller passes to requests the scheduler can run; everything that can be refused is refused here, before any state changes."""
+"""From what a caller passes to requests the scheduler can run; refusals come before any state changes."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Intake:
         wanted = min(num_prompt + params.max_tokens, limits.max_sequence_length)
         if wanted > capacity:
             raise RequestError(
-                f"prompt of {num_prompt:,} tokens and max_tokens={params.max_tokens:,} need room for {wanted - 1:,} tokens, the "
-                f"pool holds {capacity - 1:,} ({limits.num_usable_blocks} blocks of {limits.block_size}); "
+                f"prompt of {num_prompt:,} tokens and max_tokens={params.max_tokens:,} need room for {wanted - 1:,} "
+                f"tokens, the pool holds {capacity - 1:,} ({limits.num_usable_blocks} blocks of {limits.block_size}); "
                 "raise buffer_size_gb, or lower max_tokens (None takes what fits)"
             )
         return wanted
@@ -115,7 +115,9 @@ class Intake:
         for name, ids in named:
             wrong = [i for i in ids or () if not 0 <= i < self.limits.vocab_size]
             if wrong:
-                raise RequestError(f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})")
+                raise RequestError(
+                    f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
+                )
         if params.allowed_token_ids is not None:
             usable = set(params.allowed_token_ids) - set(params.bad_token_ids or ())
             if not usable:

@@ -37,7 +37,13 @@ class Ledger:
         return self._groups.get(request_id)
 
     def open(
-        self, request_id: str, prompt: str | None, ids: list[int], params: SamplingParams, mode: StreamMode, members: Sequence[Request]
+        self,
+        request_id: str,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        mode: StreamMode,
+        members: Sequence[Request],
     ) -> None:
         """Start an account for a request of len(members) samples."""
         samples = [Sample(request, i, params, self._tokenizer) for i, request in enumerate(members)]

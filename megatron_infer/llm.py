@@ -26,8 +26,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
-    `config` None takes sizes fit for the machine: see `config.machine_defaults`. dtype "auto" is bfloat16 where the device computes
-    in it, else float32. The engine underneath is `llm.engine`.
+    `config` None takes sizes fit for the machine: see `config.machine_defaults`. dtype "auto" is bfloat16 where the
+    device computes in it, else float32. The engine underneath is `llm.engine`.
     """
 
     def __init__(
@@ -53,7 +53,12 @@ class LLM:
         elif seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         self.engine = DynamicInferenceEngine(
-            live, config, tokenizer=self.tokenizer, eos_ids=plan.eos_ids, device=str(where.torch), model_name=source.name
+            live,
+            config,
+            tokenizer=self.tokenizer,
+            eos_ids=plan.eos_ids,
+            device=str(where.torch),
+            model_name=source.name,
         )
 
     def generate(
@@ -89,7 +94,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
         if self.tokenizer is None:
-            raise InvalidPrompt("a chat needs the model's tokenizer and it has none; render it yourself and pass token ids")
+            raise InvalidPrompt(
+                "a chat needs the model's tokenizer and it has none; render it yourself and pass token ids"
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if not conversations:
             raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")

@@ -51,7 +51,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n samples. text and token_ids are cumulative or new only, as the request's stream mode says."""
+    """One of a request's n samples; text and token_ids are cumulative or new only, as its stream mode says."""
 
     index: int
     text: str

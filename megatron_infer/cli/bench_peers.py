@@ -8,9 +8,10 @@ Source: transformers 5.x, GenerationMixin.generate and ContinuousMixin.continuou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,13 @@ def load_transformers(path: Path, *, dtype: str, device: str) -> Any:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     kind = getattr(torch, dtype)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    started = time.perf_counter()
     if (path / "config.json").is_file():
         model = load(str(path), dtype=kind)
     elif path.suffix == ".gguf":
-        model = load(str(path.parent), gguf_file=path.name, dtype=kind)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no switch turns off
+            model = load(str(path.parent), gguf_file=path.name, dtype=kind)
     else:
         raise ModelError(f"{path}: transformers reads a Hugging Face directory or a .gguf file")
     # Its own generation defaults (sampling, end of sequence) would change the workload.
     model.generation_config = transformers.GenerationConfig(do_sample=False)
-    model = model.to(device).eval()
-    logging.getLogger("megatron_infer").info("transformers model loaded in %.1f s", time.perf_counter() - started)
-    return model
+    return model.to(device).eval()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_infer.cli.loading import add_model_options, load_llm, note
+from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
 from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
 from megatron_infer.errors import InferenceError, PromptTooLong
 from megatron_infer.outputs import RequestOutput
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     llm = load_llm(args)
-    if not llm.tokenizer.has_chat_template:
+    if not has_chat_template(llm):
         note(
             f"error: {args.model} has no chat template; complete text with: megatron-infer generate {args.model} --raw"
         )

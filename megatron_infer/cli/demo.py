@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from megatron_infer.cli.loading import add_run_options, load_llm, note
+from megatron_infer.cli.loading import add_run_options, has_chat_template, load_llm, note
 from megatron_infer.errors import ModelError
 from megatron_infer.schedule.params import SamplingParams
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     params = SamplingParams(max_tokens=64, temperature=0.0)
     started = time.perf_counter()
-    if llm.tokenizer.has_chat_template:
+    if has_chat_template(llm):
         outputs = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
     else:
         outputs = llm.generate(list(QUESTIONS), params)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from megatron_infer.cli.loading import add_model_options, load_llm, note
+from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
 from megatron_infer.cli.prompts import Job, read_jobs, to_token_ids
 from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
 from megatron_infer.errors import InferenceError
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         sink = _open_output(args.output, stack)
         llm = load_llm(args)
-        if args.system is not None and (args.raw or not llm.tokenizer.has_chat_template):
+        if args.system is not None and (args.raw or not has_chat_template(llm)):
             note("error: --system needs the model's chat template" + (" and --raw turns it off" if args.raw else ""))
             return 2
         if args.record is not None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             recorder = stack.enter_context(Recorder(args.record))
             recorder.attach(llm.engine, model=args.model)
         session = Session(llm, jobs, writer=Writer(sink, jobs) if sink is not None else Printer(jobs))
-        session.add_all(common, chat=llm.tokenizer.has_chat_template and not args.raw, system=args.system)
+        session.add_all(common, chat=has_chat_template(llm) and not args.raw, system=args.system)
         return session.run()
 
 

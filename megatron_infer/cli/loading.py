@@ -49,6 +49,11 @@ def describe(llm: Any) -> str:
     return f"{shape.num_parameters / 1e6:,.0f}M parameters, {shape.dtype}, {torch.get_num_threads()} threads"
 
 
+def has_chat_template(llm: Any) -> bool:
+    """Whether messages can be put to the model; one without a tokenizer takes token ids only."""
+    return llm.tokenizer is not None and llm.tokenizer.has_chat_template
+
+
 def _log_to_stderr() -> None:
     """Show the engine's line every --logging-step-interval steps."""
     log = logging.getLogger("megatron_infer")

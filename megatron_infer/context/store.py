@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StateStore:
-    """Holds `kv_cache` [layers, 2, num_blocks, B, K, H]; pages are touched by first use, so an idle pool costs little on a CPU."""
+    """Holds `kv_cache` [layers, 2, num_blocks, B, K, H]. On a CPU an untouched page costs nothing."""
 
     def __init__(
         self,

@@ -224,7 +224,9 @@ class BatchBuilder:
         host["table_row"][:num_decode] = self._decode_rows
         host["q_len"][:num_decode] = 1
         host["kv_len"][:num_decode] = starts + 1
-        host["cu_q"][: num_decode + 1] = _ARANGE[: num_decode + 1] if num_decode < _ARANGE.size else np.arange(num_decode + 1)
+        host["cu_q"][: num_decode + 1] = (
+            _ARANGE[: num_decode + 1] if num_decode < _ARANGE.size else np.arange(num_decode + 1)
+        )
         host["sample_token"][:num_decode] = host["cu_q"][:num_decode]
         sample_rows = self._decode_rows.astype(np.int32)
         if not plan.prefill:

@@ -1,4 +1,4 @@
-"""Plan -> batch -> hidden states -> logits -> tokens. Never changes a request; never waits for the device before it must."""
+"""Plan -> batch -> hidden states -> logits -> tokens. Never changes a request, never waits before it must."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class ModelRunner:
         hidden_TD = self._model.hidden(batch)
         self._store.copy_blocks(plan.copies)
         if plan.sampled:
-            hidden_SD = hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
+            hidden_SD = (
+                hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
+            )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
         return flight
@@ -111,9 +113,7 @@ class ModelRunner:
         batch = flight.batch
         out = self._sampler.sample(
             flight.logits_SV,
-            SampleInputs(
-                rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self._builder.token_pool
-            ),
+            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self._builder.token_pool),
         )
         self._builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out.logprobs)
@@ -126,7 +126,7 @@ class ModelRunner:
                 self._sampler.params.set(request.lease.row, request)
 
     def _score_prompts(self, plan: Plan, hidden_TD: Tensor) -> list[PromptScores]:
-        """Prompt log probabilities of the slices whose requests asked; the last prompt position scores no prompt token."""
+        """Prompt log probabilities of the slices whose requests asked; the last position scores no prompt token."""
         scores: list[PromptScores] = []
         offset = len(plan.decode)
         for piece in plan.prefill:
@@ -144,6 +144,7 @@ class ModelRunner:
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
                 vocab_size=self._sampler.vocab_size,
+                score=self._sampler.score,
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores

@@ -40,7 +40,10 @@ class Ops(Protocol):
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may write the sum into residual_TD and return it."""
+        """(norm(x + residual) in x's dtype, x + residual in residual's); may write the sum into residual_TD.
+
+        residual_TD is in x's dtype or fp32.
+        """
         ...
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
@@ -52,7 +55,7 @@ class Ops(Protocol):
 
 @dataclass(slots=True)
 class StepMetadata:
-    """One step as a kernel backend sees it. Rows are the plan's sequences: decode rows first, each with one query token.
+    """One step as a kernel backend sees it. Rows are the plan's sequences: decode rows first, one query token each.
 
     Host arrays (int32, valid until the next step is built) and their device mirrors describe the same thing; backends
     that launch from the host use the former, device kernels the latter.
@@ -81,7 +84,7 @@ class StepMetadata:
     kv_pos_T: Tensor
     """int64 block * B + offset: where each token's key and value go in the flat cache."""
     cos_TR: Tensor | None
-    """cos/sin of each token's position in the activation dtype, [T, rotary_dim]; None: the model has no rotary embedding."""
+    """cos/sin of each token's position in the activation dtype, [T, rotary_dim]; None without rotary embedding."""
     sin_TR: Tensor | None
 
 
@@ -98,7 +101,9 @@ class AttentionBackend(Protocol):
         """Once a step, before the first layer."""
         ...
 
-    def run(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec) -> Tensor:
+    def run(
+        self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
+    ) -> Tensor:
         """Rotate q and k, append k and v to the cache, attend causally -> out [T, N*H] contiguous.
 
         q, k, v may be strided views of one fused projection (last dim contiguous); they may be overwritten.
@@ -120,7 +125,7 @@ class StepInputs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryTable:
-    """cos and sin for every position, [P, rotary_dim] fp32 (halves layout repeated, or interleaved, as the model wants)."""
+    """cos and sin for every position, [P, rotary_dim] fp32 (halves repeated, or interleaved, as the model wants)."""
 
     cos_PR: Tensor
     sin_PR: Tensor

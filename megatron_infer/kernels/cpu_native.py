@@ -44,7 +44,9 @@ class NativeOps(TorchOps):
         super().__init__(packed)
         suffix = SUFFIXES[dtype]
         self._dtype = dtype
-        self._rms_norm = _bind(library, f"mi_rms_norm_{suffix}", [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int])
+        norm_arguments = [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int]
+        self._rms_norm = _bind(library, f"mi_rms_norm_{suffix}", norm_arguments)
+        self._rms_norm_wide = _bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
         self._silu_mul = _bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         self._argmax = _bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
 
@@ -96,11 +98,12 @@ class NativeOps(TorchOps):
         return out
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not self._ours(x_TD, residual_TD, weight):
+        wide = residual_TD.dtype is torch.float32
+        if not self._ours(x_TD, weight) or not residual_TD.is_contiguous() or not (wide or self._ours(residual_TD)):
             return super().add_rms_norm(x_TD, residual_TD, weight, eps)
         out = torch.empty_like(x_TD)
         dim = x_TD.shape[-1]
-        self._rms_norm(
+        (self._rms_norm_wide if wide else self._rms_norm)(
             x_TD.data_ptr(),
             residual_TD.data_ptr(),
             weight.data_ptr(),

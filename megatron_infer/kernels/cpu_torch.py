@@ -41,7 +41,7 @@ class TorchOps:
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = residual_TD.add_(x_TD)
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps).to(x_TD.dtype), total
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x_TD, weight.shape, weight, bias, eps)

@@ -16,6 +16,7 @@ from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.cpu_native import SUFFIXES, NativeOps, NativePagedAttention, native_checksum
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 BACKEND_VARIABLE = "MEGATRON_INFER_CPU_BACKEND"
@@ -43,6 +44,8 @@ class Chosen:
     """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
+    sampling: NativeSampling | None
+    """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     rows: list[BackendChoice]
 
     def table(self) -> str:
@@ -155,7 +158,8 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
     rows = [
         attention_row,
         BackendChoice("norms, activations", ops.name, dict(reasons)),
-        BackendChoice("argmax", "torch" if library is None else "native", dict(reasons)),
+        BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
         linear_row,
     ]
-    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, rows=rows)
+    sampling = None if library is None else NativeSampling(library)
+    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, sampling=sampling, rows=rows)

@@ -26,8 +26,8 @@ class ReferenceOps:
         return (x * scale * weight.double()).to(x_TD.dtype)
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = (x_TD.double() + residual_TD.double()).to(x_TD.dtype)
-        return self.rms_norm(total, weight, eps), total
+        total = (x_TD.double() + residual_TD.double()).to(residual_TD.dtype)
+        return self.rms_norm(total, weight, eps).to(x_TD.dtype), total
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x = x_TD.double()

@@ -22,7 +22,7 @@ from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.layers import PagedAttention, PagedSelfAttention, PagedTransformerLayer, require_inference
 from megatron_infer.models.lean import FeedForward, LeanAttention, LeanLayer, LeanMLP, LeanNorm
 from megatron_infer.models.moe import LeanExperts
-from megatron_infer.models.rotary import DeviceAgnosticRotary, cpu_rotary, rotary_table
+from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.support import check_config, check_hooks, check_model, unwrap
 
 BY_SPEC = "build it by spec instead: megatron_infer.models.specs.with_inference(spec)"
@@ -277,6 +277,3 @@ def _weights(layer: _LayerPlan) -> Iterator[Tensor]:
 
 def _qualified(module: Any) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-__all__ = ["AdoptedModel", "DeviceAgnosticRotary", "adopt"]

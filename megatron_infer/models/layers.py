@@ -84,7 +84,7 @@ class PagedForward:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         # The lean body adds in place; the caller keeps what it passed in.
         x_TD, residual_TD = _bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)
-        return (x_TD + residual_TD).unsqueeze(1), kwargs.get("context")
+        return (x_TD + residual_TD).to(hidden_states.dtype).unsqueeze(1), kwargs.get("context")
 
 
 class PagedTransformerLayer(PagedForward, TransformerLayer):

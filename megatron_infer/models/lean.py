@@ -2,7 +2,8 @@
 
     x, residual ──▶ add_rms_norm ──▶ qkv linear ──▶ step.attend ──▶ proj linear ──▶ add_rms_norm ──▶ MLP ──▶ x, residual
 
-A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass.
+A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass. The
+residual is kept in fp32 whatever the weights' dtype: sixty bf16 additions are most of a bf16 model's rounding noise.
 Weights are read through the module's own `_parameters` mapping at every use: a parameter that training re-points or
 replaces is seen at once, and a lookup costs a tenth of an `nn.Module` attribute. Objects here hold no tensors.
 Legend: kernels/base.py.
@@ -10,17 +11,17 @@ Legend: kernels/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, StepInputs
+from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
-from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, L2Norm, RowParallelLinear
+from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
 
 Parameters = dict[str, Tensor | None]
 RMS, LAYER, L2 = "rms", "layer", "l2"
@@ -78,11 +79,11 @@ class LeanNorm:
     def run_added(self, ops: Ops, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); the sum may overwrite residual."""
         if residual_TD is None:
-            return self.run(ops, x_TD), x_TD
+            return self.run(ops, x_TD), x_TD.float()
         if self.kind == RMS and not self.zero_centered:
             return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
         total_TD = residual_TD.add_(x_TD)
-        return self.run(ops, total_TD), total_TD
+        return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
         """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
@@ -118,52 +119,6 @@ class LeanLinear:
         return weight
 
 
-def activation_of(mlp: MLP, name: str, *, weighted: bool = False) -> tuple[bool, Callable[[Tensor], Tensor] | None]:
-    """(gated, activation) exactly as `MLP.forward` applies them; (True, None) is plain SwiGLU, `ops.silu_mul`.
-
-    `bias_activation_fusion` selects megatron-core's fused kernels, whose GELU is the tanh approximation.
-    """
-    config = mlp.config
-    if config.use_te_activation_func:
-        raise AdoptionError(name, "use_te_activation_func: Transformer Engine's activations are not supported")
-    function, gated, clamp = mlp.activation_func, config.gated_linear_unit, config.activation_func_clamp_value
-    offset = config.glu_linear_offset
-    if config.bias_activation_fusion:
-        fused = {F.silu: gated, F.gelu: not weighted}
-        if not fused.get(function, False):
-            raise AdoptionError(
-                name,
-                f"bias_activation_fusion with activation {function} (gated: {gated}) fails in megatron-core itself",
-            )
-        clamp, offset = None, 0.0  # the fused kernels know neither
-        if function is F.gelu:
-            function = _tanh_gelu
-    if not gated:
-        return False, function
-    if function is F.silu and clamp is None and offset == 0.0:
-        return True, None
-    return True, GatedActivation(function, clamp, offset)
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-class GatedActivation:
-    """f(min(gate, c)) * (clip(up, -c, c) + offset), the general form of megatron-core's gated units."""
-
-    __slots__ = ("clamp", "function", "offset")
-
-    def __init__(self, function: Callable[[Tensor], Tensor], clamp: float | None, offset: float) -> None:
-        self.function, self.clamp, self.offset = function, clamp, offset
-
-    def __call__(self, x_T2F: Tensor) -> Tensor:
-        gate, up = x_T2F.chunk(2, dim=-1)
-        if self.clamp is not None:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
-        return self.function(gate) * (up + self.offset if self.offset else up)
-
-
 class LeanMLP:
     """fc1, activation, fc2."""
 
@@ -172,7 +127,7 @@ class LeanMLP:
     def __init__(self, mlp: MLP, name: str, *, num_ranks: int, weighted: bool = False) -> None:
         self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", num_ranks=num_ranks)
         self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", num_ranks=num_ranks)
-        _, self.activation = activation_of(mlp, name, weighted=weighted)
+        self.activation = activation_of(mlp, name, weighted=weighted)
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
         return self.fc2.run(ops, self.inner(ops, x_TD))
@@ -225,8 +180,6 @@ class LeanAttention:
 
 def head_norm(module: torch.nn.Module | None, name: str) -> LeanNorm | None:
     """The norm over each query or key head, None where there is none."""
-    from megatron_infer.models.mcore_compat import IdentityOp
-
     if module is None or type(module) is IdentityOp:
         return None
     return LeanNorm(module, name)
@@ -265,7 +218,7 @@ class LeanLayer:
         ops, norm, attention, mlp = step.ops, self.input_norm, self.attention, self.mlp
         linear = ops.linear
         if residual_TD is None:
-            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD
+            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD.float()
         else:
             normed_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, norm.parameters["weight"], norm.eps)
         p = attention.qkv.parameters

@@ -26,9 +26,11 @@ with warnings.catch_warnings():
         category=UserWarning,
     )
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(megatron\.core|torch\.jit)")
-    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r"megatron\.core")
+    for _category in (DeprecationWarning, SyntaxWarning):  # the latter from Python 3.12 on
+        warnings.filterwarnings("ignore", message="invalid escape sequence", category=_category)
     import megatron.core
     from megatron.core import parallel_state
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -54,7 +56,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
-    from megatron.core.transformer.utils import is_layer_window_attention
+    from megatron.core.transformer.utils import is_layer_window_attention, openai_gelu
 
 _NOISY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
@@ -156,9 +158,13 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "fast_gelu",
     "get_bias_dropout_add",
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
     "is_layer_window_attention",
+    "openai_gelu",
     "parallel_state",
+    "quick_gelu",
+    "squared_relu",
 ]

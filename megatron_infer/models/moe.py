@@ -130,6 +130,10 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         )
     if group_size(moe.attn_tp_group) > 1 or group_size(moe.experts.tp_group) > 1:
         raise AdoptionError(name, "experts with tensor parallel size > 1 are not supported yet")
+    balancing = config.moe_router_load_balancing_type
+    for kind in [balancing] if isinstance(balancing, str) else balancing:
+        if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"):
+            raise AdoptionError(f"{name}.router", f"moe_router_load_balancing_type={kind!r} is not known")
     reasons = {
         "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on its company",
         "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
@@ -137,6 +141,10 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         "moe_apply_probs_on_input": "weights on the expert's input are not supported",
         "moe_latent_size": "latent projections need Transformer Engine",
         "moe_enable_routing_replay": "replayed routing is not supported",
+        "moe_router_force_biased": "the router's choice is random (a benchmark setting)",
+        "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on its company",
+        "moe_mlp_glu_interleave_size": "interleaved gate and up projections are not supported",
+        "moe_shared_expert_glu_interleave_size": "interleaved gate and up projections are not supported",
     }
     for field, reason in reasons.items():
         if getattr(config, field, None):

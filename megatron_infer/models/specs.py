@@ -9,7 +9,6 @@ from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
 from megatron_infer.models.layers import PagedAttention, PagedTransformerLayer, paged_attention_class
 from megatron_infer.models.mcore_compat import (
-    IdentityOp,
     ModuleSpec,
     SelfAttention,
     TransformerBlockSubmodules,
@@ -113,5 +112,4 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layern
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if num_experts is not None:
         submodules_of(layer.mlp).router = DeviceAgnosticRouter
-    assert attention.q_layernorm in (TorchNorm, IdentityOp) or config.qk_l2_norm
     return with_inference(spec)

@@ -1,8 +1,9 @@
 """Draws from filtered distributions: temperature, top_k, top_p, min_p, inverse CDF.
 
-Weights are integers: floor(2**40 * exp((logit - max) / temperature)), the largest being exactly 2**40. Their sums are
-exact in int64 for up to 2**23 tokens, so that no sum depends on the order, the chunking or the number of candidates it
-is taken over: a row gives the same token alone and in company. What is lost lies below 2**-40 of the most likely token.
+Weights are integers: floor(2**40 * exp((logit - max) * (1 / temperature))) in float64, the largest being 2**40. Their
+sums are exact in int64 for up to 2**22 tokens, so that no sum depends on the order, the chunking or the number of
+candidates it is taken over: a row gives the same token alone and in company, by this code and by a kernel. What is lost
+lies below 2**-40 of the most likely token.
 
 Candidates are ordered by (logit descending, id ascending); every filter keeps a prefix of that order, which the last
 kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G groups of neighbouring ids.
@@ -24,29 +25,19 @@ _LOW_WORD = 0xFFFFFFFF
 
 @dataclass(slots=True, kw_only=True)
 class Shape:
-    """What a draw needs of its rows besides logits: float64 [M] columns on the device."""
+    """What a draw needs of its rows besides logits."""
 
-    temperature_M: Tensor
-    top_k_M: Tensor
-    """V when off."""
-    top_p_M: Tensor
-    min_p_M: Tensor
+    columns_5M: Tensor
+    """float64 on the device: 1 / temperature, top_k (V when off), top_p, min_p, and the step's uniform."""
     candidates: int
     """How many to try before a full sort: FEW where every row's top_k is within it, else MANY."""
     needs_mass: bool
     """Some row has top_p without top_k: its nucleus is measured against the mass of the whole vocabulary."""
 
     def take(self, index: Tensor) -> Shape:
-        columns = (self.temperature_M, self.top_k_M, self.top_p_M, self.min_p_M)
-        temperature, top_k, top_p, min_p = (column.index_select(0, index) for column in columns)
-        return Shape(
-            temperature_M=temperature,
-            top_k_M=top_k,
-            top_p_M=top_p,
-            min_p_M=min_p,
-            candidates=self.candidates,
-            needs_mass=self.needs_mass,
-        )
+        """The same for some of the rows."""
+        columns = self.columns_5M.index_select(1, index)
+        return Shape(columns_5M=columns, candidates=self.candidates, needs_mass=self.needs_mass)
 
 
 @dataclass(slots=True)
@@ -70,30 +61,30 @@ class Choice:
             self.cut_id_M.index_copy_(0, index, other.cut_id_M)
 
 
-def draw_any(logits_MV: Tensor, shape: Shape, uniform_M: Tensor) -> Choice:
+def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:
     """Draw from softmax(logits / temperature) without a filter. fp32 logits; the cumulative sum runs in id order."""
     top_M = logits_MV.amax(-1)
-    cumulative_MV = _weights(logits_MV, top_M, shape.temperature_M).cumsum(-1)
-    return Choice(_invert(cumulative_MV, cumulative_MV[:, -1], uniform_M), top_M)
+    cumulative_MV = _weights(logits_MV, top_M, shape).cumsum(-1)
+    return Choice(_invert(cumulative_MV, cumulative_MV[:, -1], shape), top_M)
 
 
-def draw_filtered(logits_MV: Tensor, shape: Shape, uniform_M: Tensor) -> Choice:
+def draw_filtered(logits_MV: Tensor, shape: Shape) -> Choice:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
     A bounded number of candidates is tried first; rows whose filters reach further are sorted in full.
     """
     vocab = logits_MV.shape[1]
     top_M = logits_MV.amax(-1)
-    mass_M = _weights(logits_MV, top_M, shape.temperature_M).sum(-1) if shape.needs_mass else None
+    mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
     count = shape.candidates
     if 4 * count >= vocab:
-        return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape, uniform_M)[0]
-    choice, reached_M = _draw_from(logits_MV, best_ids(logits_MV, count), top_M, mass_M, shape, uniform_M)
+        return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape)[0]
+    choice, reached_M = _draw_from(logits_MV, best_ids(logits_MV, count), top_M, mass_M, shape)
     far = (~reached_M & top_M.isfinite()).nonzero().squeeze(1)
     if far.numel():
-        rest, top, uniform = (tensor.index_select(0, far) for tensor in (logits_MV, top_M, uniform_M))
+        rest, top = logits_MV.index_select(0, far), top_M.index_select(0, far)
         mass = None if mass_M is None else mass_M.index_select(0, far)
-        full, _ = _draw_from(rest, sorted_ids(rest), top, mass, shape.take(far), uniform)
+        full, _ = _draw_from(rest, sorted_ids(rest), top, mass, shape.take(far))
         choice.replace(far, full)
     return choice
 
@@ -139,43 +130,44 @@ def _ids_of(keys: Tensor) -> Tensor:
     return _LOW_WORD - (keys & _LOW_WORD)
 
 
-def _weights(logits: Tensor, top_M: Tensor, temperature_M: Tensor) -> Tensor:
-    scaled = (logits - top_M.unsqueeze(1)).div_(temperature_M.float().unsqueeze(1))
+def _weights(logits: Tensor, top_M: Tensor, shape: Shape) -> Tensor:
+    scaled = (logits.double() - top_M.double().unsqueeze(1)).mul_(shape.columns_5M[0].unsqueeze(1))
     return scaled.exp_().mul_(SCALE).to(torch.int64)
 
 
-def _invert(cumulative: Tensor, total_M: Tensor, uniform_M: Tensor) -> Tensor:
+def _invert(cumulative: Tensor, total_M: Tensor, shape: Shape) -> Tensor:
     """First index whose cumulative weight exceeds floor(u * total); an index with no weight is never it."""
-    target = torch.minimum((uniform_M * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
+    target = torch.minimum((shape.columns_5M[4] * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
     found = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _draw_from(
-    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: Shape, uniform_M: Tensor
+    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: Shape
 ) -> tuple[Choice, Tensor]:
     """Filter and draw among the first C candidates -> (choice, rows for which C candidates were enough)."""
     vocab, count = logits_MV.shape[1], ids_MC.shape[1]
+    _, top_k_M, top_p_M, min_p_M, _ = shape.columns_5M
     values_MC = logits_MV.gather(1, ids_MC)
-    weights_MC = _weights(values_MC, top_M, shape.temperature_M)
+    weights_MC = _weights(values_MC, top_M, shape)
     cumulative_MC = weights_MC.cumsum(-1)
-    last = (shape.top_k_M.clamp(max=count) - 1).to(torch.int64).unsqueeze(1)
+    last = (top_k_M.clamp(max=count) - 1).to(torch.int64).unsqueeze(1)
     mass_k = cumulative_MC.gather(1, last).squeeze(1)
     if mass_M is not None:
-        mass_k = torch.where(shape.top_k_M >= vocab, mass_M, mass_k)
-    no_top_p = shape.top_p_M >= 1.0
-    bound = torch.where(no_top_p, torch.inf, shape.top_p_M * mass_k.double()).unsqueeze(1)
+        mass_k = torch.where(top_k_M >= vocab, mass_M, mass_k)
+    no_top_p = top_p_M >= 1.0
+    bound = torch.where(no_top_p, torch.inf, top_p_M * mass_k.double()).unsqueeze(1)
     kept = torch.arange(count, device=ids_MC.device) <= last
     kept &= (cumulative_MC - weights_MC).double() < bound
-    kept &= weights_MC.double() >= (shape.min_p_M * SCALE).unsqueeze(1)
+    kept &= weights_MC.double() >= (min_p_M * SCALE).unsqueeze(1)
     num_kept = kept.sum(-1).clamp_(min=1)
     last_kept = (num_kept - 1).unsqueeze(1)
-    found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), uniform_M).unsqueeze(1)
+    found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), shape).unsqueeze(1)
     choice = Choice(
         ids_MC.gather(1, found).squeeze(1),
         top_M,
         values_MC.gather(1, last_kept).squeeze(1),
         ids_MC.gather(1, last_kept).squeeze(1),
     )
-    knows_mass = no_top_p | (shape.top_k_M >= vocab)
-    return choice, (shape.top_k_M <= count) | ((num_kept < count) & knows_mass)
+    knows_mass = no_top_p | (top_k_M >= vocab)
+    return choice, (top_k_M <= count) | ((num_kept < count) & knows_mass)

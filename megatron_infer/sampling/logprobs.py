@@ -31,21 +31,26 @@ class LogprobBatch:
     """How many alternatives entry a asked for; its further columns are not its own."""
 
 
-def score(logprobs_AV: Tensor, token_A: Tensor, *, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logprob, rank, top ids, top logprobs) of each row's token under its row of fp32 log probabilities."""
+Score = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def score(logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprob, rank, top ids, top logprobs) of each row's token under softmax(logits) in fp32; top <= V."""
+    logits_AV = logits_AV.float()
     token = token_A.unsqueeze(1)
-    own = logprobs_AV.gather(1, token)
-    ids_V = torch.arange(logprobs_AV.shape[1], device=logprobs_AV.device)
-    rank = (logprobs_AV > own).sum(-1) + ((logprobs_AV == own) & (ids_V < token)).sum(-1) + 1
+    logprobs_AV, own = torch.log_softmax(logits_AV, -1), logits_AV.gather(1, token)
+    ids_V = torch.arange(logits_AV.shape[1], device=logits_AV.device)
+    rank = (logits_AV > own).sum(-1) + ((logits_AV == own) & (ids_V < token)).sum(-1) + 1
+    token_logprob = logprobs_AV.gather(1, token).squeeze(1)
     if top == 0:
         empty = own.new_empty(len(own), 0)
-        return own.squeeze(1), rank, empty.to(torch.int64), empty
-    top_ids = best_ids(logprobs_AV, top) if top < logprobs_AV.shape[1] else sorted_ids(logprobs_AV)
-    return own.squeeze(1), rank, top_ids, logprobs_AV.gather(1, top_ids)
+        return token_logprob, rank, empty.to(torch.int64), empty
+    top_ids = best_ids(logits_AV, top) if top < logits_AV.shape[1] else sorted_ids(logits_AV)
+    return token_logprob, rank, top_ids, logprobs_AV.gather(1, top_ids)
 
 
 def processed(logits_AV: Tensor, temperature_A: Tensor, cut: Choice) -> Tensor:
-    """Log probabilities a token was drawn from -> fp32 [A, V]: -inf for what the filters cut away.
+    """Logits of the distribution a token was drawn from -> fp32 [A, V]: -inf for what the filters cut away.
 
     logits_AV is fp32, after bias and penalties, and is overwritten. temperature_A is 1 for greedy rows.
     """
@@ -53,7 +58,7 @@ def processed(logits_AV: Tensor, temperature_A: Tensor, cut: Choice) -> Tensor:
         limit, limit_id = cut.cut_logit_M.unsqueeze(1), cut.cut_id_M.unsqueeze(1)
         ids_V = torch.arange(logits_AV.shape[1], device=logits_AV.device)
         logits_AV.masked_fill_((logits_AV < limit) | ((logits_AV == limit) & (ids_V > limit_id)), -torch.inf)
-    return torch.log_softmax(logits_AV.div_(temperature_A.float().unsqueeze(1)), -1)
+    return logits_AV.div_(temperature_A.float().unsqueeze(1))
 
 
 def prompt_logprobs(
@@ -64,17 +69,19 @@ def prompt_logprobs(
     top: int,
     chunk: int,
     vocab_size: int,
+    score: Score = score,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Model log probabilities of targets_P[i], the token after position i -> (logprob, rank, top ids, top logprobs).
 
     A prompt's first token has none: pass the hidden states of positions 0 .. n-2 and tokens 1 .. n-1. `logits_fn` maps
     [p, D] to [p, padded V]; at most `chunk` positions go through it at once, so [chunk, V] is the largest tensor made.
+    score: a backend's stand-in, `Sampler.score`.
     """
     top = min(top, vocab_size)
     scored = []
     for begin in range(0, len(targets_P), chunk):
         logits = logits_fn(hidden_PD[begin : begin + chunk])[:, :vocab_size]
-        scored.append(score(torch.log_softmax(logits.float(), -1), targets_P[begin : begin + chunk], top=top))
+        scored.append(score(logits, targets_P[begin : begin + chunk], top))
     if not scored:
         none = hidden_PD.new_empty(0, dtype=torch.float32)
         return none, none.to(torch.int64), none.to(torch.int64).view(0, top), none.view(0, top)

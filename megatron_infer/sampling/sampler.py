@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
-from megatron_infer.sampling.logprobs import LogprobBatch, processed, score
+from megatron_infer.sampling.logprobs import LogprobBatch, Score, processed, score
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, make_lane, split
+
+
+class SamplingKernels(Protocol):
+    """A backend's own draws and scores, for logits of the model's dtype and fp32; rows may be strided."""
+
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `filters.draw_any` and `draw_filtered` do, by `Shape.columns_5M` -> the fields of a Choice."""
+        ...
+
+    def score(self, logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `logprobs.score` does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +68,21 @@ class Sampler:
         padded_vocab_size: int,
         logprobs_mode: Literal["raw", "processed"] = "raw",
         argmax: Callable[[Tensor], Tensor] | None = None,
+        kernels: SamplingKernels | None = None,
     ) -> None:
-        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's."""
+        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
+
+        kernels: stand in for the torch code; None: there are none for this device.
+        """
         assert params.vocab_size == vocab_size <= padded_vocab_size, (
             f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
         )
         self.params, self.vocab_size, self.padded_vocab_size = params, vocab_size, padded_vocab_size
         self._processed = logprobs_mode == "processed"
         self._argmax = argmax if argmax is not None else _argmax
+        self._kernels = kernels
+        self.score: Score = score if kernels is None else kernels.score
+        """For prompts too: see `prompt_logprobs`."""
         self._kept_key: tuple[int, bytes, bytes] | None = None
         self._lanes: list[Lane] = []
         self._asked: Lane | None = None
@@ -102,9 +121,11 @@ class Sampler:
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
             return Choice(self._argmax(values), values.amax(-1).float())
-        uniform_M = torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])).to(values.device)
+        lane.shape.columns_5M[4].copy_(torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])))
+        if self._kernels is not None:
+            return Choice(*self._kernels.draw(values, lane.shape.columns_5M))
         draw = draw_filtered if lane.wants & Wants.FILTER else draw_any
-        return draw(values.float(), lane.shape, uniform_M)
+        return draw(values.float(), lane.shape)
 
     def _merge(self, choices: list[Choice], num_rows: int, device: torch.device) -> Choice:
         """The lanes' choices in the step's order; a row that was not filtered is cut after everything."""
@@ -131,11 +152,11 @@ class Sampler:
             if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
                 cut.cut_logit_M, cut.cut_id_M = lane.take(drawn.cut_logit_M), lane.take(drawn.cut_id_M)
             values = lane.edited(lane.take(logits_SV), inputs.positions, inputs.token_pool)
-            logprobs = processed(values, torch.from_numpy(temperature).to(values.device), cut)
+            values = processed(values, torch.from_numpy(temperature).to(values.device), cut)
         else:
-            logprobs = torch.log_softmax(lane.take(logits_SV).float(), -1)
+            values = lane.take(logits_SV)
         counts = self.params.num_logprobs[rows]
-        scored = score(logprobs, lane.take(tokens_S), top=int(counts.max()))
+        scored = self.score(values, lane.take(tokens_S), int(counts.max()))
         return LogprobBatch(lane.places, *scored, counts)
 
 

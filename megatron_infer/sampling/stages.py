@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.sampling.filters import FEW, MANY, Shape
-from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
+from megatron_infer.sampling.params import GREEDY_BELOW, TOUCHED, RowParams, Wants
 from megatron_infer.sampling.penalties import Penalties, TokenEdits
 
 
@@ -69,14 +69,12 @@ def make_lane(params: RowParams, rows: np.ndarray, flags: np.ndarray, places: np
 
 
 def _shape(params: RowParams, rows: np.ndarray, device: torch.device) -> Shape:
-    columns = params.table[:4, rows]
-    _, top_k, top_p, _ = columns
-    temperature_M, top_k_M, top_p_M, min_p_M = torch.from_numpy(columns).to(device)
+    columns = np.empty((5, len(rows)))
+    columns[:4] = params.table[:4, rows]
+    columns[0] = 1.0 / np.maximum(columns[0], GREEDY_BELOW)
+    _, top_k, top_p, _, _ = columns
     return Shape(
-        temperature_M=temperature_M,
-        top_k_M=top_k_M,
-        top_p_M=top_p_M,
-        min_p_M=min_p_M,
+        columns_5M=torch.from_numpy(columns).to(device),
         candidates=FEW if top_k.max() <= FEW else MANY,
         needs_mass=bool(((top_k >= params.vocab_size) & (top_p < 1.0)).any()),
     )

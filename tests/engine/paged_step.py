@@ -25,7 +25,7 @@ class PlainOps:
 
     def add_rms_norm(self, x, residual, weight, eps):
         residual.add_(x)
-        return self.rms_norm(residual, weight, eps), residual
+        return self.rms_norm(residual.to(x.dtype), weight, eps), residual
 
     def layer_norm(self, x, weight, bias, eps):
         return F.layer_norm(x, weight.shape, weight, bias, eps)

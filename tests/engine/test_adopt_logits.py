@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
 
 import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
+from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt
 
+try:
+    from megatron.core.inference.utils import InferenceMode  # 0.19: a flag of the process tells GPTModel.forward
+except ImportError:
 
-def squared_relu(x):
-    return F.relu(x).square()
+    class InferenceMode:
+        """0.16 needs no flag."""
+
+        active = contextlib.nullcontext
 
 
 LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
@@ -48,7 +57,9 @@ ARCHITECTURES = {
     "gelu": {**LAYER_NORM, "gated_linear_unit": False, "activation_func": F.gelu},
     "gelu_tanh": {"gated_linear_unit": False, "activation_func": functools.partial(F.gelu, approximate="tanh")},
     "geglu": {"activation_func": F.gelu},
-    "relu2": {"gated_linear_unit": False, "activation_func": squared_relu},
+    "relu2": {"gated_linear_unit": False, "activation_func": mcore.squared_relu},
+    "quick_geglu": {"activation_func": mcore.quick_gelu, "glu_linear_offset": 1.0},
+    "fast_gelu": {"gated_linear_unit": False, "activation_func": mcore.fast_gelu},
     "swiglu_bias": {"add_bias_linear": True, "activation_func": F.silu},
     "swiglu_clamp": {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
     "softmax_scale": {"softmax_scale": 0.7},
@@ -114,15 +125,15 @@ def test_gpt_model_forward_with_a_step_gives_the_logits_of_the_last_tokens(name)
     with torch.inference_mode():
         for start, stop in ((0, 6), (6, 7)):
             step = cache.step([(i, tokens[i][start:stop]) for i in (0, 1, 2)])
-            logits = model(
-                step.token_ids_T[None],
-                step.positions_T[None],
-                None,
-                inference_context=step,
-                runtime_gather_output=True,
-            )
+            with InferenceMode.active():
+                logits = model(
+                    step.token_ids_T[None],
+                    step.positions_T[None],
+                    None,
+                    inference_context=step,
+                    runtime_gather_output=True,
+                )
             expected = torch.stack([paged_step.full_logits(model, tokens[i][:stop])[-1] for i in (0, 1, 2)])
-            assert (logits[0] if logits.shape[0] == 1 else logits[:, 0] - expected).shape[-1] == 128
             torch.testing.assert_close(logits.reshape(3, -1), expected, atol=1e-5, rtol=0)
 
 
@@ -186,6 +197,29 @@ def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
     angles = model.rotary_pos_emb(200)
     assert torch.equal(table.cos_PR.to(dtype), angles.cos().to(dtype)[:, 0, 0])
     assert torch.equal(table.sin_PR.to(dtype), angles.sin().to(dtype)[:, 0, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+@pytest.mark.parametrize(
+    "name", ["gqa", "mha", "window", "window_some_layers", "layer_scaling", "softmax_scale", "no_rope_layers", "gpt2"]
+)
+def test_paged_logits_equal_stock_attention_and_norms(name):
+    """Against megatron-core's own core attention and norms, which need the shim to run forward here."""
+    with cpu_shim(2):
+        model = tiny_gpt(spec=stock_spec, **ARCHITECTURES[name])
+        assert type(model.decoder.layers[0].self_attention.core_attention) is mcore.DotProductAttention
+        assert paged_step.worst_difference(model, adopt(model)) < 1e-5
+
+
+def test_packed_sequences_attend_each_to_itself():
+    attention = tiny_gpt().decoder.layers[0].self_attention.core_attention
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(9, heads, 16, generator=generator) for heads in (4, 2, 2))
+    packed = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, 5, 9]), qkv_format="thd")
+    together = attention(query, key, value, packed_seq_params=packed)
+    for first, end in ((0, 4), (4, 5), (5, 9)):
+        alone = attention(*(x[first:end].unsqueeze(1) for x in (query, key, value))).squeeze(1)
+        torch.testing.assert_close(together[first:end], alone)
 
 
 def test_frequencies_changed_after_construction_are_used():

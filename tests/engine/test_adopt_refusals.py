@@ -154,7 +154,7 @@ REFUSED = {
             activation_func=F.relu,
             gated_linear_unit=False,
         ),
-        "decoder.layers.0.mlp: bias_activation_fusion with activation .*relu",
+        "decoder.layers.0.mlp: bias_activation_fusion with activation .*relu.*no such kernel",
     ),
     "no_layers": (lambda: changed(lambda m: m.decoder.layers.__init__()), "decoder.layers: the model has no attention"),
 }

@@ -78,7 +78,9 @@ def test_adoption_changes_no_parameter_buffer_or_key():
     state = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=False).items() if tensor is not None}
     optimizer = torch.optim.Adam(model.parameters())
     modules = [id(module) for module in model.modules()]
+    checkpoint = model.sharded_state_dict().keys()
     generate(adopt(model))
+    assert model.sharded_state_dict().keys() == checkpoint
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
     assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
     assert [id(module) for module in model.modules()] == modules

@@ -291,7 +291,7 @@ def test_generate_leaves_other_requests_outputs_for_step(model):
 
 @pytest.mark.parametrize("through_data", [False, True])
 def test_training_between_rollouts_is_seen_and_logprobs_stay_true(through_data):
-    """Engine logprobs equal a fresh full forward before and after optimizer steps, prefix cache and packed weights or not."""
+    """Engine logprobs equal a fresh full forward before and after optimizer steps."""
     torch.manual_seed(2)
     model = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.1)
     engine = make_engine(model, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")

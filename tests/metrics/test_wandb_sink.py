@@ -7,6 +7,7 @@ import json
 import logging
 import pathlib
 import struct
+import time
 import types
 
 import pytest
@@ -90,4 +91,8 @@ def test_an_offline_wandb_run_holds_every_row(snapshot, tmp_path, monkeypatch):
     finally:
         run.finish()
     (path,) = glob.glob(str(tmp_path / "wandb" / "offline-run-*" / "*.wandb"))
-    assert read_rows(path) == [snapshot(step=5).as_metrics(), snapshot(step=10).as_metrics()]
+    expected = [snapshot(step=5).as_metrics(), snapshot(step=10).as_metrics()]
+    deadline = time.monotonic() + 30  # wandb's own process writes the file; on a busy machine it may trail finish()
+    while read_rows(path) != expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert read_rows(path) == expected

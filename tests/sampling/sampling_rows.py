@@ -16,7 +16,7 @@ PADDING = 24
 class Rows:
     """Requests by row, their token pool (junk beyond each context), and a sampler over them."""
 
-    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None) -> None:
+    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None) -> None:
         self.requests, self.vocab_size = requests, vocab_size
         longest = max(len(r.tokens) for r in requests)
         self.pool = torch.randint(0, vocab_size, (len(requests) + 1, longest + 9), dtype=torch.int32)
@@ -30,6 +30,7 @@ class Rows:
             padded_vocab_size=vocab_size + PADDING,
             logprobs_mode=mode,
             argmax=argmax,
+            kernels=kernels,
         )
 
     def sample(self, logits_RV: torch.Tensor, rows=None) -> SampleOutput:

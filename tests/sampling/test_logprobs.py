@@ -24,11 +24,11 @@ def test_raw_logprobs_are_the_models_whatever_is_done_to_the_logits(dtype):
     assert batch.index.tolist() == list(range(30)) and batch.counts.tolist() == [i % 6 for i in range(30)]
     token = got.tokens_S
     torch.testing.assert_close(batch.token_logprob, wanted.gather(1, token[:, None])[:, 0])
-    for row, values in enumerate(wanted.tolist()):
+    for row, (values, logprobs) in enumerate(zip(logits.float().tolist(), wanted.tolist(), strict=True)):
         order = sorted(range(2000), key=lambda i: (-values[i], i))
         assert batch.token_rank[row].item() == order.index(token[row].item()) + 1
         assert batch.top_ids[row].tolist() == order[: batch.top_ids.shape[1]]
-        assert batch.top_logprobs[row].tolist() == [values[i] for i in order[: batch.top_ids.shape[1]]]
+        assert batch.top_logprobs[row].tolist() == [logprobs[i] for i in order[: batch.top_ids.shape[1]]]
 
 
 def test_processed_logprobs_are_the_distribution_drawn_from():

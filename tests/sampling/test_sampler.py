@@ -175,10 +175,11 @@ def test_a_row_that_changes_hands_takes_the_new_requests_parameters():
     best, second = logits[0].topk(2).indices.tolist()
     rows = Rows([make_request([1], temperature=0, bad_token_ids=[best]), make_request([1], temperature=0)], 64)
     assert rows.sample(logits).tokens_S[0].item() == second
-    rows.params.set(0, make_request([1], temperature=0))
-    assert rows.sample(logits).tokens_S[0].item() == best
     rows.params.set(0, make_request([1], temperature=0, allowed_token_ids=[3]))
     assert rows.sample(logits).tokens_S[0].item() == 3
+    rows.params.set(0, make_request([1], temperature=0))
+    assert rows.sample(logits).tokens_S[0].item() == best
+    rows.params.set(0, make_request([1], temperature=0, bad_token_ids=[best]))
     rows.params.clear(0)
     assert rows.sample(logits).tokens_S[0].item() == best
     assert not rows.params.extras
@@ -218,6 +219,27 @@ def test_a_row_with_every_token_masked_is_bad(params):
     masked = make_request([1], allowed_token_ids=[3, 4], bad_token_ids=[3, 4], **params)
     got = Rows([masked, make_request([1], temperature=0)], 300).sample(torch.randn(2, 300))
     assert got.bad_S.tolist() == [True, False]
+
+
+def test_a_row_of_many_steps_draws_what_the_oracle_draws_at_each():
+    rng = np.random.default_rng(9)
+    wishes = [
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"temperature": 0, "presence_penalty": 2.0, "repetition_penalty": 1.2},
+        {"frequency_penalty": -0.5, "top_k": 5},
+        {"temperature": 0.5, "top_p": 0.9, "min_tokens": 4},
+    ]
+    requests = [make_request([1, 2, 3], seed=i, stop_ids=[0], **wish) for i, wish in enumerate(wishes)]
+    rows = Rows(requests, 12)
+    rows.pool = torch.zeros(len(wishes) + 1, 64, dtype=torch.int32)
+    for _ in range(40):
+        for row, request in enumerate(requests):
+            rows.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+        logits = random_logits(rng, len(requests), 12)
+        tokens = rows.sample(logits).tokens_S.tolist()
+        assert tokens == [draw(row, request) for row, request in zip(logits.tolist(), requests, strict=True)]
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
 
 
 def test_penalties_ignore_what_lies_beyond_the_context():

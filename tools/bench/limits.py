@@ -4,7 +4,7 @@
 
 Read bandwidth is measured by summing a buffer larger than the caches, arithmetic by square matrix products. A step's
 linears must read every weight once and do 2 operations per weight and token: the larger of the two times is the limit.
-`native` is what an engine runs: C++ for few tokens, prepacked beyond. Variants run in turn, so that a busy machine slows
+`native` is what an engine runs: C++ for few tokens, prepacked beyond. Variants run in turn, so a busy machine slows
 all of them; best, median and worst of the rounds are shown.
 """
 

@@ -23,24 +23,29 @@ static void store_any(T* p, vf v, int64_t i, int64_t n) {
 }
 
 // out = norm(x + residual) * weight; residual (may be null) becomes the rounded sum.
-template <class T>
-static void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps, int threads) {
+template <class T, class R>
+static void normalize(const R* in, const T* weight, T* out, int64_t dim, float eps) {
+    vf squares = {};
+    for (int64_t i = 0; i < dim; i += W) {
+        vf v = load_any(in, i, dim);
+        squares += v * v;
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i += W) store_any(out, load_any(in, i, dim) * scale * load_any(weight, i, dim), i, dim);
+}
+
+template <class T, class R>
+static void rms_norm(const T* x, R* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps, int threads) {
     parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T* in = x + row * dim;
-            vf squares = {};
-            if (residual) {
-                T* total = residual + row * dim;
-                for (int64_t i = 0; i < dim; i += W) store_any(total, load_any(in, i, dim) + load_any(total, i, dim), i, dim);
-                in = total;
+            if (!residual) {
+                normalize(in, weight, out + row * dim, dim, eps);
+                continue;
             }
-            for (int64_t i = 0; i < dim; i += W) {
-                vf v = load_any(in, i, dim);
-                squares += v * v;
-            }
-            float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)dim + eps);
-            for (int64_t i = 0; i < dim; i += W)
-                store_any(out + row * dim, load_any(in, i, dim) * scale * load_any(weight, i, dim), i, dim);
+            R* total = residual + row * dim;
+            for (int64_t i = 0; i < dim; i += W) store_any(total, load_any(in, i, dim) + load_any(total, i, dim), i, dim);
+            normalize(total, weight, out + row * dim, dim, eps);
         }
     });
 }
@@ -139,6 +144,10 @@ int mi_count_threads(int threads) {
     void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim, \
                               float eps, int threads) {                                                              \
         rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, rows, dim, eps, threads);                     \
+    }                                                                                                                \
+    void mi_rms_norm_wide_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows,       \
+                                   int64_t dim, float eps, int threads) {                                            \
+        rms_norm((const T*)x, (float*)residual, (const T*)weight, (T*)out, rows, dim, eps, threads);                 \
     }                                                                                                                \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
         silu_mul((const T*)x, (T*)out, rows, dim, threads);                                                          \

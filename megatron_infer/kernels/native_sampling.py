@@ -1,0 +1,68 @@
+"""Draws and log probabilities in C++ (native/sampling.cpp): one call for all rows, sorts only of what is needed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class NativeSampling:
+    """What `sampling.filters` and `sampling.logprobs` do, for fp32 and bf16 logits on a CPU: the same tokens."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._draw, self._score = {}, {}
+        for dtype, suffix in _SUFFIXES.items():
+            draw, score = getattr(library, f"mi_draw_{suffix}"), getattr(library, f"mi_score_{suffix}")
+            draw.argtypes, draw.restype = [_P, _I, _I, _I, _P, _P, _P, _P, _P, ctypes.c_int], None
+            score.argtypes, score.restype = [_P, _I, _I, _I, _P, _I, _P, _P, _P, _P, ctypes.c_int], None
+            self._draw[dtype], self._score[dtype] = draw, score
+
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(token, largest logit, logit and id of the last candidate kept) of each row; rows may be strided.
+
+        columns_5M: float64 1 / temperature, top_k (V when off), top_p, min_p, uniform. A row without a finite largest
+        logit gives token 0. Where nothing was cut the last kept is (-inf, V).
+        """
+        rows, vocab = logits_MV.shape
+        assert logits_MV.stride(1) == 1 and columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
+        token, cut_id = torch.empty(2, rows, dtype=torch.int64)
+        top, cut_logit = torch.empty(2, rows)
+        self._draw[logits_MV.dtype](
+            logits_MV.data_ptr(),
+            logits_MV.stride(0),
+            rows,
+            vocab,
+            columns_5M.data_ptr(),
+            token.data_ptr(),
+            top.data_ptr(),
+            cut_logit.data_ptr(),
+            cut_id.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token, top, cut_logit, cut_id
+
+    def score(self, logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(log probability, rank, `top` most likely ids, theirs) of each row's token; rows may be strided."""
+        rows, vocab = logits_AV.shape
+        assert logits_AV.stride(1) == 1 and token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
+        logprob, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        top_ids, top_logprobs = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
+        self._score[logits_AV.dtype](
+            logits_AV.data_ptr(),
+            logits_AV.stride(0),
+            rows,
+            vocab,
+            token_A.data_ptr(),
+            top,
+            logprob.data_ptr(),
+            rank.data_ptr(),
+            top_ids.data_ptr(),
+            top_logprobs.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logprob, rank, top_ids, top_logprobs

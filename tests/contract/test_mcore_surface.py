@@ -1,0 +1,190 @@
+"""The part of megatron-core that is touched, pinned: a release that moves it fails here first, by name.
+
+Set MEGATRON_CORE_019 to a folder with an unpacked megatron-core 0.19 wheel (and triton, which it imports) to drive that
+version too: `MEGATRON_CORE_019=/path/to/core:/path/to/triton`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.activations import PLAIN
+from megatron_infer.models.support import REFUSED_SETTINGS
+
+ROOT = Path(__file__).parents[2]
+
+SIGNATURES = {
+    # what we override: ours must be callable as theirs is
+    "SelfAttention.forward": (
+        mcore.SelfAttention.forward,
+        ["self", "hidden_states", "attention_mask", "key_value_states", "inference_context", "rotary_pos_emb"],
+    ),
+    "TopKRouter.gating": (mcore.TopKRouter.gating, ["self", "input"]),
+    "RotaryEmbedding.get_emb": (mcore.RotaryEmbedding.get_emb, ["self", "max_seq_len", "offset"]),
+    # what we call
+    "RotaryEmbedding.get_freqs_non_repeated": (
+        mcore.RotaryEmbedding.get_freqs_non_repeated,
+        ["self", "max_seq_len", "offset"],
+    ),
+    "TransformerBlock.forward": (
+        mcore.TransformerBlock.forward,
+        ["self", "hidden_states", "attention_mask", "inference_context"],
+    ),
+    "LanguageModelEmbedding.forward": (mcore.LanguageModelEmbedding.forward, ["self", "input_ids", "position_ids"]),
+    "GPTModel.forward": (
+        mcore.GPTModel.forward,
+        ["self", "input_ids", "position_ids", "attention_mask", "inference_context", "runtime_gather_output"],
+    ),
+    "GPTModel._preprocess": (mcore.GPTModel._preprocess, ["self"]),
+    "GPTModel._postprocess": (mcore.GPTModel._postprocess, ["self", "hidden_states"]),
+    "GPTModel.shared_embedding_or_output_weight": (mcore.GPTModel.shared_embedding_or_output_weight, ["self"]),
+    "TopKRouter.sinkhorn_load_balancing": (mcore.TopKRouter.sinkhorn_load_balancing, ["self", "logits"]),
+    "topk_routing_with_score_function": (
+        mcore.topk_routing(),
+        [
+            "logits",
+            "topk",
+            "use_pre_softmax",
+            "num_groups",
+            "group_topk",
+            "scaling_factor",
+            "score_function",
+            "expert_bias",
+            "fused",
+        ],
+    ),
+    "is_layer_window_attention": (
+        mcore.is_layer_window_attention,
+        ["window_size", "window_attn_skip_freq", "layer_number"],
+    ),
+    "get_gpt_layer_local_spec": (
+        mcore.get_gpt_layer_local_spec,
+        ["num_experts", "qk_layernorm", "normalization", "qk_l2_norm"],
+    ),
+    "get_num_layers_to_build": (mcore.get_num_layers_to_build, ["config"]),
+    "get_bias_dropout_add": (mcore.get_bias_dropout_add, ["training", "fused"]),
+    # what specs fill
+    "GPTModel.__init__": (
+        mcore.GPTModel.__init__,
+        ["config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "position_embedding_type"],
+    ),
+    "DotProductAttention.__init__": (
+        mcore.DotProductAttention.__init__,
+        [
+            "config",
+            "layer_number",
+            "attn_mask_type",
+            "attention_type",
+            "softmax_scale",
+            "cp_comm_type",
+            "pg_collection",
+        ],
+    ),
+}
+
+_FIELDS = """
+multi_latent_attention experimental_attention_variant linear_attention_freq attention_output_gate softmax_type
+fp32_residual_connection fp8 fp4 cuda_graph_impl heterogeneous_block_specs inference_fuse_tp_communication
+batch_invariant_mode mtp_num_layers sequence_parallel pipeline_model_parallel_size context_parallel_size
+virtual_pipeline_model_parallel_size use_kitchen softmax_scale window_size window_attn_skip_freq no_rope_freq
+normalization layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func
+activation_func_clamp_value glu_linear_offset bias_activation_fusion use_te_activation_func num_query_groups
+kv_channels moe_layer_freq num_moe_experts moe_router_dtype moe_router_load_balancing_type moe_router_pre_softmax
+moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_fusion
+moe_expert_capacity_factor moe_input_jitter_eps moe_router_force_load_balancing moe_apply_probs_on_input
+moe_latent_size moe_enable_routing_replay
+"""
+
+ONLY_IN_LATER_VERSIONS = {"use_mup", "attn_logit_softcapping"}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_the_ones_we_call_and_override(name):
+    function, needed = SIGNATURES[name]
+    parameters = inspect.signature(function).parameters
+    assert set(needed) <= set(parameters), f"{name} lost {set(needed) - set(parameters)}"
+    ordered = [parameter for parameter in parameters if parameter in needed]
+    assert ordered == [parameter for parameter in needed if parameter in ordered], f"{name} changed its order"
+
+
+def test_config_fields_we_read_exist():
+    fields = {field.name for field in dataclasses.fields(mcore.TransformerConfig)}
+    needed = set(_FIELDS.split())
+    assert needed <= fields, needed - fields
+    assert set(REFUSED_SETTINGS) - ONLY_IN_LATER_VERSIONS - {"quant_recipe"} <= fields
+
+
+def test_context_is_the_fifth_argument_of_attention_and_a_keyword_of_layers():
+    attention = list(inspect.signature(mcore.SelfAttention.forward).parameters)
+    assert attention.index("inference_context") == 4, "PagedAttention.forward names its arguments in this order"
+
+
+def test_compiled_activations_equal_our_formulas():
+    import torch
+
+    x = torch.linspace(-4, 4, 101)
+    for theirs, ours in PLAIN.items():
+        torch.testing.assert_close(
+            ours(x), getattr(theirs, "_torchdynamo_orig_callable", theirs)(x), atol=1e-6, rtol=1e-6
+        )
+
+
+def test_import_is_silent_and_leaves_warnings_and_loggers_as_they_were():
+    code = (
+        "import warnings, logging\n"
+        "before = list(warnings.filters)\n"
+        "import torch\n"
+        "between = list(warnings.filters)\n"
+        "import megatron_infer.models.adopt\n"
+        "mine = [f for f in warnings.filters if f not in between]\n"
+        "assert not [f for f in mine if f[1] is not None and 'Apex' in str(f[1].pattern)], mine\n"
+        "assert not logging.getLogger().filters\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "megatron" not in result.stderr.lower(), result.stderr
+    assert "Apex" not in result.stderr and "Transformer Engine" not in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+def test_version_019_is_adopted_and_driven_from_the_same_source():
+    folder = os.environ.get("MEGATRON_CORE_019")
+    if not folder:
+        pytest.skip("MEGATRON_CORE_019 does not point at an unpacked megatron-core 0.19 wheel")
+    path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "NO_VCS_VERSION": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", "from megatron_infer.models.mcore_compat import version; print(version()[:2])"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert found.stdout.strip() == "(0, 19)", found.stdout + found.stderr
+    files = [f"tests/engine/test_adopt_{part}.py" for part in ("logits", "refusals", "training")]
+    files.append("tests/contract/test_mcore_surface.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={name: value for name, value in environment.items() if name != "MEGATRON_CORE_019"},
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
