@@ -60,7 +60,7 @@ class NativeOps(TorchOps):
         tokens = x_TX.shape[0]
         if tokens > (self._most_plain if packed is None else self._most_packed) or not self._ours(x_TX, weight):
             return F.linear(x_TX, weight, bias) if packed is None else packed_linear(x_TX, packed, bias)
-        if x_TX.ndim != 2 or not (bias is None or self._ours(bias)):
+        if x_TX.ndim != 2 or not (bias is None or self._ours(x_TX, bias)):
             return F.linear(x_TX, weight, bias)
         rows, inner = weight.shape
         out = torch.empty(tokens, rows, dtype=self._dtype)
@@ -77,8 +77,9 @@ class NativeOps(TorchOps):
         )
         return out
 
-    def _ours(self, *tensors: Tensor) -> bool:
-        return all(t.dtype is self._dtype and t.is_contiguous() for t in tensors)
+    def _ours(self, a: Tensor, b: Tensor) -> bool:
+        dtype = self._dtype
+        return a.dtype is dtype and b.dtype is dtype and a.is_contiguous() and b.is_contiguous()
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not self._ours(x_TD, weight):
@@ -99,7 +100,11 @@ class NativeOps(TorchOps):
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = residual_TD.dtype is torch.float32
-        if not self._ours(x_TD, weight) or not residual_TD.is_contiguous() or not (wide or self._ours(residual_TD)):
+        if (
+            not self._ours(x_TD, weight)
+            or not residual_TD.is_contiguous()
+            or not (wide or residual_TD.dtype is self._dtype)
+        ):
             return super().add_rms_norm(x_TD, residual_TD, weight, eps)
         out = torch.empty_like(x_TD)
         dim = x_TD.shape[-1]
@@ -116,7 +121,7 @@ class NativeOps(TorchOps):
         return out, residual_TD
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
-        if not self._ours(x_T2F):
+        if not self._ours(x_T2F, x_T2F):
             return super().silu_mul(x_T2F)
         tokens, width = x_T2F.numel() // x_T2F.shape[-1], x_T2F.shape[-1] // 2
         out = x_T2F.new_empty(*x_T2F.shape[:-1], width)
