@@ -11,12 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
-from megatron_infer.kernels.packing import PackedLinears
+from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
+LINEAR_TOKENS_PACKED = {torch.float32: 3, torch.bfloat16: 8}
+"""Tokens up to which the C++ linear, which streams the live weight, is no slower than a prepacked one (measured)."""
+LINEAR_TOKENS_PLAIN = 32
+"""The same against `F.linear`, for weights that are not prepacked."""
+LINEAR_TOKENS_NO_DOT = 1
+"""The same for bf16 on a CPU without bf16 products."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
 _P, _I = ctypes.c_void_p, ctypes.c_int64
@@ -29,7 +36,7 @@ def _bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type |
 
 
 class NativeOps(TorchOps):
-    """C++ norms, activation and argmax for contiguous tensors of one dtype; anything else runs as in `TorchOps`."""
+    """C++ norms, activation, argmax and few-token linears for one dtype; anything else runs as in `TorchOps`."""
 
     name = "native"
 
@@ -42,6 +49,33 @@ class NativeOps(TorchOps):
         self._rms_norm_wide = _bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
         self._silu_mul = _bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         self._argmax = _bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
+
+        self._linear = _bind(library, f"mi_linear_{suffix}", [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int])
+        has_dot = dtype is torch.float32 or bool(_bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
+        self._most_packed = LINEAR_TOKENS_PACKED[dtype] if has_dot else LINEAR_TOKENS_NO_DOT
+        self._most_plain = LINEAR_TOKENS_PLAIN if has_dot else LINEAR_TOKENS_NO_DOT
+
+    def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = self._packed_of(id(weight))
+        tokens = x_TX.shape[0]
+        if tokens > (self._most_plain if packed is None else self._most_packed) or not self._ours(x_TX, weight):
+            return F.linear(x_TX, weight, bias) if packed is None else packed_linear(x_TX, packed, bias)
+        if x_TX.ndim != 2 or not (bias is None or self._ours(bias)):
+            return F.linear(x_TX, weight, bias)
+        rows, inner = weight.shape
+        out = torch.empty(tokens, rows, dtype=self._dtype)
+        self._linear(
+            x_TX.data_ptr(),
+            inner,
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            inner,
+            rows,
+            torch.get_num_threads(),
+        )
+        return out
 
     def _ours(self, *tensors: Tensor) -> bool:
         return all(t.dtype is self._dtype and t.is_contiguous() for t in tensors)

@@ -94,9 +94,10 @@ def _choose_linear(
         reason = packing.unavailable(dtype)
     checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
     packed = packing.PackedLinears(checksum, reason=reason)
+    few = "" if library is None else "native for few tokens, else "
     if reason is None:
-        return BackendChoice("linear", "oneDNN prepacked", {}), packed
-    return BackendChoice("linear", "torch", {"oneDNN prepacked": reason}), packed
+        return BackendChoice("linear", f"{few}oneDNN prepacked", {}), packed
+    return BackendChoice("linear", f"{few}torch", {"oneDNN prepacked": reason}), packed
 
 
 def _choose_attention(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_infer.kernels import packing
+from megatron_infer.kernels.cpu_native import NativeOps
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears
 
@@ -40,6 +41,19 @@ def test_packed_linear_equals_plain_linear(dtype, tokens):
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for b in (None, bias):
         torch.testing.assert_close(ops.linear(x, weight, b), F.linear(x, weight, b), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_linear_with_packed_weights_agrees_on_both_sides_of_the_switch(native_library, dtype):
+    weight = nn.Parameter(torch.randn(80, 96).to(dtype))
+    packed = PackedLinears()
+    packed.pack([weight])
+    ops = NativeOps(native_library, dtype, packed)
+    x = torch.randn(40, 96).to(dtype)
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    for tokens in (1, 3, 4, 8, 9, 40):
+        want = F.linear(x[:tokens], weight)
+        torch.testing.assert_close(ops.linear(x[:tokens], weight), want, rtol=tolerance, atol=tolerance)
 
 
 def test_only_matrices_are_packed_and_each_once(model):

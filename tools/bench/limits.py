@@ -4,12 +4,14 @@
 
 Read bandwidth is measured by summing a buffer larger than the caches, arithmetic by square matrix products. A step's
 linears must read every weight once and do 2 operations per weight and token: the larger of the two times is the limit.
-Variants run in turn, so that a busy machine slows all of them; the minimum and the median of the rounds are shown.
+`native` is what an engine runs: C++ for few tokens, prepacked beyond. Variants run in turn, so that a busy machine slows
+all of them; best, median and worst of the rounds are shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.cpu_native import native_checksum
+from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears, unavailable
 
@@ -108,6 +110,8 @@ def bench_linears(limits: Limits, dtype: torch.dtype, tokens: list[int], rounds:
     packed = PackedLinears(reason=unavailable(dtype))
     packed.pack([*layers, head])
     variants = {"plain": TorchOps(), "prepacked": TorchOps(packed)}
+    with contextlib.suppress(native_build.NativeUnavailable):
+        variants["native"] = NativeOps(native_build.load(), dtype, packed)
     layer_elements = sum(weight.numel() for weight in layers)
     num_bytes = (layer_elements + head.numel()) * dtype.itemsize
     print(f"\nlinears of one step, {dtype}, {num_bytes / 1e6:.0f} MB; ms: best, median, worst; share of the limit")

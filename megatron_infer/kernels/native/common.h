@@ -102,6 +102,27 @@ inline float max_of(vf v) {
     return m;
 }
 
+// out[i] = sum of the lanes of v[i], for 16 vectors: a tree of shuffles costs 3 instructions a sum.
+inline void sums_of(const vf* v, float* out) {
+#if defined(__AVX512F__)
+    __m512 a[16], b[8];
+    for (int i = 0; i < 16; ++i) a[i] = (__m512)v[i];
+    for (int i = 0; i < 8; ++i)  // 128-bit lanes: i, i, i + 8, i + 8
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xee));
+    __m512 c[4], d[2];
+    for (int i = 0; i < 4; ++i)  // 128-bit lanes: i, i + 8, i + 4, i + 12
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd));
+    for (int i = 0; i < 2; ++i)
+        d[i] = _mm512_add_ps(_mm512_unpacklo_ps(c[i], c[i + 2]), _mm512_unpackhi_ps(c[i], c[i + 2]));
+    __m512 e = _mm512_add_ps(_mm512_unpacklo_ps(d[0], d[1]), _mm512_unpackhi_ps(d[0], d[1]));
+    // Within a lane the two unpacks leave 0, 1, 2, 3; the lanes are put in order last.
+    e = _mm512_shuffle_f32x4(e, e, 0xd8);
+    std::memcpy(out, &e, sizeof e);
+#else
+    for (int i = 0; i < 16; ++i) out[i] = sum_of(v[i]);
+#endif
+}
+
 // e^x to 2 ulp: x = n ln2 + r with |r| <= ln2 / 2, a degree-6 polynomial in r, then n into the exponent.
 // Below -87 the result is e^-87 (1e-38), above 88 it is e^88; NaN stays NaN.
 inline vf exp_of(vf x) {

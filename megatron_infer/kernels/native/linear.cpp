@@ -1,0 +1,166 @@
+// y = x . weight^T + bias for few tokens, straight from the live weight: bounded by how fast it can be read.
+//
+// A thread takes stretches of weight rows. A tile of R rows by C tokens keeps one vector of partial sums an entry; the
+// vectors are summed by a shuffle tree at the end of the rows. Each entry is summed in the same order in every tile shape,
+// so a token's result does not depend on how many tokens come with it.
+#include "common.h"
+
+namespace mi {
+
+constexpr int kTile = 16;               // entries of a tile: what sums_of takes
+constexpr int64_t kAheadBytes = 4096;   // one stream is read this far ahead, into L2
+constexpr int64_t kStripBytes = 12288;  // rows that stay in L1 while all tokens pass over them
+
+#if MI_BF16_DOT
+inline vf dot(vf acc, const bf16* a, const bf16* b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+}
+inline vf dot_part(vf acc, const bf16* a, const bf16* b, int n) {
+    const __mmask32 mask = ((uint64_t)1 << n) - 1;
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_maskz_loadu_epi16(mask, a),
+                                (__m512bh)_mm512_maskz_loadu_epi16(mask, b));
+}
+constexpr int step_of(const bf16*) { return 2 * W; }
+#else
+inline vf dot(vf acc, const bf16* a, const bf16* b) { return acc + load(a) * load(b); }
+inline vf dot_part(vf acc, const bf16* a, const bf16* b, int n) { return acc + load_part(a, n) * load_part(b, n); }
+constexpr int step_of(const bf16*) { return W; }
+#endif
+inline vf dot(vf acc, const float* a, const float* b) { return acc + load(a) * load(b); }
+inline vf dot_part(vf acc, const float* a, const float* b, int n) { return acc + load_part(a, n) * load_part(b, n); }
+constexpr int step_of(const float*) { return W; }
+
+template <class T>
+struct Linear {
+    const T *x, *weight, *bias;
+    T* out;
+    int64_t x_stride, tokens, inner, rows;
+
+    static constexpr int step = step_of((const T*)nullptr);
+
+    // Entries (token .. token + C) x (row .. row + R), all advancing together along the inner dimension. Meanwhile num_ahead
+    // rows from `next` are fetched into L2: spread over the arithmetic, the reads cost no time of their own.
+    template <int R, int C>
+    void block(int64_t token, int64_t row, int count, int64_t next, int num_ahead) const {
+        const T *w[R], *in[C];
+        for (int r = 0; r < R; ++r) w[r] = weight + (row + (r < count ? r : 0)) * inner;
+        for (int c = 0; c < C; ++c) in[c] = x + (token + c) * x_stride;
+        const T* ahead = weight + next * inner;
+        vf acc[kTile] = {};
+        int64_t i = 0;
+        for (; i + step <= inner; i += step) {
+            for (int a = 0; a < num_ahead; ++a) __builtin_prefetch(ahead + a * inner + i, 0, 2);
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < C; ++c) acc[c * R + r] = dot(acc[c * R + r], w[r] + i, in[c] + i);
+        }
+        if (i < inner)
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < C; ++c) acc[c * R + r] = dot_part(acc[c * R + r], w[r] + i, in[c] + i, (int)(inner - i));
+        finish<R, C>(acc, token, row, count);
+    }
+
+    // The same entries one row after the other: the weight is one stream, which the hardware reads ahead by itself.
+    template <int R, int C>
+    void stream(int64_t row, int count) const {
+        vf acc[kTile] = {};
+        for (int r = 0; r < R; ++r) {
+            const T* w = weight + (row + (r < count ? r : 0)) * inner;
+            vf sum[C] = {};
+            int64_t i = 0;
+            for (; i + step <= inner; i += step) {
+                __builtin_prefetch(w + i + kAheadBytes / (int64_t)sizeof(T), 0, 2);
+                for (int c = 0; c < C; ++c) sum[c] = dot(sum[c], w + i, x + c * x_stride + i);
+            }
+            if (i < inner)
+                for (int c = 0; c < C; ++c) sum[c] = dot_part(sum[c], w + i, x + c * x_stride + i, (int)(inner - i));
+            for (int c = 0; c < C; ++c) acc[c * R + r] = sum[c];
+        }
+        finish<R, C>(acc, 0, row, count);
+    }
+
+    template <int R, int C>
+    void finish(const vf* acc, int64_t token, int64_t row, int count) const {
+        float sums[kTile];
+        sums_of(acc, sums);
+        if (bias)
+            for (int c = 0; c < C; ++c)
+                for (int r = 0; r < count; ++r) sums[c * R + r] += to_float(bias[row + r]);
+        T rounded[kTile];
+        for (int j = 0; j < kTile; j += W) store(rounded + j, load(sums + j));
+        for (int c = 0; c < C; ++c) std::memcpy(out + (token + c) * rows + row, rounded + c * R, count * sizeof(T));
+    }
+
+    template <int R, int C>
+    void stream_rows(int64_t begin, int64_t end) const {
+        for (int64_t row = begin; row < end; row += R) stream<R, C>(row, (int)(end - row < R ? end - row : R));
+    }
+
+    // Strips of rows stay in L1 while all tokens pass over them, four at a time.
+    void block_rows(int64_t begin, int64_t end) const {
+        const int64_t fitting = kStripBytes / (inner * (int64_t)sizeof(T)) / 4 * 4;
+        const int strip = (int)(fitting < 4 ? 4 : fitting > 32 ? 32 : fitting);
+        for (int64_t first = begin; first < end; first += strip) {
+            const int64_t stop = first + strip < end ? first + strip : end;
+            const int64_t limit = stop + strip < rows ? stop + strip : rows;
+            int64_t next = stop;
+            const int blocks = (int)((tokens + 3) / 4) * ((strip + 3) / 4), each = (strip + blocks - 1) / blocks;
+            for (int64_t token = 0; token < tokens; token += 4)
+                for (int64_t row = first; row < stop; row += 4) {
+                    const int count = (int)(stop - row < 4 ? stop - row : 4);
+                    const int ahead = (int)(limit - next < each ? limit - next : each);
+                    switch (tokens - token) {
+                        case 1: block<4, 1>(token, row, count, next, ahead); break;
+                        case 2: block<4, 2>(token, row, count, next, ahead); break;
+                        case 3: block<4, 3>(token, row, count, next, ahead); break;
+                        default: block<4, 4>(token, row, count, next, ahead);
+                    }
+                    next += ahead;
+                }
+        }
+    }
+
+    void run(int64_t begin, int64_t end) const {
+        switch (tokens) {
+            case 1: return stream_rows<16, 1>(begin, end);
+            case 2: return stream_rows<8, 2>(begin, end);
+            case 3: return stream_rows<5, 3>(begin, end);
+            case 4: return stream_rows<4, 4>(begin, end);
+            default: block_rows(begin, end);
+        }
+    }
+};
+
+template <class T>
+static void linear(const Linear<T>& task, int threads) {
+    // Stretches small enough to balance two threads of unequal speed, large enough to be read as a stream.
+    int64_t size = task.rows / (threads * 8);
+    size = size < 16 ? 16 : (size + 15) / 16 * 16;
+    const int64_t stretches = (task.rows + size - 1) / size;
+    int64_t next = 0;
+    auto body = [&](int, int) {
+        for (;;) {
+            const int64_t begin = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED) * size;
+            if (begin >= task.rows) return;
+            task.run(begin, begin + size < task.rows ? begin + size : task.rows);
+        }
+    };
+    parallel((int)(stretches < threads ? stretches : threads), body);
+}
+
+}  // namespace mi
+
+using namespace mi;
+
+extern "C" {
+
+// 1 where bf16 products have an instruction; elsewhere other libraries do them better once there are a few tokens.
+int mi_has_bf16_dot() { return MI_BF16_DOT; }
+
+#define MI_LINEAR(SUFFIX, T)                                                                                            \
+    void mi_linear_##SUFFIX(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out,            \
+                            int64_t tokens, int64_t inner, int64_t rows, int threads) {                                 \
+        linear(Linear<T>{(const T*)x, (const T*)weight, (const T*)bias, (T*)out, x_stride, tokens, inner, rows}, threads); \
+    }
+MI_LINEAR(f32, float)
+MI_LINEAR(bf16, bf16)
+}
