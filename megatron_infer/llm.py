@@ -6,6 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_infer.waiting import limit_spinning
+
+limit_spinning()  # before the imports below bring torch in, unless the script has done so
+
+# ruff: noqa: E402
 from megatron_infer.config import InferenceConfig, machine_config
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError

@@ -42,6 +42,7 @@ LAYERS: dict[str, int] = {
     "outputs": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
+    "waiting": 0,
     "intake": 4,
     "ledger": 4,
     "tracking": 4,

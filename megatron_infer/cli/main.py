@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from megatron_infer import __version__
 from megatron_infer.config import ConfigWarning
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.waiting import limit_spinning
 
 PROGRAM = "megatron-infer"
 COMMANDS = {
@@ -83,6 +84,7 @@ def version_line() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
+    limit_spinning()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((text for text in arguments if not text.startswith("-")), None)
     parser, commands = build_parser(command)

@@ -1,0 +1,60 @@
+"""The engine's batch builder as `scheduler_overhead.py` calls it: everything of a step's host work but the forward.
+
+    python tools/bench/scheduler_overhead.py --batch-build tools.bench.batch_build:make
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.forward.batch import Batch, BatchBuilder
+from megatron_infer.forward.device import Device
+from megatron_infer.kernels.base import RotaryTable, StepMetadata
+from megatron_infer.schedule.plan import Plan
+
+MAX_SEQUENCE_LENGTH, HEAD_DIM = 2560, 64
+
+
+class NoAttention:
+    """Plans nothing: a backend's own plan is device work."""
+
+    name = "none"
+
+    def supports(self, spec: object, *, dtype: object, block_size: int) -> str | None:
+        return None
+
+    def plan(self, step: StepMetadata) -> None:
+        return None
+
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("this benchmark runs no attention")
+
+
+def make(context: DynamicInferenceContext, rows: int) -> Callable[[Plan, Sequence[tuple[int, int, int]]], Batch]:
+    """A builder for up to `rows` requests over a cache of `context`'s shape, rotary tables included."""
+    torch.set_num_threads(1)
+    table = torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
+    builder = BatchBuilder(
+        device=Device("cpu"),
+        max_requests=rows,
+        max_tokens=rows * 2 * context.block_size,
+        max_blocks_per_row=context.max_blocks_per_row,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        block_size=context.block_size,
+        dummy_block=context.num_blocks,
+        ops=None,  # type: ignore[arg-type] - nothing is computed
+        attention=NoAttention(),
+        kv_cache=torch.zeros(1),
+        rotary=RotaryTable(cos_PR=table, sin_PR=table),
+        dtype=torch.bfloat16,
+    )
+
+    @torch.inference_mode()
+    def build(plan: Plan, writes: Sequence[tuple[int, int, int]]) -> Batch:
+        return builder.build(plan, writes)
+
+    return build
