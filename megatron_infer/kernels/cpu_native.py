@@ -16,16 +16,15 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
-from megatron_infer.kernels.packing import PackedLinears, packed_linear
+from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
 
-LINEAR_TOKENS_PACKED = {torch.float32: 3, torch.bfloat16: 8}
-"""Tokens up to which the C++ linear, which streams the live weight, is no slower than a prepacked one (measured)."""
-LINEAR_TOKENS_PLAIN = 32
-"""The same against `F.linear`, for weights that are not prepacked."""
+LINEAR_TOKENS = 32
+"""Tokens up to which the C++ linear, which streams the live weight, beats `F.linear` (measured)."""
 LINEAR_TOKENS_NO_DOT = 1
 """The same for bf16 on a CPU without bf16 products."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
+PANELS = "native panels"
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -35,8 +34,31 @@ def _bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type |
     return function
 
 
+def _multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    """Whether this CPU has products of `dtype`: always of fp32."""
+    return dtype is torch.float32 or bool(_bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
+
+
+def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | None:
+    """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
+    if not _multiplies(library, dtype):
+        return None
+    function = _bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int])
+    width = int(_bind(library, "mi_panel_rows", [], ctypes.c_int)())
+
+    def pack(weight: Tensor) -> Tensor:
+        weight = weight.contiguous()
+        rows, inner = weight.shape
+        panels = torch.empty(-(-rows // width) * width * inner, dtype=dtype)
+        function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
+        return panels
+
+    # bf16 is multiplied in pairs along the inner dimension.
+    return PackedLayout(name=PANELS, takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0, pack=pack)
+
+
 class NativeOps(TorchOps):
-    """C++ norms, activation, argmax and few-token linears for one dtype; anything else runs as in `TorchOps`."""
+    """C++ norms, activation, argmax and linears for one dtype; anything else runs as in `TorchOps`."""
 
     name = "native"
 
@@ -50,24 +72,30 @@ class NativeOps(TorchOps):
         self._silu_mul = _bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         self._argmax = _bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
 
-        self._linear = _bind(library, f"mi_linear_{suffix}", [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int])
-        has_dot = dtype is torch.float32 or bool(_bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
-        self._most_packed = LINEAR_TOKENS_PACKED[dtype] if has_dot else LINEAR_TOKENS_NO_DOT
-        self._most_plain = LINEAR_TOKENS_PLAIN if has_dot else LINEAR_TOKENS_NO_DOT
+        signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
+        self._linear = _bind(library, f"mi_linear_{suffix}", signature)
+        self._most_tokens = LINEAR_TOKENS if _multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
+        panels = packed is not None and packed.layout.name == PANELS
+        self._panel_linear = _bind(library, f"mi_panel_linear_{suffix}", signature) if panels else None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """From panels for any number of tokens; without them oneDNN, or the live weight for a few, or `F.linear`."""
         packed = self._packed_of(id(weight))
-        tokens = x_TX.shape[0]
-        if tokens > (self._most_plain if packed is None else self._most_packed) or not self._ours(x_TX, weight):
-            return F.linear(x_TX, weight, bias) if packed is None else packed_linear(x_TX, packed, bias)
-        if x_TX.ndim != 2 or not (bias is None or self._ours(x_TX, bias)):
+        if packed is None:
+            source, function = weight, self._linear if x_TX.shape[0] <= self._most_tokens else None
+        elif self._panel_linear is None:
+            return packed_linear(x_TX, packed, bias)
+        else:
+            source, function = packed, self._panel_linear
+        known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight)
+        if not known or not (bias is None or self._ours(x_TX, bias)):
             return F.linear(x_TX, weight, bias)
-        rows, inner = weight.shape
+        tokens, (rows, inner) = x_TX.shape[0], weight.shape
         out = torch.empty(tokens, rows, dtype=self._dtype)
-        self._linear(
+        function(
             x_TX.data_ptr(),
             inner,
-            weight.data_ptr(),
+            source.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             tokens,

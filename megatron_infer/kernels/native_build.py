@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("elementwise.cpp", "linear.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp")
+SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp")
 HEADERS = ("common.h", "attention.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0

@@ -1,4 +1,4 @@
-"""Prepacked copies of linear weights in the layout oneDNN's GEMM wants, kept equal to the live weights.
+"""Prepacked copies of linear weights in the layout a GEMM wants (ours or oneDNN's), kept equal to the live weights.
 
 A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow
 every update of the live weight and must never appear in a state dict, so it lives here, keyed by the weight object,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,20 @@ def packed_linear(x_TX: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 def pack_weight(weight: Tensor) -> Tensor:
     """An opaque oneDNN tensor with the content of `weight` [out, in]."""
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach().contiguous(), None)
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """How one kernel wants its weights."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    """Whether a CPU matrix can be packed."""
+    pack: Callable[[Tensor], Tensor]
+
+
+ONEDNN = PackedLayout(name="oneDNN prepacked", takes=lambda weight: weight.dtype in PACKABLE_DTYPES, pack=pack_weight)
 
 
 def unavailable(dtype: torch.dtype) -> str | None:
@@ -63,7 +77,14 @@ class PackedLinears:
     parameter object that is replaced is unknown here and runs unpacked until the next `pack`.
     """
 
-    def __init__(self, checksum: Callable[[Tensor], int] = content_checksum, *, reason: str | None = None) -> None:
+    def __init__(
+        self,
+        checksum: Callable[[Tensor], int] = content_checksum,
+        *,
+        layout: PackedLayout | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self.layout = layout or ONEDNN
         self.reason = reason
         """Why nothing is ever packed here (`pack` then keeps no weight and linears run plain); None: packing works."""
         self._checksum = checksum
@@ -82,10 +103,7 @@ class PackedLinears:
         self._weights = [
             weight
             for weight in unique.values()
-            if self.reason is None
-            and weight.device.type == "cpu"
-            and weight.dtype in PACKABLE_DTYPES
-            and weight.ndim == 2
+            if self.reason is None and weight.device.type == "cpu" and weight.ndim == 2 and self.layout.takes(weight)
         ]
         # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
         self._tracked = [weight for weight in self._weights if not weight.is_inference()]
@@ -97,7 +115,7 @@ class PackedLinears:
         with torch.no_grad():
             for weight in self._weights:
                 self._packed.pop(id(weight), None)  # freed first: the peak stays at one extra weight
-                self._packed[id(weight)] = pack_weight(weight)
+                self._packed[id(weight)] = self.layout.pack(weight.detach())
         self._versions = [weight._version for weight in self._tracked]
         self._pointers = [weight.data_ptr() for weight in self._weights]
         self._fingerprint = self.fingerprint()
@@ -126,4 +144,4 @@ class PackedLinears:
     @property
     def num_bytes(self) -> int:
         """Memory the packed copies take beside the live weights."""
-        return sum(weight.numel() * weight.element_size() for weight in self._weights)
+        return sum(packed.numel() * packed.element_size() for packed in self._packed.values())

@@ -14,7 +14,14 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
-from megatron_infer.kernels.cpu_native import SUFFIXES, NativeOps, NativePagedAttention, native_checksum
+from megatron_infer.kernels.cpu_native import (
+    PANELS,
+    SUFFIXES,
+    NativeOps,
+    NativePagedAttention,
+    native_checksum,
+    panel_layout,
+)
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
@@ -86,18 +93,24 @@ def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
 def _choose_linear(
     device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
 ) -> tuple[BackendChoice, packing.PackedLinears]:
+    checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
+    reasons: dict[str, str] = {}
+    if library is not None:
+        layout = panel_layout(library, dtype)
+        if layout is not None:
+            return BackendChoice("linear", layout.name, {}), packing.PackedLinears(checksum, layout=layout)
+        reasons[PANELS] = f"this CPU has no {dtype} products"
     if forced == "reference":
         reason: str | None = f"{BACKEND_VARIABLE}=reference"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
         reason = packing.unavailable(dtype)
-    checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
     packed = packing.PackedLinears(checksum, reason=reason)
-    few = "" if library is None else "native for few tokens, else "
     if reason is None:
-        return BackendChoice("linear", f"{few}oneDNN prepacked", {}), packed
-    return BackendChoice("linear", f"{few}torch", {"oneDNN prepacked": reason}), packed
+        return BackendChoice("linear", packed.layout.name, reasons), packed
+    reasons[packed.layout.name] = reason
+    return BackendChoice("linear", "torch", reasons), packed
 
 
 def _choose_attention(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron_infer.kernels import packing
-from megatron_infer.kernels.cpu_native import NativeOps
+from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears
 
-pytestmark = pytest.mark.skipif(packing.unavailable(torch.float32) is not None, reason="no oneDNN prepacking here")
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture
@@ -21,52 +23,92 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 32, bias=False), nn.LayerNorm(32))
 
 
-def packed_for(model: nn.Module) -> PackedLinears:
-    packed = PackedLinears()
-    packed.pack(model.parameters())
-    return packed
+@pytest.fixture(params=["oneDNN", "panels"])
+def make_packed(request) -> Callable[[torch.dtype], tuple[PackedLinears, TorchOps]]:
+    """dtype -> an empty PackedLinears and the ops that compute with it."""
+
+    def make(dtype: torch.dtype = torch.float32) -> tuple[PackedLinears, TorchOps]:
+        if request.param == "oneDNN":
+            if packing.unavailable(dtype):
+                pytest.skip(packing.unavailable(dtype))
+            packed = PackedLinears()
+            return packed, TorchOps(packed)
+        library = request.getfixturevalue("native_library")
+        layout = panel_layout(library, dtype)
+        if layout is None:
+            pytest.skip(f"no {dtype} products")
+        packed = PackedLinears(layout=layout)
+        return packed, NativeOps(library, dtype, packed)
+
+    return make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 100])
-def test_packed_linear_equals_plain_linear(dtype, tokens):
-    if packing.unavailable(dtype):
-        pytest.skip(packing.unavailable(dtype))
-    weight = nn.Parameter(torch.randn(80, 96).to(dtype))
-    bias, x = torch.randn(80).to(dtype), torch.randn(tokens, 96).to(dtype)
-    packed = PackedLinears()
+@pytest.mark.parametrize("tokens", [1, 2, 12, 13, 16, 100, 300])
+@pytest.mark.parametrize(("rows", "inner"), [(80, 96), (33, 50), (1, 2), (16, 1536)])
+def test_packed_linear_equals_plain_linear(make_packed, dtype, tokens, rows, inner):
+    weight = nn.Parameter(torch.randn(rows, inner).to(dtype))
+    bias, x = torch.randn(rows).to(dtype), torch.randn(tokens, inner).to(dtype)
+    packed, ops = make_packed(dtype)
     packed.pack([weight])
-    ops = TorchOps(packed)
-    assert packed.get(id(weight)) is not None and packed.num_bytes == weight.numel() * weight.element_size()
-    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    assert packed.get(id(weight)) is not None and packed.num_bytes >= weight.numel() * weight.element_size()
+    tolerance = DTYPES[dtype]
     for b in (None, bias):
-        torch.testing.assert_close(ops.linear(x, weight, b), F.linear(x, weight, b), rtol=tolerance, atol=tolerance)
+        want = x.double() @ weight.double().T + (0 if b is None else b.double())
+        got = ops.linear(x, weight, b)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double() / inner**0.5, want / inner**0.5, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_linear_with_packed_weights_agrees_on_both_sides_of_the_switch(native_library, dtype):
-    weight = nn.Parameter(torch.randn(80, 96).to(dtype))
-    packed = PackedLinears()
-    packed.pack([weight])
+def test_panels_give_a_token_the_same_bits_whatever_else_is_in_the_step(native_library, dtype):
+    layout = panel_layout(native_library, dtype)
+    if layout is None:
+        pytest.skip(f"no {dtype} products")
+    packed = PackedLinears(layout=layout)
     ops = NativeOps(native_library, dtype, packed)
-    x = torch.randn(40, 96).to(dtype)
-    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
-    for tokens in (1, 3, 4, 8, 9, 40):
-        want = F.linear(x[:tokens], weight)
-        torch.testing.assert_close(ops.linear(x[:tokens], weight), want, rtol=tolerance, atol=tolerance)
+    weight, x = torch.randn(100, 578).to(dtype), torch.randn(600, 578).to(dtype)
+    packed.pack([weight])
+    alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(600)])
+    for tokens in (2, 11, 12, 13, 31, 257, 600):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
 
 
-def test_only_matrices_are_packed_and_each_once(model):
-    packed = PackedLinears()
+def test_a_weight_that_does_not_fit_panels_runs_from_the_live_weight(native_library):
+    layout = panel_layout(native_library, torch.float32)
+    packed = PackedLinears(layout=layout)
+    ops = NativeOps(native_library, torch.float32, packed)
+    odd, x = torch.randn(9, 31), torch.randn(50, 31)
+    packed.pack([odd])
+    assert packed.num_weights == 0
+    for tokens in (1, 50):
+        torch.testing.assert_close(ops.linear(x[:tokens], odd), x[:tokens] @ odd.T, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_linear_takes_strided_and_foreign_inputs(make_packed):
+    packed, ops = make_packed(torch.float32)
+    weight, wide = torch.randn(10, 64), torch.randn(6, 128)
+    packed.pack([weight])
+    want = wide[:, ::2] @ weight.T
+    torch.testing.assert_close(ops.linear(wide[:, ::2], weight), want, rtol=1e-5, atol=1e-5)
+    bent = ops.linear(wide[:, ::2].reshape(2, 3, 64), weight)
+    torch.testing.assert_close(bent, want.view(2, 3, 10), rtol=1e-5, atol=1e-5)
+
+
+def test_only_matrices_are_packed_and_each_once(make_packed, model):
+    packed, ops = make_packed()
     packed.pack([*model.parameters(), model[0].weight])
     assert packed.num_weights == 2
     other = torch.randn(8, 48)
     x = torch.randn(3, 48)
-    torch.testing.assert_close(TorchOps(packed).linear(x, other), F.linear(x, other))
+    torch.testing.assert_close(ops.linear(x, other), F.linear(x, other))
 
 
-def test_optimizer_step_is_seen_and_refresh_follows_it(model):
-    packed = packed_for(model)
+def test_optimizer_step_is_seen_and_refresh_follows_it(make_packed, model):
+    packed, ops = make_packed()
+    packed.pack(model.parameters())
     assert not packed.stale()
     with torch.enable_grad():
         model(torch.randn(4, 48)).square().sum().backward()
@@ -75,32 +117,34 @@ def test_optimizer_step_is_seen_and_refresh_follows_it(model):
     packed.refresh()
     assert not packed.stale() and not packed.content_changed()
     x = torch.randn(4, 64)
-    torch.testing.assert_close(TorchOps(packed).linear(x, model[1].weight), F.linear(x, model[1].weight))
+    torch.testing.assert_close(ops.linear(x, model[1].weight), F.linear(x, model[1].weight))
 
 
-def test_write_through_data_is_seen_by_content_only(model):
-    packed = packed_for(model)
+def test_write_through_data_is_seen_by_content_only(make_packed, model):
+    packed, ops = make_packed()
+    packed.pack(model.parameters())
     model[1].weight.data.copy_(torch.randn(32, 64))
     assert not packed.stale(), "version counters now see .data writes: content_changed may be dropped"
     assert packed.content_changed()
     packed.refresh()
     assert not packed.content_changed()
     x = torch.randn(4, 64)
-    torch.testing.assert_close(TorchOps(packed).linear(x, model[1].weight), F.linear(x, model[1].weight))
+    torch.testing.assert_close(ops.linear(x, model[1].weight), F.linear(x, model[1].weight))
 
 
-def test_repointed_data_is_seen(model):
-    packed = packed_for(model)
+def test_repointed_data_is_seen(make_packed, model):
+    packed, _ = make_packed()
+    packed.pack(model.parameters())
     model[0].weight.data = model[0].weight.data.clone()
     assert packed.stale()
     packed.refresh()
     assert not packed.stale()
 
 
-def test_weights_made_in_inference_mode_are_packed_and_content_tells():
+def test_weights_made_in_inference_mode_are_packed_and_content_tells(make_packed):
     with torch.inference_mode():
         weight = torch.randn(16, 32)
-    packed = PackedLinears()
+    packed, _ = make_packed()
     packed.pack([weight])
     assert not packed.stale()
     with torch.inference_mode():
@@ -108,9 +152,9 @@ def test_weights_made_in_inference_mode_are_packed_and_content_tells():
     assert packed.content_changed()
 
 
-def test_packed_copies_never_show_in_the_state_dict(model):
+def test_packed_copies_never_show_in_the_state_dict(make_packed, model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    packed_for(model)
+    make_packed()[0].pack(model.parameters())
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
 

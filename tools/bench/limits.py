@@ -4,7 +4,7 @@
 
 Read bandwidth is measured by summing a buffer larger than the caches, arithmetic by square matrix products. A step's
 linears must read every weight once and do 2 operations per weight and token: the larger of the two times is the limit.
-`native` is what an engine runs: C++ for few tokens, prepacked beyond. Variants run in turn, so a busy machine slows
+`prepacked` is oneDNN, `native` our panels, which is what an engine runs. Variants run in turn, so a busy machine slows
 all of them; best, median and worst of the rounds are shown.
 """
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
+from megatron_infer.kernels.cpu_native import NativeOps, native_checksum, panel_layout
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears, unavailable
 
@@ -111,7 +111,10 @@ def bench_linears(limits: Limits, dtype: torch.dtype, tokens: list[int], rounds:
     packed.pack([*layers, head])
     variants = {"plain": TorchOps(), "prepacked": TorchOps(packed)}
     with contextlib.suppress(native_build.NativeUnavailable):
-        variants["native"] = NativeOps(native_build.load(), dtype, packed)
+        library = native_build.load()
+        panels = PackedLinears(layout=panel_layout(library, dtype))
+        panels.pack([*layers, head])
+        variants["native"] = NativeOps(library, dtype, panels)
     layer_elements = sum(weight.numel() for weight in layers)
     num_bytes = (layer_elements + head.numel()) * dtype.itemsize
     print(f"\nlinears of one step, {dtype}, {num_bytes / 1e6:.0f} MB; ms: best, median, worst; share of the limit")

@@ -1,0 +1,150 @@
+// y = x . weight^T + bias from a packed copy of the weight.
+//
+// A panel holds W weight rows interleaved, [inner / pair][W rows][pair], so one vector load serves W outputs and nothing is
+// summed across lanes. A block of tokens keeps one accumulator each; their inputs are broadcast. While the first block of
+// tokens passes, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8 to 64
+// tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same order
+// whatever the number of tokens, so a token's result does not depend on what else is in the step.
+#include "common.h"
+
+namespace mi {
+
+constexpr int kBlock = 12;        // tokens with an accumulator each
+constexpr int64_t kTokens = 256;  // tokens that pass over a stretch of panels before the next ones do
+
+// pair: inner entries that one multiplication takes.
+template <class T>
+struct Product;
+template <>
+struct Product<float> {
+    static constexpr int pair = 1;
+    using Vec = vf;
+    static Vec weights(const float* p) { return load(p); }
+    static vf add(vf acc, Vec w, const float* x) { return acc + w * *x; }
+};
+#if MI_BF16_DOT
+template <>
+struct Product<bf16> {
+    static constexpr int pair = 2;
+    using Vec = __m512bh;
+    static Vec weights(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static vf add(vf acc, Vec w, const bf16* x) {
+        int both;
+        std::memcpy(&both, x, sizeof both);
+        return (vf)_mm512_dpbf16_ps((__m512)acc, w, (__m512bh)_mm512_set1_epi32(both));
+    }
+};
+#endif
+
+template <class T>
+struct PanelLinear {
+    using P = Product<T>;
+    const T *x, *panels, *bias;
+    T* out;
+    int64_t x_stride, inner, rows;
+
+    template <int M>
+    void block(int64_t token, int64_t panel, bool fetch) const {
+        constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
+        const T* w = panels + panel * W * inner;
+        const T* in = x + token * x_stride;
+        vf acc[M] = {};
+        auto advance = [&](int64_t i) {
+            const auto column = P::weights(w);
+            for (int m = 0; m < M; ++m) acc[m] = P::add(acc[m], column, in + m * x_stride + i);
+        };
+        if (fetch)
+            for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
+                __builtin_prefetch(w + ahead, 0, 2);
+                advance(i);
+            }
+        else
+            for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
+        const int64_t row = panel * W;
+        const int width = rows - row < W ? (int)(rows - row) : W;
+        const vf add = bias ? load_part(bias + row, width) : vf{};
+        for (int m = 0; m < M; ++m) {
+            T* to = out + (token + m) * rows + row;
+            if (width == W)
+                store(to, acc[m] + add);
+            else
+                store_part(to, acc[m] + add, width);
+        }
+    }
+
+    template <int M>
+    void block_of(int64_t count, int64_t token, int64_t panel, bool fetch) const {
+        if constexpr (M > 0) {
+            if (count == M) return block<M>(token, panel, fetch);
+            block_of<M - 1>(count, token, panel, fetch);
+        }
+    }
+
+    // Panels begin .. end for tokens first .. first + count, in blocks of nearly equal size.
+    void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
+        const int64_t blocks = (count + kBlock - 1) / kBlock;
+        for (int64_t panel = begin; panel < end; ++panel)
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t from = count * b / blocks, to = count * (b + 1) / blocks;
+                block_of<kBlock>(to - from, first + from, panel, b == 0);
+            }
+    }
+};
+
+template <class T>
+static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
+    const int64_t panels = (task.rows + W - 1) / W;
+    int64_t size = panels / (threads * 8);
+    size = size < 1 ? 1 : size;
+    const int64_t stretches = (panels + size - 1) / size, spans = (tokens + kTokens - 1) / kTokens;
+    int64_t next = 0;
+    auto body = [&](int, int) {
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+            if (item >= stretches * spans) return;
+            const int64_t begin = item % stretches * size, first = item / stretches * kTokens;
+            task.run(begin, begin + size < panels ? begin + size : panels, first,
+                     tokens - first < kTokens ? tokens - first : kTokens);
+        }
+    };
+    parallel((int)(stretches < threads ? stretches : threads), body);
+}
+
+template <class T>
+static void pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
+    constexpr int pair = Product<T>::pair;
+    parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            T* to = out + panel * W * inner;
+            for (int r = 0; r < W; ++r) {
+                const int64_t row = panel * W + r;
+                for (int64_t i = 0; i < inner; i += pair)
+                    for (int j = 0; j < pair; ++j)
+                        to[i * W + r * pair + j] = row < rows ? weight[row * inner + i + j] : T{};
+            }
+        }
+    });
+}
+
+}  // namespace mi
+
+using namespace mi;
+
+extern "C" {
+
+int mi_panel_rows() { return W; }
+
+#define MI_PANELS(SUFFIX, T)                                                                                               \
+    void mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                       \
+        pack((const T*)weight, (T*)out, inner, rows, threads);                                                             \
+    }                                                                                                                      \
+    void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
+                                   int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
+        linear(PanelLinear<T>{(const T*)x, (const T*)panels, (const T*)bias, (T*)out, x_stride, inner, rows}, tokens,     \
+               threads);                                                                                                   \
+    }
+MI_PANELS(f32, float)
+#if MI_BF16_DOT  // without bf16 products other libraries do better
+MI_PANELS(bf16, bf16)
+#endif
+}
