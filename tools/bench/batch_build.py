@@ -1,6 +1,6 @@
 """The engine's batch builder as `scheduler_overhead.py` calls it: everything of a step's host work but the forward.
 
-    python tools/bench/scheduler_overhead.py --batch-build tools.bench.batch_build:make
+python tools/bench/scheduler_overhead.py --batch-build tools.bench.batch_build:make
 """
 
 from __future__ import annotations
