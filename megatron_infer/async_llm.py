@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import InferenceError, UnknownRequest
+from megatron_infer.errors import InferenceError
 from megatron_infer.intake import Prompt
 from megatron_infer.llm import LLM
 from megatron_infer.outputs import RequestOutput
@@ -65,8 +65,11 @@ class EngineThread:
 
     def abort(self, request_id: str) -> Future[RequestOutput]:
         def end() -> RequestOutput:
-            self._sinks.pop(request_id, None)
-            return self.engine.abort(request_id)
+            output = self.engine.abort(request_id)
+            sink = self._sinks.pop(request_id, None)
+            if sink is not None:
+                sink(output)
+            return output
 
         return self.call(end)
 
@@ -165,12 +168,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> RequestOutput:
         """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
-        sink = self._thread._sinks.get(request_id)
-        output: RequestOutput = await asyncio.wrap_future(self._thread.abort(request_id))
-        if sink is None:
-            raise UnknownRequest(f"no request {request_id!r} in the engine")
-        sink(output)
-        return output
+        return await asyncio.wrap_future(self._thread.abort(request_id))
 
     def shutdown(self) -> None:
         """End the engine's thread; requests under way get EngineStopped."""

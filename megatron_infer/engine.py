@@ -108,10 +108,14 @@ class DynamicInferenceEngine:
         "final" (only once it has finished; costs nothing per token).
         """
         params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidPrompt(
+                f"params is a {type(params).__name__}, not SamplingParams; see SamplingParams.from_dict"
+            )
         if stream not in ("cumulative", "delta", "final"):
             raise InvalidPrompt(f"stream is 'cumulative', 'delta' or 'final', got {stream!r}")
         if request_id is None:
-            request_id = next(i for i in self._ids if i not in self.ledger)
+            request_id = self._new_id()
         elif not isinstance(request_id, str) or not request_id:
             raise InvalidPrompt(f"a request id is a non-empty str, got {request_id!r}")
         elif request_id in self.ledger:
@@ -119,6 +123,11 @@ class DynamicInferenceEngine:
                 f"request id {request_id!r} is already in the engine; choose another or abort it first"
             )
         text, ids = self.parts.intake.tokenize(prompt)
+        return self._queue(request_id, text, ids, params, stream)
+
+    def _queue(
+        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode
+    ) -> str:
         members = self.parts.intake.build(request_id, ids, params)
         self.ledger.open(request_id, text, ids, params, stream, members)
         self.parts.scheduler.add(members[0])
@@ -183,16 +192,13 @@ class DynamicInferenceEngine:
         """
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         wanted = self._params_for(batch, params)
-        for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True)):
-            try:
-                _, ids = self.parts.intake.tokenize(prompt)
-                self.parts.intake.check(ids, one)
-                self.parts.intake.check_params(one)
-            except InferenceError as error:
-                error.args = (f"prompt {index}: {error}",)
-                raise
+        checked = [
+            self._checked(prompt, one, index, len(batch))
+            for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
+        ]
         place = {
-            self.add_request(p, one, stream="final"): i for i, (p, one) in enumerate(zip(batch, wanted, strict=True))
+            self._queue(self._new_id(), text, ids, one, "final"): index
+            for index, ((text, ids), one) in enumerate(zip(checked, wanted, strict=True))
         }
         results: list[RequestOutput | None] = [None] * len(batch)
         others: list[RequestOutput] = []
@@ -278,6 +284,21 @@ class DynamicInferenceEngine:
                 self.ledger.set_error(request, error)
                 self.parts.scheduler.finish(request, FinishReason.ERROR)
         outputs.extend(self.ledger.close(members.values()))
+
+    def _new_id(self) -> str:
+        return next(i for i in self._ids if i not in self.ledger)
+
+    def _checked(self, prompt: Prompt, params: SamplingParams, index: int, count: int) -> tuple[str | None, list[int]]:
+        """(text, ids) of a prompt that can be served; an error names its place when there are several."""
+        try:
+            text, ids = self.parts.intake.tokenize(prompt)
+            self.parts.intake.check(ids, params)
+            self.parts.intake.check_params(params)
+        except InferenceError as error:
+            if count > 1:
+                error.args = (f"prompt {index}: {error}",)
+            raise
+        return text, ids
 
     @staticmethod
     def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:

@@ -69,13 +69,13 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts (text, token ids, or lists of either) -> one output a prompt, in order."""
         if not use_tqdm:
-            return self.engine.generate(prompts, params)
+            return self.engine.generate(prompts, sampling_params)
         from tqdm import tqdm
 
         count = 1 if is_single_prompt(prompts) else len(prompts)
@@ -88,12 +88,12 @@ class LLM:
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
 
-            return self.engine.generate(prompts, params, on_output=advance)
+            return self.engine.generate(prompts, sampling_params, on_output=advance)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -105,7 +105,9 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if not conversations:
             raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
-        return self.generate([chat_prompt(self.tokenizer, one) for one in conversations], params, use_tqdm=use_tqdm)
+        return self.generate(
+            [chat_prompt(self.tokenizer, one) for one in conversations], sampling_params, use_tqdm=use_tqdm
+        )
 
 
 def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
