@@ -18,13 +18,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp")
 HEADERS = ("common.h", "attention.h")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
 
 
@@ -97,6 +98,21 @@ def _exclusive(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
+def _compile(compiler: str, tune: str, folder: Path, work: Path) -> Path:
+    """Compile the sources side by side and link them -> a library in `work`."""
+
+    def compile_one(name: str) -> str:
+        target = str(work / f"{name}.o")
+        _run([compiler, *FLAGS, tune, "-c", str(folder / name), "-o", target], BUILD_TIMEOUT_S)
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    linked = work / "kernels.so"
+    _run([compiler, "-shared", *objects, "-o", str(linked)], BUILD_TIMEOUT_S)
+    return linked
+
+
 def build() -> Path:
     """The compiled library for these sources, compiler and CPU; compiles it when the cache has none.
 
@@ -118,13 +134,8 @@ def build() -> Path:
         return library
     with _exclusive(library.with_suffix(".lock"), BUILD_TIMEOUT_S):
         if not library.exists():  # the previous holder may have built it
-            partial = library.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                sources = [str(folder / name) for name in SOURCES]
-                _run([compiler, *FLAGS, tune, *sources, "-o", str(partial)], BUILD_TIMEOUT_S)
-                os.replace(partial, library)
-            finally:
-                partial.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as work:
+                os.replace(_compile(compiler, tune, folder, Path(work)), library)
     return library
 
 
