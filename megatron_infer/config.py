@@ -50,8 +50,8 @@ _E = TypeVar("_E", bound=Enum)
 
 CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 """KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CPU_STEP_TOKENS = 2048
-"""Tokens of one step there: long prompts are chunked, so that others' decodes wait a second, not ten."""
+CPU_STEP_TOKENS = 512
+"""Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
 
 
 class ConfigWarning(UserWarning):

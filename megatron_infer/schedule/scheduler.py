@@ -256,9 +256,10 @@ class Scheduler:
     def _publish(self, plan: Plan) -> None:
         """Offer the full blocks that the step completed to later prompts."""
         size = self.context.block_size
-        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
-            if not (start + 1) % size:
-                self._publish_request(request, start + 1)
+        last = size - 1
+        crossing = [i for i, start in enumerate(plan.decode_starts) if start % size == last]
+        for i in crossing:
+            self._publish_request(plan.decode[i], plan.decode_starts[i] + 1)
         for piece in plan.prefill:
             self._publish_request(piece.request, piece.start + piece.n)
             for fork in piece.forks:
