@@ -12,11 +12,10 @@ from megatron_infer.schedule.params import SamplingParams
 
 MODEL = "smollm2"
 QUESTIONS = (
-    "Tell me the capital of France.",
+    "What is the capital of France?",
     "What is photosynthesis? Answer in one sentence.",
     "Write a haiku about the sea.",
 )
-"""Answered alike in bfloat16 and float32: this model's first token is a near tie for many others."""
 MISSING = f"""\
 The demo model cannot be loaded: {{error}}
 
