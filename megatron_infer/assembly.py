@@ -50,7 +50,7 @@ class Assembly:
         self.model, self.adopted, self.config, self.sizes, self.chosen = model, adopted, config, sizes, chosen
         self.name = name
         self.weight_version = 0
-        self.guard = WeightGuard(model.parameters())
+        self.guard = WeightGuard(model.parameters, checksum=chosen.checksum)
         self.intake: Intake
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
@@ -84,8 +84,7 @@ class Assembly:
 
     def weights_changed(self) -> None:
         """Rebuild derived copies and retire cached KV; nothing may be in flight."""
-        if self.chosen.packed is not None:
-            self.chosen.packed.refresh()
+        self.chosen.packed.pack(self.adopted.packable_weights())
         self.guard.accept()
         self.weight_version += 1
         self.scheduler.set_root(self.root())
@@ -137,8 +136,7 @@ def assemble(
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
     chosen = choose(where.torch, getattr(torch, shape.dtype), specs=adopted.specs, block_size=config.block_size_tokens)
-    if chosen.packed is not None:
-        chosen.packed.pack(adopted.packable_weights())
+    chosen.packed.pack(adopted.packable_weights())
     parts = Assembly(adopted.live, adopted, config=config, sizes=sizes, chosen=chosen, name=name)
     parts.context = DynamicInferenceContext(
         num_blocks=sizes.num_usable_blocks,

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 
-def content_sum(tensor: Tensor) -> int:
-    """Sum of a tensor's bits as wrapping integers: any one changed element changes it; runs at memory speed."""
-    flat = tensor.detach().reshape(-1)
-    for wide in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        if flat.numel() * flat.element_size() % wide.itemsize == 0:
-            return int(flat.view(wide).sum(dtype=torch.int64))
-    return 0  # an empty tensor
-
-
 class WeightGuard:
     """Compares weights with what they were when last accepted.
 
-    Three ways a live weight changes, and what tells: an in-place operation bumps `_version`; a re-pointed parameter
+    Four ways a live weight changes, and what tells: an in-place operation bumps `_version`; a re-pointed parameter
     moves `data_ptr`; writing through `.data` (as Megatron's mixed-precision optimizers do) does neither and only the
-    content tells. `moved` is cheap enough for every step, `changed` reads all weights once.
+    content tells; a replaced parameter object is another member of `weights()`. `moved` sees the first two and is
+    cheap enough for every step; `changed` sees all and reads all weights once, about what a decode step reads.
     """
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        unique = {id(weight): weight for weight in weights}
-        self._weights = list(unique.values())
-        self._versioned = [weight for weight in self._weights if not weight.is_inference()]
+    def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int]) -> None:
+        self._all, self._checksum = weights, checksum
+        self._weights: list[Tensor] = []
+        self._versioned: list[Tensor] = []
         self._versions: list[int] = []
         self._pointers: list[int] = []
         self._sums: list[int] = []
@@ -36,6 +28,9 @@ class WeightGuard:
 
     def accept(self) -> None:
         """Take the present weights as known."""
+        self._weights = self._present()
+        # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
+        self._versioned = [weight for weight in self._weights if not weight.is_inference()]
         self._versions = [weight._version for weight in self._versioned]
         self._pointers = [weight.data_ptr() for weight in self._weights]
         self._sums = self._content()
@@ -48,8 +43,13 @@ class WeightGuard:
 
     def changed(self) -> bool:
         """True when any weight differs from what was accepted, however it was written."""
+        if list(map(id, self._present())) != list(map(id, self._weights)):
+            return True
         return self.moved() or self._content() != self._sums
+
+    def _present(self) -> list[Tensor]:
+        return list({id(weight): weight for weight in self._all()}.values())
 
     @torch.no_grad()
     def _content(self) -> list[int]:
-        return [content_sum(weight) for weight in self._weights]
+        return [self._checksum(weight) for weight in self._weights]

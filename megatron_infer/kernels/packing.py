@@ -7,7 +7,6 @@ and the model knows nothing of it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -64,22 +63,15 @@ def unavailable(dtype: torch.dtype) -> str | None:
     return None
 
 
-def content_checksum(weight: Tensor) -> int:
-    """CRC-32 of the bytes of a CPU tensor; the fallback where no native checksum exists."""
-    return zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
-
-
 class PackedLinears:
-    """Packed copies of a set of weights: `get` on the hot path, `stale` once a step, `refresh` after an update.
+    """Packed copies of a set of weights: `pack` takes them, `get` finds one on the hot path.
 
-    Three ways a live weight changes, and what notices: an in-place operation bumps `_version`; assigning `.data` moves
-    `data_ptr`; writing through `.data` does neither and only `content_changed` sees it (one pass over all bytes). A
-    parameter object that is replaced is unknown here and runs unpacked until the next `pack`.
+    Whoever sees the weights change (forward.weights.WeightGuard) packs them again. A parameter object that is replaced
+    is unknown here and runs unpacked until then.
     """
 
     def __init__(
         self,
-        checksum: Callable[[Tensor], int] = content_checksum,
         *,
         layout: PackedLayout | None = None,
         reason: str | None = None,
@@ -87,13 +79,8 @@ class PackedLinears:
         self.layout = layout or ONEDNN
         self.reason = reason
         """Why nothing is ever packed here (`pack` then keeps no weight and linears run plain); None: packing works."""
-        self._checksum = checksum
         self._weights: list[Tensor] = []
-        self._tracked: list[Tensor] = []
         self._packed: dict[int, Tensor] = {}
-        self._pointers: list[int] = []
-        self._versions: list[int] = []
-        self._fingerprint = 0
         self.get: Callable[[int], Tensor | None] = self._packed.get
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
 
@@ -105,37 +92,10 @@ class PackedLinears:
             for weight in unique.values()
             if self.reason is None and weight.device.type == "cpu" and weight.ndim == 2 and self.layout.takes(weight)
         ]
-        # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
-        self._tracked = [weight for weight in self._weights if not weight.is_inference()]
-        self._packed.clear()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Pack every weight again from its present content."""
+        self._packed.clear()  # freed first: the peak stays at one extra set
         with torch.no_grad():
             for weight in self._weights:
-                self._packed.pop(id(weight), None)  # freed first: the peak stays at one extra weight
                 self._packed[id(weight)] = self.layout.pack(weight.detach())
-        self._versions = [weight._version for weight in self._tracked]
-        self._pointers = [weight.data_ptr() for weight in self._weights]
-        self._fingerprint = self.fingerprint()
-
-    def stale(self) -> bool:
-        """True when a weight was updated in place or re-pointed since the last pack; about 0.15 us a weight."""
-        return [weight._version for weight in self._tracked] != self._versions or [
-            weight.data_ptr() for weight in self._weights
-        ] != self._pointers
-
-    def content_changed(self) -> bool:
-        """True when any bit of a weight differs from what was packed, however it was written."""
-        return self.fingerprint() != self._fingerprint
-
-    def fingerprint(self) -> int:
-        """Checksum of the present bits of all packed weights, in order."""
-        total = 0
-        for weight in self._weights:
-            total = (total * 0x100000001B3 + self._checksum(weight)) & 0xFFFFFFFFFFFFFFFF
-        return total
 
     @property
     def num_weights(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
+from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
     PANELS,
     SUFFIXES,
@@ -53,6 +54,8 @@ class Chosen:
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
     sampling: NativeSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
+    checksum: Callable[[Tensor], int]
+    """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
 
     def table(self) -> str:
@@ -93,12 +96,11 @@ def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
 def _choose_linear(
     device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
 ) -> tuple[BackendChoice, packing.PackedLinears]:
-    checksum = packing.content_checksum if library is None else functools.partial(native_checksum, library)
     reasons: dict[str, str] = {}
     if library is not None:
         layout = panel_layout(library, dtype)
         if layout is not None:
-            return BackendChoice("linear", layout.name, {}), packing.PackedLinears(checksum, layout=layout)
+            return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
     if forced == "reference":
         reason: str | None = f"{BACKEND_VARIABLE}=reference"
@@ -106,7 +108,7 @@ def _choose_linear(
         reason = f"weights are on {device.type}"
     else:
         reason = packing.unavailable(dtype)
-    packed = packing.PackedLinears(checksum, reason=reason)
+    packed = packing.PackedLinears(reason=reason)
     if reason is None:
         return BackendChoice("linear", packed.layout.name, reasons), packed
     reasons[packed.layout.name] = reason
@@ -175,4 +177,13 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
         linear_row,
     ]
     sampling = None if library is None else NativeSampling(library)
-    return Chosen(ops=ops, attention=attention, packed=packed, argmax=argmax, sampling=sampling, rows=rows)
+    checksum = content_sum if library is None else functools.partial(native_checksum, library)
+    return Chosen(
+        ops=ops,
+        attention=attention,
+        packed=packed,
+        argmax=argmax,
+        sampling=sampling,
+        checksum=checksum,
+        rows=rows,
+    )

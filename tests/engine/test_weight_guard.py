@@ -1,0 +1,62 @@
+"""Changed weights are noticed, whichever way they were written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_infer.forward.weights import WeightGuard
+from megatron_infer.kernels.checksum import content_sum
+from megatron_infer.kernels.select import choose
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 32, bias=False), nn.LayerNorm(32))
+
+
+@pytest.fixture(params=["chosen here", "sum"])
+def guard(request, model) -> WeightGuard:
+    chosen = choose("cpu", torch.float32, specs=[], block_size=16)
+    return WeightGuard(model.parameters, checksum=content_sum if request.param == "sum" else chosen.checksum)
+
+
+def test_nothing_changed_is_no_change(guard, model):
+    model(torch.randn(2, 48))
+    assert not guard.moved() and not guard.changed()
+
+
+def test_an_optimizer_step_is_seen_at_every_step(guard, model):
+    model(torch.randn(4, 48)).square().sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    assert guard.moved() and guard.changed()
+    guard.accept()
+    assert not guard.moved() and not guard.changed()
+
+
+def test_a_write_through_data_is_seen_by_content_only(guard, model):
+    model[2].weight.data[3] += 1e-3
+    assert not guard.moved(), "version counters now see .data writes: the content check may be dropped"
+    assert guard.changed()
+
+
+def test_repointed_data_is_seen_at_every_step(guard, model):
+    model[0].weight.data = model[0].weight.data.clone()
+    assert guard.moved() and guard.changed()
+
+
+def test_a_replaced_parameter_is_seen(guard, model):
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    assert guard.changed()
+
+
+def test_weights_made_in_inference_mode_are_guarded_by_content():
+    with torch.inference_mode():
+        weight = torch.randn(16, 32)
+    guard = WeightGuard(lambda: [weight], checksum=content_sum)
+    assert not guard.changed()
+    with torch.inference_mode():
+        weight.add_(1)
+    assert guard.changed()
