@@ -334,7 +334,7 @@ def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: 
 
 
 def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:
-    """Raise NotImplementedError when a group of the collection has more than one member; None and groups of one pass."""
+    """Raise NotImplementedError when a group of the collection has several members; None and groups of one pass."""
     if groups is None:
         return
     wide = {name: group.size() for name, group in vars(groups).items() if hasattr(group, "size") and group.size() > 1}
