@@ -166,7 +166,9 @@ class DynamicInferenceEngine:
         flight = self._launch(plan, outputs) if plan.num_tokens else None
         self._commit_previous(outputs)
         self._previous = flight
-        if not self.config.overlap:
+        if not self.config.overlap or not len(
+            self.ledger
+        ):  # what was launched for requests that ended is let go at once
             self._commit_previous(outputs)
         if self.config.check_invariants:
             parts.context.check()
