@@ -67,14 +67,16 @@ class Assembly:
         """Root of the prefix-hash chain: KV of another model or of earlier weights can never match."""
         return root_digest(model=self.name, weight_version=self.weight_version)
 
-    def enter_inference(self, *, idle: bool) -> None:
-        """Before a step: modules in eval mode, derived copies true to the weights. idle: nothing is in flight."""
+    def enter_inference(self) -> None:
+        """Before a step: modules in eval mode."""
         if self.model.training:
             self._training = [module for module in self.model.modules() if module.training]
             self.model.eval()
-        fresh = idle and not self.scheduler.num_running and not self.scheduler.num_paused
-        if idle and (self.guard.changed() if fresh else self.guard.moved()):
-            self.weights_changed()
+
+    def weights_differ(self) -> bool:
+        """Whether weights changed since they were last accepted; their content is read only when nobody is running."""
+        fresh = not self.scheduler.num_running and not self.scheduler.num_paused
+        return self.guard.changed() if fresh else self.guard.moved()
 
     def leave_inference(self) -> None:
         """After the last step: the modules go back to the mode they were found in."""

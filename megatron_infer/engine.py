@@ -161,7 +161,10 @@ class DynamicInferenceEngine:
             parts.leave_inference()
             return outputs
         started = time.perf_counter()
-        parts.enter_inference(idle=self._previous is None)
+        parts.enter_inference()
+        if parts.weights_differ():
+            self._commit_previous(outputs)
+            parts.weights_changed()
         plan = parts.scheduler.schedule()
         flight = self._launch(plan, outputs) if plan.num_tokens else None
         self._commit_previous(outputs)
@@ -222,8 +225,9 @@ class DynamicInferenceEngine:
     def refresh_weights(self) -> None:
         """Say that weights changed in place: derived copies are rebuilt, KV of earlier weights is never matched again.
 
-        Running requests keep the KV they have. Happens on its own when the engine goes from idle to busy and finds
-        changed weights; call it when they change while requests are running.
+        Running requests keep the KV they have. Every step does this on its own when it finds parameters updated in
+        place or re-pointed, and the first step after idling when any bit of them changed; call it when weights were
+        written through `.data` while requests are running.
         """
         self.drain()
         self.parts.weights_changed()

@@ -57,10 +57,6 @@ class AdoptionError(ModelError):
         self.module_name, self.reason = module_name, reason
 
 
-class BackendError(InferenceError, RuntimeError):
-    """A kernel backend was asked for a shape or dtype it does not support."""
-
-
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Message for an unknown keyword, with the nearest known name when there is one."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -110,9 +110,6 @@ class Batch:
     def is_decode_only(self) -> bool:
         return self.meta.num_decode == self.meta.num_rows
 
-    def using_cuda_graph_this_step(self) -> bool:
-        return False
-
     def last_token_logits(self, hidden_1TD: Tensor) -> Tensor:
         """[1, T, D] -> the rows that draw a token, [S, D] (the second entry, GPTModel.forward)."""
         return hidden_1TD.squeeze(0).index_select(0, self.sample_token_S)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+_VERSION, _POINTER = attrgetter("_version"), Tensor.data_ptr
 
 
 class WeightGuard:
@@ -31,15 +34,16 @@ class WeightGuard:
         self._weights = self._present()
         # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
         self._versioned = [weight for weight in self._weights if not weight.is_inference()]
-        self._versions = [weight._version for weight in self._versioned]
-        self._pointers = [weight.data_ptr() for weight in self._weights]
+        self._versions = list(map(_VERSION, self._versioned))
+        self._pointers = list(map(_POINTER, self._weights))
         self._sums = self._content()
 
     def moved(self) -> bool:
         """True when a weight was updated in place or re-pointed since `accept`."""
-        return [w._version for w in self._versioned] != self._versions or [
-            w.data_ptr() for w in self._weights
-        ] != self._pointers
+        return (
+            list(map(_VERSION, self._versioned)) != self._versions
+            or list(map(_POINTER, self._weights)) != self._pointers
+        )
 
     def changed(self) -> bool:
         """True when any weight differs from what was accepted, however it was written."""

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.forward.weights import WeightGuard
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.select import choose
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
 
 
 @pytest.fixture
@@ -60,3 +64,32 @@ def test_weights_made_in_inference_mode_are_guarded_by_content():
     with torch.inference_mode():
         weight.add_(1)
     assert guard.changed()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("write", ["in place", "through data"])
+def test_weights_that_change_under_running_requests_reach_the_packed_copies(overlap, write):
+    """What runs on after an update is computed with the new weights: a request added then equals a fresh engine's."""
+    model = tiny_gpt(init_method_std=0.2, seed=5)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    settings = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_sequence_length": 64}
+    caching = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    engine = DynamicInferenceEngine(model, InferenceConfig(overlap=overlap, **settings, **caching))
+    prompt = list(range(5, 45))
+    old = engine.generate(prompt, params)[0].outputs[0].token_ids
+    engine.add_request(prompt, params, request_id="running")
+    for _ in range(4):
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.decoder.parameters():
+            (parameter.data if write == "through data" else parameter).mul_(-1.3)
+    if write == "through data":
+        engine.refresh_weights()
+    engine.add_request(prompt, params, request_id="new")
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    fresh = DynamicInferenceEngine(model, InferenceConfig(**settings)).generate(prompt, params)[0].outputs[0].token_ids
+    assert engine.stats().weight_version == 1
+    assert fresh != old and done["new"] == fresh
+    assert len(done["running"]) == 12 and done["running"][:3] == old[:3]
