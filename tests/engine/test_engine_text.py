@@ -103,3 +103,27 @@ def test_every_sample_of_a_group_stops_on_its_own(engine):
         at = before.text.find(stop)
         assert after.text == (before.text if at < 0 else before.text[:at])
         assert after.finish_reason == ("length" if at < 0 else "stop")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_drawn_after_the_stop_string_leaves_no_trace(model, tokenizer, overlap):
+    config = InferenceConfig(
+        buffer_size_gb=0.02,
+        block_size_tokens=16,
+        max_sequence_length=128,
+        max_requests=8,
+        overlap=overlap,
+        track_generated_token_events=True,
+    )
+    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer)
+    params = {"n": 3, "temperature": 1.2, "seed": 1, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
+    stop = engine.generate(PROMPT, SamplingParams(**params))[0].outputs[1].text[20:25]
+    output = engine.generate(PROMPT, SamplingParams(**params, stop=stop))[0]
+    assert len({len(sample.token_ids) for sample in output.outputs}) > 1  # one ends while the others go on
+    for sample in output.outputs:
+        events = [
+            e.payload["token"]
+            for e in output.events
+            if e.payload.get("sample") == sample.index and "token" in e.payload
+        ]
+        assert events == sample.token_ids and len(sample.logprobs) == len(sample.token_ids)
