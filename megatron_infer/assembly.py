@@ -89,7 +89,7 @@ class Assembly:
         self.chosen.packed.pack(self.adopted.packable_weights())
         self.guard.accept()
         self.weight_version += 1
-        self.scheduler.set_root(self.root())
+        self.scheduler.set_root(self.root(), version=self.weight_version)
         log.info("weights changed: version %d", self.weight_version)
 
     def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:

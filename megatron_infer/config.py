@@ -35,6 +35,7 @@ __all__ = [
     "KVCacheManagementMode",
     "MambaInferenceStateConfig",
     "ModelShape",
+    "PreemptionMode",
     "PrefixCachingCoordinatorPolicy",
     "PrefixCachingEvictionPolicy",
     "ResolvedSizes",
@@ -50,6 +51,8 @@ _E = TypeVar("_E", bound=Enum)
 
 CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 """KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
+CUDA_SWAP_GIB = 4.0
+"""Host memory there for evicted requests. On a CPU the pool is host memory already: more of it is better spent there."""
 CPU_STEP_TOKENS = 512
 """Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
 
@@ -87,6 +90,17 @@ class KVCacheManagementMode(str, Enum):
     """They move to host memory and come back."""
     RECOMPUTE = "recompute"
     """They are freed; running requests are computed again."""
+
+
+class PreemptionMode(str, Enum):
+    """How an evicted request gets its keys and values back."""
+
+    AUTO = "auto"
+    """Whichever is faster by the speeds measured, as far as the swap buffer has room."""
+    RECOMPUTE = "recompute"
+    """They are dropped and computed again."""
+    SWAP = "swap"
+    """They wait in host memory; recomputed only when the swap buffer is full."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +144,8 @@ class InferenceConfig:
     """GiB reserved for the KV cache on each rank, fractions allowed. Above 80 % of the memory that is free it is cut
     to 60 %, with a warning."""
     paused_buffer_size_gb: int | float | None = None
-    """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and recomputed
-    later. None: 0, every pause that cannot end at once evicts."""
+    """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and comes back
+    later (see preemption_mode). None: 0, every pause that cannot end at once evicts."""
     mamba_memory_ratio: float | None = None
     """Share of both buffers for recurrent states, between 0 and 1; hybrid models only. None: one state per KV block."""
     max_requests: int | None = None
@@ -141,7 +155,8 @@ class InferenceConfig:
     """Tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt needs
     enable_chunked_prefill."""
     unified_memory_level: int = 0
-    """0: cache in device memory. 1: in unified memory, the paused buffer then adds to the buffer."""
+    """0: cache in device memory. 1: in unified memory (on a CPU all memory is), and the paused buffer adds to the
+    buffer. Not together with kv_cache_management_mode="offload"."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
@@ -196,6 +211,12 @@ class InferenceConfig:
     logprobs_mode: str = "raw"
     """raw: logprobs of the model's distribution. processed: of the one sampled from, after penalties, temperature and
     filters."""
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
+    and swap act only with swap_buffer_size_gb above 0; auto then takes what is faster by measured speeds."""
+    swap_buffer_size_gb: int | float = 0
+    """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; taken as it is needed. 0:
+    evicted requests are recomputed."""
     check_invariants: bool = False
     """Prove the books (blocks, rows, references) after every step; for debugging, costs time."""
 
@@ -249,6 +270,7 @@ class InferenceConfig:
                 max_sequence_length=self.max_sequence_length,
                 chunked_prefill=self.enable_chunked_prefill,
                 tensor_parallel_size=tensor_parallel_size,
+                unified_memory=self.unified_memory_level > 0,
                 buffer_note=note or "",
             ),
         )
@@ -268,6 +290,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "kv_cache_management_mode": KVCacheManagementMode,
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
     "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
+    "preemption_mode": PreemptionMode,
 }
 _AT_LEAST: dict[str, tuple[int, bool]] = {
     "block_size_tokens": (1, False),
@@ -285,12 +308,9 @@ _BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if isinstance(defa
 LOGPROBS_MODES = ("raw", "processed")
 _NEEDS: dict[str, str] = {
     "mamba_memory_ratio": "the recurrent-state store of the hybrid-model issue",
-    "unified_memory_level": "the unified-memory allocator of the suspend/resume issue",
-    "kv_cache_management_mode": "the suspend/resume issue (offload and recompute of the cache)",
     "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
     "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
     "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
-    "static_kv_memory_pointers": "the suspend/resume issue (address-stable allocators)",
     "mamba_inference_state_config": "the recurrent-state store of the hybrid-model issue",
     "prefix_caching_coordinator_policy": "the data-parallel coordinator issue",
     "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
@@ -309,7 +329,7 @@ def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
     if is_cuda:
-        return common
+        return common | {"swap_buffer_size_gb": CUDA_SWAP_GIB}
     return common | {
         "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
         "block_size_tokens": 64,
@@ -325,6 +345,8 @@ def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: 
         base.pop("prefix_caching_eviction_policy")
     if asked.get("enable_chunked_prefill") is False:
         base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
+    if asked.get("preemption_mode") == PreemptionMode.RECOMPUTE:
+        base.pop("swap_buffer_size_gb", None)
     requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
     if isinstance(tokens, int) and "max_requests" in base:
         base["max_requests"] = min(base["max_requests"], tokens)
@@ -377,6 +399,13 @@ def _check_values(config: InferenceConfig) -> None:
     _check_gigabytes(config)
     if config.unified_memory_level > 1:
         raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
+    if config.unified_memory_level == 1 and config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD:
+        raise ConfigError(
+            'unified_memory_level=1 excludes kv_cache_management_mode="offload": unified memory moves to the host by '
+            'itself when the device needs the room; take "persist"'
+        )
+    if config.preemption_mode is PreemptionMode.SWAP and not config.swap_buffer_size_gb:
+        raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
     if config.seed >= 2**64:
@@ -396,9 +425,9 @@ def _check_values(config: InferenceConfig) -> None:
 
 
 def _check_gigabytes(config: InferenceConfig) -> None:
-    for name, allow_zero in (("buffer_size_gb", False), ("paused_buffer_size_gb", True)):
+    for name, allow_zero in (("buffer_size_gb", False), ("paused_buffer_size_gb", True), ("swap_buffer_size_gb", True)):
         value = getattr(config, name)
-        if value is None and allow_zero:
+        if value is None and name == "paused_buffer_size_gb":
             continue
         if not (_is_int(value) or isinstance(value, float)):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
@@ -446,6 +475,11 @@ def _warn_without_effect(config: InferenceConfig) -> None:
             and not config.enable_prefix_caching,
             f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
             "enable_prefix_caching=True, which is off: nothing is cached",
+        ),
+        (
+            config.preemption_mode is PreemptionMode.RECOMPUTE and bool(config.swap_buffer_size_gb),
+            f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
+            'preemption_mode="recompute": nothing is swapped',
         ),
         (
             config.metrics_writer is not None and config.logging_step_interval == 0,

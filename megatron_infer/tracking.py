@@ -134,9 +134,9 @@ class Group:
         finished = self.finished
         leader = self.samples[0].request
         self.metrics.num_output_tokens = sum(sample.request.num_output for sample in self.samples)
-        self.metrics.num_pauses = sum(sample.request.num_pauses for sample in self.samples)
-        self.metrics.num_evictions = sum(sample.request.num_evictions for sample in self.samples)
-        self.metrics.num_cached_tokens = leader.cached_tokens
+        self.metrics.num_pauses = sum(sample.request.history.num_pauses for sample in self.samples)
+        self.metrics.num_evictions = sum(sample.request.history.num_evictions for sample in self.samples)
+        self.metrics.num_cached_tokens = leader.history.cached_tokens
         if finished and self.metrics.finished_time is None:
             self.metrics.finished_time = time.monotonic()
         return RequestOutput(
@@ -147,7 +147,7 @@ class Group:
             outputs=[sample.output(self.mode) for sample in self.samples],
             finished=finished,
             metrics=self.metrics,
-            num_cached_tokens=leader.cached_tokens,
+            num_cached_tokens=leader.history.cached_tokens,
             events=self.events,
             error=self.error,
         )

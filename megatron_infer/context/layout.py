@@ -237,6 +237,8 @@ class SizingRequest:
     max_sequence_length: int
     chunked_prefill: bool
     tensor_parallel_size: int
+    unified_memory: bool = False
+    """The paused buffer adds to the buffer instead of being a part of it."""
     buffer_note: str = ""
 
 
@@ -257,10 +259,15 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
         "block_size": "block_size_tokens",
         "block_bytes": f"{shape.kv_dtype_bytes} B x 2 (K, V) x {shape.num_attention_layers} attention layers "
         f"x {size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
-        "num_blocks": f"{ask.buffer_bytes:,} bytes // block_bytes, the last is the dummy block"
+        "num_blocks": f"{ask.buffer_bytes:,} bytes // block_bytes"
+        + (f" + {paused:,} of the paused buffer (unified memory)" if ask.unified_memory else "")
+        + ", the last is the dummy block"
         + (f"; {ask.buffer_note}" if ask.buffer_note else ""),
         "num_usable_blocks": f"num_blocks - 1: {usable * size:,} tokens",
-        "paused_block_limit": f"{ask.paused_bytes:,} bytes (paused_buffer_size_gb, part of the buffer) // block_bytes",
+        "paused_block_limit": f"{ask.paused_bytes:,} bytes (paused_buffer_size_gb, "
+        + ("on top" if ask.unified_memory else "part")
+        + " of the buffer) // block_bytes: what paused requests may keep, shared with the others otherwise; beyond it "
+        "they are evicted",
         "max_sequence_length": "as configured"
         if max_sequence_length == ask.max_sequence_length
         else f"the model's positions; {ask.max_sequence_length:,} were asked for",
@@ -322,6 +329,8 @@ def _pool(ask: SizingRequest, block_bytes: int) -> tuple[int, int]:
             f"one block of {ask.block_size} tokens takes {block_bytes:,} and a dummy block is kept beside it: at least "
             f"{needed:,} are needed; set buffer_size_gb >= {smallest:.6f} or lower block_size_tokens"
         )
+    if ask.unified_memory:
+        return split.num_blocks + split.paused_blocks, split.paused_blocks
     if split.paused_blocks > split.num_blocks - MIN_POOL_BLOCKS:
         raise ConfigError(
             f"paused_buffer_size_gb would let paused requests keep {split.paused_blocks:,} of {split.num_blocks:,} "

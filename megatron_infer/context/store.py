@@ -33,6 +33,16 @@ class StateStore:
     def num_bytes(self) -> int:
         return self.kv_cache.numel() * self.kv_cache.element_size()
 
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of blocks on the host, [len(blocks), layers, 2, B, K, H]."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.kv_cache.device)
+        return self.kv_cache.index_select(2, index).permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        """Put what `read_blocks` gave (same layout) into `blocks`."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.kv_cache.device)
+        self.kv_cache.index_copy_(2, index, content.to(self.kv_cache.device).permute(1, 2, 0, 3, 4, 5))
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
         if not pairs:

@@ -117,7 +117,7 @@ class PromptPlanner:
             lease, copy = forked
             if copy is not None:
                 draft.copies.append(copy)
-            self._roster.enter(child, lease, forked=True)
+            self._roster.enter(child, lease, forked_from=leader)
             self._roster.begin_decoding(child)
             child.in_flight += 1
         return tuple(siblings)

@@ -52,7 +52,7 @@ class WaitingQueue:
         """Insert an evicted request before all that were never evicted, among the evicted by arrival."""
         line = self.line
         index = 0
-        while index < len(line) and line[index].num_evictions and line[index].arrival < request.arrival:
+        while index < len(line) and line[index].history.num_evictions and line[index].arrival < request.arrival:
             index += 1
         line.insert(index, request)
 
@@ -75,7 +75,7 @@ class WaitingQueue:
         first, *others = siblings
         line = self.line
         index = len(line)
-        while index and not line[index - 1].num_evictions and line[index - 1].arrival > first.arrival:
+        while index and not line[index - 1].history.num_evictions and line[index - 1].arrival > first.arrival:
             index -= 1
         line.insert(index, first)
         if others:

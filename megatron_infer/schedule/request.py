@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_infer.context.context import Lease
@@ -23,6 +23,54 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class VersionSpan(NamedTuple):
+    """A run of output tokens drawn under the same weights from keys and values of the same weights."""
+
+    first_token: int
+    """Index into the output; the span ends where the next one begins."""
+    policy_version: int
+    """Version of the weights that drew the tokens."""
+    kv_version_min: int
+    """Oldest and newest weights that any key or value attended to was computed with."""
+    kv_version_max: int
+
+
+@dataclass(slots=True)
+class History:
+    """What has happened to a request so far; none of it decides what it draws."""
+
+    cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache or a fork at the latest admission."""
+    num_pauses: int = 0
+    num_evictions: int = 0
+    """Times it lost its memory: recomputed or swapped in later."""
+    num_swaps: int = 0
+    """Evictions after which its keys and values came back from host memory."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """The last one may begin at a token that is not drawn yet."""
+
+    def computed_anew(self, version: int, first_token: int) -> None:
+        """From output token `first_token` on everything it attends to is computed with the weights of `version`."""
+        self._mark(VersionSpan(first_token, version, version, version))
+
+    def goes_on_with(self, version: int, first_token: int) -> None:
+        """From output token `first_token` on it is drawn with `version` and keeps the keys and values it has."""
+        last = self.spans[-1]
+        self._mark(
+            VersionSpan(first_token, version, min(last.kv_version_min, version), max(last.kv_version_max, version))
+        )
+
+    def forked(self, leader: History, first_token: int) -> None:
+        """From output token `first_token` on it attends to what `leader` has computed."""
+        self._mark(leader.spans[-1]._replace(first_token=first_token))
+
+    def _mark(self, span: VersionSpan) -> None:
+        if self.spans and self.spans[-1].first_token == span.first_token:
+            self.spans.pop()
+        if not self.spans or self.spans[-1][1:] != span[1:]:
+            self.spans.append(span)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,10 +100,7 @@ class Request:
     in_flight: int = 0
     arrival: int = -1
     """Order of `Scheduler.add`, given by the scheduler: smaller is older."""
-    cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache or a fork at the latest admission."""
-    num_pauses: int = 0
-    num_evictions: int = 0
+    history: History = field(default_factory=History)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -53,8 +53,11 @@ class Roster:
         stats: SchedulerStats,
         *,
         paused_block_limit: int,
+        version: int,
         on_event: EventHook | None,
     ) -> None:
+        self.version = version
+        """Of the weights that steps planned from now on compute with."""
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []
         self.paused: list[Request] = []
@@ -77,19 +80,23 @@ class Roster:
 
     # ------------------------------------------------------------------ coming and going
 
-    def enter(self, request: Request, lease: Lease, *, forked: bool = False) -> None:
+    def enter(self, request: Request, lease: Lease, *, forked_from: Request | None = None) -> None:
         """Take in a request with a fresh lease; it prefills what is not cached."""
-        request.lease, request.scheduled, request.cached_tokens = lease, lease.cached, lease.cached
+        request.lease, request.scheduled, request.history.cached_tokens = lease, lease.cached, lease.cached
         request.status = Status.RUNNING
+        if forked_from is None:
+            request.history.computed_anew(self.version, request.num_output)
+        else:
+            request.history.forked(forked_from.history, request.num_output)
         insort(self.prefilling, request, key=arrival_of)
         stats = self._stats
         stats.admitted += 1
-        if forked:
+        if forked_from is not None:
             stats.forked += 1
         elif lease.cached:
             stats.prefix_hits += 1
             stats.prefix_hit_tokens += lease.cached
-        self.emit(request, "admit", cached_tokens=lease.cached, forked=forked)
+        self.emit(request, "admit", cached_tokens=lease.cached, forked=forked_from is not None)
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is planned: from here on it takes one token a step."""
@@ -124,7 +131,7 @@ class Roster:
         assert request.lease is not None
         self.take_off(request)
         request.status = Status.PAUSED
-        request.num_pauses += 1
+        request.history.num_pauses += 1
         insort(self.paused, request, key=arrival_of)
         self._stats.paused += 1
         self.emit(request, "pause", num_blocks=len(request.lease.blocks), num_tokens=request.scheduled)
@@ -133,7 +140,7 @@ class Roster:
         assert request.lease is not None
         num_blocks, num_tokens = len(request.lease.blocks), request.scheduled
         self.start_over(request)
-        request.num_evictions += 1
+        request.history.num_evictions += 1
         self._queue.put_back(request)
         self._stats.evicted += 1
         self.emit(request, "evict", num_blocks=num_blocks, num_tokens=num_tokens)

@@ -34,6 +34,7 @@ class Scheduler:
         chunked_prefill: bool,
         paused_block_limit: int,
         root: bytes,
+        version: int = 0,
         on_event: EventHook | None = None,
     ) -> None:
         assert max_tokens >= 1, f"max_tokens {max_tokens}"
@@ -42,7 +43,14 @@ class Scheduler:
         self.root = root
         self.stats = SchedulerStats()
         self.queue = WaitingQueue()
-        self.roster = Roster(context, self.queue, self.stats, paused_block_limit=paused_block_limit, on_event=on_event)
+        self.roster = Roster(
+            context,
+            self.queue,
+            self.stats,
+            paused_block_limit=paused_block_limit,
+            version=version,
+            on_event=on_event,
+        )
         self._prompts = PromptPlanner(
             context, self.queue, self.roster, max_tokens=max_tokens, chunked_prefill=chunked_prefill
         )
@@ -89,12 +97,15 @@ class Scheduler:
             self.queue.stand_in_line(self.queue.take_siblings(request))
         self._end(request, reason, stop_reason)
 
-    def set_root(self, root: bytes) -> None:
-        """Publish and match under `root` from now on: the weights changed. Nothing may be in flight.
+    def set_root(self, root: bytes, *, version: int) -> None:
+        """Publish and match under `root` from now on: the weights changed, to `version`. Nothing may be in flight.
 
         Who holds a lease keeps its KV, and publishes no more: its blocks mix weights, whatever root comes later.
         """
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
+        self.roster.version = version
+        for request in self.roster.live():
+            request.history.goes_on_with(version, request.num_output)
         if root == self.root:
             return
         self.root = root

@@ -43,6 +43,8 @@ OURS = {
     "overlap": ("bool", False),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
+    "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
+    "swap_buffer_size_gb": ("int | float", 0),
     "check_invariants": ("bool", False),
 }
 ENUMS = {
@@ -52,6 +54,7 @@ ENUMS = {
         "FIRST_PREFIX_BLOCK": "first_prefix_block",
         "ROUND_ROBIN": "round_robin",
     },
+    config.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }
 

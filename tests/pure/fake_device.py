@@ -114,6 +114,10 @@ class FakeDevice:
         assert [entry and entry[:2] for entry in entries] == expected, f"{request.id}: wrong cache content"
         if request.lease.root == root:
             assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
+        kv_versions = [entry[2] for entry in entries]
+        assert request.history.spans[-1][1:] == (version, min(kv_versions), max(kv_versions)), (
+            f"{request.id}: {request.history.spans} claims other weights than {kv_versions} under {version}"
+        )
         return expected[-1][1]
 
     def _flat(self, row, position):
@@ -157,6 +161,7 @@ class World:
             chunked_prefill=self.chunked,
             paused_block_limit=self.paused_limit,
             root=self.root(),
+            version=self.version,
             on_event=self._on_event,
         )
 
@@ -241,7 +246,7 @@ class World:
         """Weights change between steps (perhaps back to former ones); the running keep their cache or start over."""
         self.commit_previous()
         self.version = self.version + 1 if version is None else version
-        self.scheduler.set_root(self.root())
+        self.scheduler.set_root(self.root(), version=self.version)
         if not keep:
             self.scheduler.requeue_all()
             assert self.context.num_free_rows == self.num_rows
@@ -312,8 +317,8 @@ class World:
             expected += (piece.request, *piece.forks) if piece.samples else ()
             known = len(piece.request.tokens)
             assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
-            assert piece.first == (piece.start == piece.request.cached_tokens)
-            whole = known - piece.request.cached_tokens
+            assert piece.first == (piece.start == piece.request.history.cached_tokens)
+            whole = known - piece.request.history.cached_tokens
             assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)

@@ -79,20 +79,20 @@ WRONG = [
     ("seed", 2**64, "limit is 2\\*\\*64 - 1"),
     ("seed", None, "integer"),
     ("logprobs_mode", "rawe", "did you mean 'raw'"),
+    ("preemption_mode", "swp", "did you mean 'swap'"),
+    ("preemption_mode", "swap", "swap_buffer_size_gb above 0"),
+    ("swap_buffer_size_gb", -1, "finite number of 0 or more"),
+    ("swap_buffer_size_gb", None, "number of GiB"),
     ("check_invariants", None, "True or False"),
 ]
 LATER = [
     ("mamba_memory_ratio", 0.5, "hybrid"),
     ("mamba_inference_state_config", MambaInferenceStateConfig(["M"], (4, 4), (4, 4)), "hybrid"),
-    ("unified_memory_level", 1, "unified-memory"),
-    ("kv_cache_management_mode", "offload", "suspend/resume"),
-    ("kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE, "suspend/resume"),
     ("num_cuda_graphs", 16, "CUDA graph"),
     ("num_cuda_graphs", -1, "CUDA graph"),
     ("cuda_graph_mixed_prefill_count", None, "CUDA graph"),
     ("cuda_graph_mixed_prefill_count", 8, "CUDA graph"),
     ("use_cuda_graphs_for_non_decode_steps", False, "CUDA graph"),
-    ("static_kv_memory_pointers", True, "suspend/resume"),
     ("use_flashinfer_fused_rope", True, "FlashInfer"),
     ("prefix_caching_coordinator_policy", "round_robin", "coordinator"),
     ("request_metadata_types", [], "metadata"),
@@ -118,6 +118,16 @@ def test_unknown_field_is_refused_with_the_nearest():
         InferenceConfig(blok_size_tokens=16)
     with pytest.raises(ConfigError, match="did you mean 'block_size_tokens'"):
         InferenceConfig.from_dict({"blok_size_tokens": 16})
+
+
+def test_unified_memory_excludes_offload_and_adds_the_paused_buffer():
+    with pytest.raises(ConfigError, match="excludes kv_cache_management_mode"):
+        InferenceConfig(unified_memory_level=1, kv_cache_management_mode="offload")
+    one = InferenceConfig(buffer_size_gb=1, paused_buffer_size_gb=0.5).resolve(SHAPE)
+    two = InferenceConfig(buffer_size_gb=1, paused_buffer_size_gb=0.5, unified_memory_level=1).resolve(SHAPE)
+    assert two.paused_block_limit == one.paused_block_limit > 0
+    assert two.num_blocks == one.num_blocks + one.paused_block_limit
+    assert "unified memory" in two.how["num_blocks"]
 
 
 def test_requests_beyond_tokens_are_refused_at_once():

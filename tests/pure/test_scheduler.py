@@ -142,7 +142,7 @@ def test_request_grows_in_place_while_blocks_last():
     world = World(num_blocks=20, block_size=2)
     request = world.add(endless("a", 3, 30))
     world.drain()
-    assert request.num_pauses == 0 and world.kinds() == ["admit", "finish"]
+    assert request.history.num_pauses == 0 and world.kinds() == ["admit", "finish"]
 
 
 def test_exact_fit_finishes_without_pause():
@@ -150,7 +150,7 @@ def test_exact_fit_finishes_without_pause():
     world = World(num_blocks=4, block_size=4)
     request = world.add(endless("a", 5, 12))
     world.drain()
-    assert len(request.tokens) == 17 and request.num_pauses == 0
+    assert len(request.tokens) == 17 and request.history.num_pauses == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -256,7 +256,7 @@ def test_past_the_paused_limit_the_youngest_is_evicted(overlap):
     evicted = [name for name, kind, _ in world.events if kind == "evict"]
     assert evicted and set(evicted) == {"c"}
     request = world.requests[2]
-    assert request.num_evictions == len(evicted)
+    assert request.history.num_evictions == len(evicted)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -343,7 +343,7 @@ def test_siblings_share_one_prefill():
     assert piece.forks == leader.siblings and piece.samples and plan.num_tokens == 10
     assert list(plan.sampled) == [leader, *leader.siblings]
     assert len(plan.copies) == 3 and {source for source, _ in plan.copies} == {leader.lease.blocks[2]}
-    assert all(child.scheduled == 10 and child.cached_tokens == 10 for child in leader.siblings)
+    assert all(child.scheduled == 10 and child.history.cached_tokens == 10 for child in leader.siblings)
     assert world.context.num_free_blocks == 32 - (3 + 3)
     world.drain()
     assert world.device.num_computed == 10 + 4 * 5
@@ -425,7 +425,7 @@ def test_later_request_hits_what_an_earlier_one_computed_and_generated():
     world.drain()
     again = world.add(make_request("b", first.tokens, 2, stop_ids=NEVER))
     world.drain()
-    assert again.cached_tokens == 16, "17 of 18 tokens were computed: 4 full blocks"
+    assert again.history.cached_tokens == 16, "17 of 18 tokens were computed: 4 full blocks"
     assert world.scheduler.stats.prefix_hits == 1 and world.scheduler.stats.prefix_hit_tokens == 16
 
 
@@ -435,12 +435,12 @@ def test_prompt_logprobs_forbid_a_hit_until_a_token_is_drawn():
     world.drain()
     request = world.add(endless("b", 10, 8, cacheable=False))
     world.step()
-    assert request.cached_tokens == 0
+    assert request.history.cached_tokens == 0
     world.step()
     world.commit_previous()
     world.scheduler.requeue_all()
     world.step()
-    assert request.cached_tokens > 0
+    assert request.history.cached_tokens > 0
     world.drain()
 
 
@@ -454,7 +454,7 @@ def test_new_weights_hit_nothing_old_and_old_leases_publish_nothing():
     assert cached == 2, "two full blocks were published before, none after"
     request = world.add(endless("b", 10, 1))
     world.drain()
-    assert request.cached_tokens == 0
+    assert request.history.cached_tokens == 0
 
 
 def test_weights_that_come_back_do_not_bring_back_mixed_leases():
@@ -474,7 +474,7 @@ def test_set_root_with_a_step_in_flight_is_caught():
     world.add(endless("a", 10, 20))
     world.step()
     with pytest.raises(AssertionError, match="in flight"):
-        world.scheduler.set_root(b"new")
+        world.scheduler.set_root(b"new", version=1)
     with pytest.raises(AssertionError, match="in flight"):
         world.scheduler.requeue_all()
 
@@ -516,8 +516,8 @@ def test_events_agree_with_the_counters_and_the_requests():
     kinds = world.kinds()
     counts = (stats.admitted, stats.paused, stats.resumed, stats.evicted, stats.finished)
     assert tuple(map(kinds.count, ("admit", "pause", "resume", "evict", "finish"))) == counts
-    assert stats.paused == sum(request.num_pauses for request in world.requests)
-    assert stats.evicted == sum(request.num_evictions for request in world.requests)
+    assert stats.paused == sum(request.history.num_pauses for request in world.requests)
+    assert stats.evicted == sum(request.history.num_evictions for request in world.requests)
     assert stats.decode_tokens + stats.prefill_tokens == world.device.num_computed
     assert stats.as_dict()["finished"] == 3
 
@@ -565,6 +565,6 @@ def test_evicted_requests_wait_by_arrival_ahead_of_the_others():
     queue.append(requests[1])
     queue.append(requests[4])
     for index in (2, 3, 0):
-        requests[index].num_evictions = 1
+        requests[index].history.num_evictions = 1
         queue.put_back(requests[index])
     assert names(queue.line) == ["r0", "r2", "r3", "r1", "r4"]
