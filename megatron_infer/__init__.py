@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron_infer.config import InferenceConfig as InferenceConfig
     from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
     from megatron_infer.config import MambaInferenceStateConfig as MambaInferenceStateConfig
-    from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config import PreemptionMode as PreemptionMode
+    from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from megatron_infer.llm import LLM as LLM

@@ -52,7 +52,7 @@ _E = TypeVar("_E", bound=Enum)
 CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 """KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
 CUDA_SWAP_GIB = 4.0
-"""Host memory there for evicted requests. On a CPU the pool is host memory already: more of it is better spent there."""
+"""Host memory there for evicted requests. On a CPU the pool is host memory already: a larger pool does more."""
 CPU_STEP_TOKENS = 512
 """Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
 

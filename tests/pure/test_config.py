@@ -14,7 +14,6 @@ import pytest
 from megatron_infer.config import (
     ConfigWarning,
     InferenceConfig,
-    KVCacheManagementMode,
     MambaInferenceStateConfig,
     ModelShape,
     PrefixCachingEvictionPolicy,
