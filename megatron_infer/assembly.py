@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -18,11 +19,13 @@ from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
+from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.runner import ModelRunner
-from megatron_infer.forward.weights import WeightGuard
+from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
@@ -32,6 +35,12 @@ from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.scheduler import Scheduler
 
 log = logging.getLogger("megatron_infer")
+
+Tick = Callable[[str], None]
+
+
+def _no_tick(what: str) -> None:
+    """For work without a deadline."""
 
 
 class Assembly:
@@ -45,12 +54,18 @@ class Assembly:
         config: InferenceConfig,
         sizes: ResolvedSizes,
         chosen: Chosen,
+        device: Device,
         name: str,
+        owns_weights: bool,
     ) -> None:
         self.model, self.adopted, self.config, self.sizes, self.chosen = model, adopted, config, sizes, chosen
         self.name = name
+        self.device = device
         self.weight_version = 0
-        self.guard = WeightGuard(model.parameters, checksum=chosen.checksum)
+        self._num_updates = 0
+        self.guard = WeightGuard(self._weights, checksum=chosen.checksum)
+        self.derived = DerivedCaches()
+        self.shelf = WeightShelf(self._weights, pinned=True) if owns_weights and device.is_cuda else None
         self.intake: Intake
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
@@ -64,8 +79,11 @@ class Assembly:
         return self.adopted.shape
 
     def root(self) -> bytes:
-        """Root of the prefix-hash chain: KV of another model or of earlier weights can never match."""
-        return root_digest(model=self.name, weight_version=self.weight_version)
+        """Root of the prefix-hash chain: KV of another model or of earlier weights can never match.
+
+        The count of updates is in it: a version label that is used a second time names other weights.
+        """
+        return root_digest(model=self.name, weight_version=self.weight_version, update=self._num_updates)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
@@ -73,24 +91,61 @@ class Assembly:
             self._training = [module for module in self.model.modules() if module.training]
             self.model.eval()
 
-    def weights_differ(self) -> bool:
-        """Whether weights changed since they were last accepted; their content is read only when nobody is running."""
-        fresh = not self.scheduler.num_running and not self.scheduler.num_paused
-        return self.guard.changed() if fresh else self.guard.moved()
-
     def leave_inference(self) -> None:
         """After the last step: the modules go back to the mode they were found in."""
         for module in self._training:
             module.training = True
         self._training = []
 
-    def weights_changed(self) -> None:
-        """Rebuild derived copies and retire cached KV; nothing may be in flight."""
-        self.chosen.packed.pack(self.adopted.packable_weights())
+    # ------------------------------------------------------------------ weights
+
+    def weights_differ(self) -> bool:
+        """Whether weights changed since they were last accepted; their content is read only when nobody is running."""
+        fresh = not self.scheduler.num_running and not self.scheduler.num_paused
+        return self.guard.changed() if fresh else self.guard.moved()
+
+    def accept_weights(self, version: int, tick: Tick = _no_tick) -> None:
+        """The weights are `version` now: rebuild derived copies and retire cached KV; nothing may be in flight."""
+        if not self.derived.is_released:  # else the resume rebuilds them
+            self.derived.refresh(tick)
+        tick("the weights' checksums")
         self.guard.accept()
-        self.weight_version += 1
-        self.scheduler.set_root(self.root(), version=self.weight_version)
-        log.info("weights changed: version %d", self.weight_version)
+        self.weight_version = version
+        self._num_updates += 1
+        self.scheduler.set_root(self.root(), version=version)
+        log.info("weights changed: version %d", version)
+        if self.config.check_invariants:
+            self.derived.verify()
+
+    def catch_up_with_weights(self, tick: Tick = _no_tick) -> None:
+        """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released."""
+        if self.guard.changed():
+            self.accept_weights(self.weight_version + 1, tick)
+        if self.derived.is_released:
+            self.derived.refresh(tick)
+
+    def lay_up_weights(self, transit: Transit) -> None:
+        """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
+        if self.shelf is not None and not self.shelf.num_bytes:
+            self.shelf.lay_up(transit.tick)
+            transit.undo("laying up the weights", partial(self.shelf.take_down, _no_tick))
+
+    def take_down_weights(self, transit: Transit) -> None:
+        if self.shelf is not None and self.shelf.num_bytes:
+            self.shelf.take_down(transit.tick)
+            transit.undo("taking down the weights", partial(self.shelf.lay_up, _no_tick))
+
+    def shelf_bytes(self) -> int:
+        """Live weights on the host, moved there by a suspend."""
+        return 0 if self.shelf is None else self.shelf.num_bytes
+
+    def weight_bytes(self) -> int:
+        """What the live weights and the copies derived from them occupy."""
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self._weights()}
+        return sum(storages.values()) + self.derived.num_bytes
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return guarded_tensors(self.model)
 
     def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
@@ -128,6 +183,7 @@ def assemble(
     eos_ids: Sequence[int],
     device: str,
     name: str,
+    owns_weights: bool,
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
@@ -138,8 +194,16 @@ def assemble(
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
     chosen = choose(where.torch, getattr(torch, shape.dtype), specs=adopted.specs, block_size=config.block_size_tokens)
-    chosen.packed.pack(adopted.packable_weights())
-    parts = Assembly(adopted.live, adopted, config=config, sizes=sizes, chosen=chosen, name=name)
+    parts = Assembly(
+        adopted.live,
+        adopted,
+        config=config,
+        sizes=sizes,
+        chosen=chosen,
+        device=where,
+        name=name,
+        owns_weights=owns_weights,
+    )
     parts.context = DynamicInferenceContext(
         num_blocks=sizes.num_usable_blocks,
         block_size=config.block_size_tokens,
@@ -157,6 +221,7 @@ def assemble(
         on_event=on_event,
     )
     parts.runner = make_runner(adopted, config, sizes, chosen, where)
+    register_derived(parts)
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -167,6 +232,29 @@ def assemble(
     )
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
     return parts
+
+
+def register_derived(parts: Assembly) -> None:
+    """Everything the engine itself derives from the weights; computed here for the first time."""
+    adopted, packed, builder = parts.adopted, parts.chosen.packed, parts.runner.builder
+    positions = parts.sizes.max_sequence_length
+    parts.derived.register(
+        DerivedCache(
+            name="packed weights",
+            refresh=lambda: packed.pack(adopted.packable_weights()),
+            differs=lambda: packed.differs(adopted.packable_weights()),
+            release=packed.clear,
+            num_bytes=lambda: packed.num_bytes,
+        )
+    )
+    parts.derived.register(
+        DerivedCache(
+            name="rotary tables",
+            refresh=lambda: builder.set_rotary(adopted.rotary_table(positions)),
+            differs=lambda: builder.rotary_differs(adopted.rotary_table(positions)),
+        )
+    )
+    parts.derived.refresh()
 
 
 def make_runner(

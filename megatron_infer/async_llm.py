@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import InferenceError, TransitionTimeout
 from megatron_infer.intake import Prompt
+from megatron_infer.lifecycle import DEFAULT_TIMEOUT_S
 from megatron_infer.llm import LLM
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.suspension import MemoryReport
 from megatron_infer.tracking import StreamMode
+
+_T = TypeVar("_T")
 
 
 class EngineStopped(InferenceError):
@@ -111,7 +115,7 @@ class EngineThread:
         """Apply queued commands, waiting for one while the engine is idle -> False when it is time to end."""
         while True:
             with self._wake:
-                while not self._commands and not self._stopping and not self.engine.has_unfinished():
+                while not self._commands and not self._stopping and not self.engine.can_step():
                     self._wake.wait()
                 if self._stopping:
                     return False
@@ -124,7 +128,7 @@ class EngineThread:
                     future.set_result(command())
                 except Exception as error:  # belongs to the caller of this command
                     future.set_exception(error)
-            if self.engine.has_unfinished():
+            if self.engine.can_step():
                 return True
 
 
@@ -169,6 +173,36 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> RequestOutput:
         """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
         return await asyncio.wrap_future(self._thread.abort(request_id))
+
+    async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        """Engine's pause() between two steps; streams stand still (keep, retract) or end (abort)."""
+        await self._control(lambda: self.llm.engine.pause(mode, timeout_s=timeout_s), timeout_s)
+
+    async def unpause(self, *, timeout_s: float | None = None) -> None:
+        await self._control(lambda: self.llm.engine.unpause(timeout_s=timeout_s), timeout_s)
+
+    async def suspend(
+        self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
+    ) -> MemoryReport:
+        """Engine's suspend() between two steps; streams stand still."""
+        return await self._control(lambda: self.llm.engine.suspend(mode, tags, timeout_s=timeout_s), timeout_s)
+
+    async def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
+        return await self._control(lambda: self.llm.engine.resume(tags, timeout_s=timeout_s), timeout_s)
+
+    async def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
+        await self._control(
+            lambda: self.llm.engine.set_weight_version(version, running, timeout_s=timeout_s), timeout_s
+        )
+
+    async def _control(self, command: Callable[[], _T], timeout_s: float | None) -> _T:
+        """Run a transition on the engine's thread; it must begin in the time it may take."""
+        future = self._thread.call(command)
+        waiting = asyncio.wrap_future(future)
+        limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        if not (await asyncio.wait({waiting}, timeout=limit))[0] and future.cancel():
+            raise TransitionTimeout(f"the engine did not get to it within {limit:g} s: it waits for the step under way")
+        return await waiting
 
     def shutdown(self) -> None:
         """End the engine's thread; requests under way get EngineStopped."""

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_infer.assembly import assemble
 from megatron_infer.config import InferenceConfig
-from megatron_infer.errors import DuplicateRequest, InferenceError, InvalidPrompt, UnknownRequest
-from megatron_infer.forward.runner import Flight
+from megatron_infer.controls import EngineControls
+from megatron_infer.errors import (
+    DuplicateRequest,
+    InferenceError,
+    InvalidPrompt,
+    UnknownRequest,
+)
 from megatron_infer.intake import Prompt, TextCodec, is_single_prompt
 from megatron_infer.ledger import Ledger
+from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.plan import Plan
-from megatron_infer.schedule.request import FinishReason
+from megatron_infer.step_loop import Listener, StepLoop
 from megatron_infer.tracking import StreamMode
-
-
-class Listener(Protocol):
-    """Told of every command and step (recording, metrics); must not change the engine."""
-
-    def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None: ...
-
-    def on_abort(self, request_id: str, step: int) -> None: ...
-
-    def on_step(self, step: int, outputs: list[RequestOutput]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +37,11 @@ class EngineStats:
     num_free_blocks: int
     num_blocks: int
     weight_version: int
+    state: str
     counters: dict[str, int]
 
 
-class FailedStep(InferenceError):
-    """A step's forward raised, or gave logits that are no numbers; carried by the requests it concerns."""
-
-
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(EngineControls):
     """Serves requests from a paged cache with a live megatron-core model; one thread drives it.
 
     The model is adopted in place (parameters, optimizer state and training path untouched). `step()` schedules, runs
@@ -67,8 +58,13 @@ class DynamicInferenceEngine:
         eos_ids: Sequence[int] | None = None,
         device: str = "auto",
         model_name: str = "model",
+        owns_weights: bool = False,
     ) -> None:
-        """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash."""
+        """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
+
+        owns_weights: nobody else uses the model, so that a suspend may move its parameters off a device. A model that
+        is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
+        """
         if eos_ids is None:
             eos_ids = () if tokenizer is None else tokenizer.eos_ids
         self.config = config if config is not None else InferenceConfig()
@@ -85,12 +81,13 @@ class DynamicInferenceEngine:
             eos_ids=eos_ids,
             device=device,
             name=model_name,
+            owns_weights=owns_weights,
             on_event=self.ledger.on_event,
         )
-        self.listeners: list[Listener] = []
-        self.num_steps = 0
-        self._previous: Flight | None = None
-        self._backlog: list[RequestOutput] = []
+        self.loop = StepLoop(
+            self.parts, self.ledger, overlap=self.config.overlap, check_invariants=self.config.check_invariants
+        )
+        super().__init__(self.parts, self.loop)
         self._ids = map(str, itertools.count())
 
     # ------------------------------------------------------------------ commands, effective between steps
@@ -137,51 +134,38 @@ class DynamicInferenceEngine:
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request wherever it stands -> what it has so far. Raises UnknownRequest."""
-        group = self.ledger.get(request_id)
-        if group is None:
+        if request_id not in self.ledger:
             raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
-        for sample in group.samples:
-            if sample.request.finish_reason is None:
-                self.parts.scheduler.abort(sample.request)  # a token still in flight is dropped
-                sample.close()
-        for listener in self.listeners:
-            listener.on_abort(request_id, self.num_steps)
-        return self.ledger.retire(group)
+        return self.loop.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """True while a request is unfinished or an output waits for the next step()."""
-        return bool(len(self.ledger) or self._backlog or self._previous is not None)
+        return bool(self.loop.backlog) or not self.loop.is_idle
+
+    def can_step(self) -> bool:
+        """True when step() has something to do: an output to hand out, or work in the RUNNING state."""
+        return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
+
+    @property
+    def num_steps(self) -> int:
+        return self.loop.num_steps
+
+    @property
+    def listeners(self) -> list[Listener]:
+        return self.loop.listeners
 
     # ------------------------------------------------------------------ the loop
     def step(self) -> list[RequestOutput]:
-        """One step -> outputs of the requests that have news, finished ones marked."""
-        outputs, self._backlog = self._backlog, []
-        parts = self.parts
-        if not len(self.ledger) and self._previous is None:
-            parts.leave_inference()
-            return outputs
-        started = time.perf_counter()
-        parts.enter_inference()
-        if parts.weights_differ():
-            self._commit_previous(outputs)
-            parts.weights_changed()
-        plan = parts.scheduler.schedule()
-        flight = self._launch(plan, outputs) if plan.num_tokens else None
-        self._commit_previous(outputs)
-        self._previous = flight
-        if not self.config.overlap or not len(
-            self.ledger
-        ):  # what was launched for requests that ended is let go at once
-            self._commit_previous(outputs)
-        if self.config.check_invariants:
-            parts.context.check()
-        self.num_steps += 1
-        for listener in self.listeners:
-            listener.on_step(self.num_steps, outputs)
-        parts.report(plan, time.perf_counter() - started, num_requests=len(self.ledger), step=self.num_steps)
-        if not len(self.ledger) and self._previous is None:
-            parts.leave_inference()
-        return outputs
+        """One step -> outputs of the requests that have news, finished ones marked.
+
+        While paused or suspended it hands out what waits (aborts, a step committed on the way) and raises WrongState
+        when nothing does.
+        """
+        if self.state is not EngineState.RUNNING:
+            if not self.loop.backlog:
+                self.lifecycle.require("step()", EngineState.RUNNING)
+            return self.loop.take_backlog()
+        return self.loop.step()
 
     def generate(
         self,
@@ -195,6 +179,7 @@ class DynamicInferenceEngine:
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
         of these finishes.
         """
+        self.lifecycle.require("generate()", EngineState.RUNNING)
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         wanted = self._params_for(batch, params)
         checked = [
@@ -217,24 +202,14 @@ class DynamicInferenceEngine:
                     if on_output is not None:
                         on_output(output)
         finally:
-            self._backlog = others + self._backlog
+            self.loop.backlog = others + self.loop.backlog
             for request_id in place:  # only after an interrupt: leave nothing of this call behind
                 self.abort(request_id)
         return [output for output in results if output is not None]
 
-    def refresh_weights(self) -> None:
-        """Say that weights changed in place: derived copies are rebuilt, KV of earlier weights is never matched again.
-
-        Running requests keep the KV they have. Every step does this on its own when it finds parameters updated in
-        place or re-pointed, and the first step after idling when any bit of them changed; call it when weights were
-        written through `.data` while requests are running.
-        """
-        self.drain()
-        self.parts.weights_changed()
-
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step()."""
-        self._commit_previous(self._backlog)
+        self.loop.drain()
 
     def stats(self) -> EngineStats:
         scheduler = self.parts.scheduler
@@ -247,49 +222,9 @@ class DynamicInferenceEngine:
             num_free_blocks=self.parts.context.num_free_blocks,
             num_blocks=self.parts.sizes.num_usable_blocks,
             weight_version=self.parts.weight_version,
+            state=self.state.value,
             counters=scheduler.stats.as_dict(),
         )
-
-    # ------------------------------------------------------------------ one step's parts
-    def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> Flight | None:
-        try:
-            flight = self.parts.runner.forward(plan, self.parts.context.take_table_writes())
-            self.parts.runner.sample(flight)
-            return flight
-        except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
-            self._commit_previous(outputs)
-            self._fail(
-                plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
-            )
-            return None
-        except BaseException:  # an interrupt: the step is undone, its requests are computed anew later
-            self._commit_previous(self._backlog)
-            self.parts.scheduler.cancel(plan)
-            raise
-
-    def _commit_previous(self, outputs: list[RequestOutput]) -> None:
-        """Read the step in flight, apply it, and append what it brought to `outputs`."""
-        flight, self._previous = self._previous, None
-        if flight is None:
-            return
-        plan, drawn, scheduler = flight.plan, flight.read(), self.parts.scheduler
-        broken = [plan.sampled[index] for index in drawn.bad]
-        for request in broken:
-            self.ledger.set_error(request, FailedStep("the model's logits are not finite; check its weights and dtype"))
-            scheduler.finish(request, FinishReason.ERROR)
-        alive = self.ledger.alive(plan)
-        ended = scheduler.commit(plan, drawn.result)
-        outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
-
-    def _fail(self, plan: Plan, error: InferenceError, outputs: list[RequestOutput]) -> None:
-        """End the requests of a step whose forward raised; everything else goes on."""
-        members = {r.id: r for r in (*plan.decode, *(p.request for p in plan.prefill), *plan.sampled)}
-        self.parts.scheduler.cancel(plan)
-        for request in members.values():
-            if request.finish_reason is None:
-                self.ledger.set_error(request, error)
-                self.parts.scheduler.finish(request, FinishReason.ERROR)
-        outputs.extend(self.ledger.close(members.values()))
 
     def _new_id(self) -> str:
         return next(i for i in self._ids if i not in self.ledger)

@@ -57,6 +57,26 @@ class AdoptionError(ModelError):
         self.module_name, self.reason = module_name, reason
 
 
+class WrongState(InferenceError, RuntimeError):
+    """A call that the engine's state does not allow; `state` is its name."""
+
+    def __init__(self, message: str, *, state: str) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class TransitionFailed(InferenceError, RuntimeError):
+    """A pause, suspend, resume or update that failed and was undone; the cause is its __cause__."""
+
+
+class TransitionTimeout(TransitionFailed, TimeoutError):
+    """A transition that did not end in the time allowed and was undone."""
+
+
+class StaleCache(InferenceError, RuntimeError):
+    """Something derived from the weights does not belong to the weights the model has now."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Message for an unknown keyword, with the nearest known name when there is one."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -33,6 +33,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def groups(self) -> list[Group]:
+        """Every open account, oldest first."""
+        return list(self._groups.values())
+
     def get(self, request_id: str) -> Group | None:
         return self._groups.get(request_id)
 

@@ -64,6 +64,7 @@ class LLM:
             eos_ids=plan.eos_ids,
             device=str(where.torch),
             model_name=source.name,
+            owns_weights=True,
         )
 
     def generate(

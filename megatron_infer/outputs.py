@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.schedule.request import VersionSpan
 
 
 @dataclass(slots=True)
@@ -60,6 +61,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     """None while running, else "stop", "length", "abort" or "error"."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Which weights drew which of all tokens so far (in delta mode too), and which weights' keys and values they
+    attended to: [(first_token, policy_version, kv_version_min, kv_version_max)]."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that matched; None for end of sequence."""
 

@@ -88,6 +88,7 @@ class Sample:
             cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
             logprobs=None if logprobs is None else list(logprobs),
             finish_reason=None if reason is None else reason.value,
+            spans=[span for span in request.history.spans if span.first_token < self._num_seen],
             stop_reason=request.stop_reason,
         )
 

@@ -10,9 +10,9 @@ DIGEST_SIZE = 16
 """Bytes. 128 bits: among 2**40 blocks the chance of one collision is 2**-49."""
 
 
-def root_digest(*, model: str, adapter: str = "", weight_version: int = 0, salt: str = "") -> bytes:
-    """First link of a chain: two roots are equal only if model, adapter, weight version and salt all are."""
-    parts = repr((model, adapter, weight_version, salt))  # repr quotes, so ("a", "bc") and ("ab", "c") differ
+def root_digest(*, model: str, adapter: str = "", weight_version: int = 0, update: int = 0, salt: str = "") -> bytes:
+    """First link of a chain: roots are equal only if model, adapter, version, count of updates and salt all are."""
+    parts = repr((model, adapter, weight_version, update, salt))  # repr quotes, so ("a", "bc") and ("ab", "c") differ
     return blake2b(parts.encode(), digest_size=DIGEST_SIZE).digest()
 
 

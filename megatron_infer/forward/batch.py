@@ -146,12 +146,34 @@ class BatchBuilder:
         self._block_size, self._max_blocks = block_size, max_blocks_per_row
         self._max_sequence_length = max_sequence_length
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
-        self._cos_PR = self._sin_PR = None
-        if rotary is not None:
-            self._cos_PR = rotary.cos_PR[:max_sequence_length].to(device.torch, dtype).contiguous()
-            self._sin_PR = rotary.sin_PR[:max_sequence_length].to(device.torch, dtype).contiguous()
+        self._dtype = dtype
+        self._cos_PR, self._sin_PR = self._cast(rotary)
         self._decode: list[Request] = []
         self._decode_rows = np.empty(0, dtype=np.int64)
+
+    def set_rotary(self, rotary: RotaryTable | None) -> None:
+        """Take these angles from now on: the model's changed."""
+        self._cos_PR, self._sin_PR = self._cast(rotary)
+
+    def rotary_differs(self, rotary: RotaryTable | None) -> str | None:
+        """What distinguishes the table in use from this one; None: nothing."""
+        cos_PR, sin_PR = self._cast(rotary)
+        pairs = (("cos", self._cos_PR, cos_PR), ("sin", self._sin_PR, sin_PR))
+        for name, have, want in pairs:
+            if (have is None) != (want is None) or (
+                have is not None and want is not None and not torch.equal(have, want)
+            ):
+                return name
+        return None
+
+    def _cast(self, rotary: RotaryTable | None) -> tuple[Tensor | None, Tensor | None]:
+        if rotary is None:
+            return None, None
+        cos_PR, sin_PR = (
+            table[: self._max_sequence_length].to(self._device.torch, self._dtype).contiguous()
+            for table in (rotary.cos_PR, rotary.sin_PR)
+        )
+        return cos_PR, sin_PR
 
     def build(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Batch:
         """Write, copy and gather; the batch is valid until the next build."""

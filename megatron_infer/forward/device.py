@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+"""glibc's; freed tensors below its mmap threshold stay with the process without it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,6 +43,25 @@ class Device:
         """Start copying `tensor` to the host; `HostRead.wait` gives it."""
         return HostRead(self, tensor)
 
+    def used_bytes(self) -> int:
+        """What is taken: of the device's memory by everyone (CUDA), or by this process (its resident set)."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info(self.torch)
+            return int(total - free)
+        try:
+            with open("/proc/self/statm", encoding="ascii") as line:
+                return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # not Linux: the peak is the only figure there
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+    def trim(self) -> None:
+        """Hand memory that was freed, but is kept for reuse, back to the system."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        elif _MALLOC_TRIM is not None:
+            _MALLOC_TRIM(0)
+
     def available_bytes(self) -> int:
         """Memory that can still be taken, by the system's own account."""
         if self.is_cuda:
@@ -63,6 +88,9 @@ class HostRead:
             self._event.record()
         else:
             self._host = tensor
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> Tensor:
         """The host tensor, once the device is done with it."""

@@ -60,6 +60,10 @@ class Flight:
         self._tokens, self._bad, self.logprobs = tokens, bad, logprobs
         self.logits_SV = None
 
+    def is_done(self) -> bool:
+        """Whether `read` would not have to wait."""
+        return all(part is None or part.is_done() for part in (self._tokens, self._bad))
+
     def read(self) -> Drawn:
         """Wait for the device and give the tokens."""
         if self._tokens is None or self._bad is None:
@@ -86,17 +90,17 @@ class ModelRunner:
         device: Device,
         ops: Ops,
     ) -> None:
-        self._model, self._store, self._builder = model, store, builder
+        self.store, self.builder, self._model = store, builder, model
         self._sampler, self._device, self._ops = sampler, device, ops
 
     @torch.inference_mode()
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Flight:
         """Enqueue the step's forward; logits exist only for the positions that draw a token."""
         self._set_rows(plan)
-        batch = self._builder.build(plan, table_writes)
+        batch = self.builder.build(plan, table_writes)
         flight = Flight(plan=plan, batch=batch)
         hidden_TD = self._model.hidden(batch)
-        self._store.copy_blocks(plan.copies)
+        self.store.copy_blocks(plan.copies)
         if plan.sampled:
             hidden_SD = (
                 hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
@@ -113,9 +117,9 @@ class ModelRunner:
         batch = flight.batch
         out = self._sampler.sample(
             flight.logits_SV,
-            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self._builder.token_pool),
+            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
         )
-        self._builder.store_drawn(batch, out.tokens_S)
+        self.builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out.logprobs)
 
     def _set_rows(self, plan: Plan) -> None:

@@ -2,11 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+
+def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
+    """What a model computes with and training may change: parameters, and the buffers that checkpoints hold (a
+    router's bias, say)."""
+    yield from model.parameters()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+class WeightShelf:
+    """Live weights put away on the host and taken back, in the same tensors: nobody's reference goes stale.
+
+    For an engine that owns its model on a device. Storages shrink to nothing meanwhile; addresses change.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, pinned: bool) -> None:
+        self._tensors, self._pinned = tensors, pinned
+        self._shelf: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host; 0 while the weights are in place."""
+        return sum(kept.numel() for _, kept in self._shelf)
+
+    @torch.no_grad()
+    def lay_up(self, tick: Callable[[str], None]) -> None:
+        """Copy all to the host, then free the device; an error before that leaves everything in place."""
+        assert not self._shelf, "the weights are laid up already"
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        shelf = []
+        for place, storage in enumerate(storages.values()):
+            tick(f"copying weights to the host, {place} of {len(storages)}")
+            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+            kept.copy_(_bytes_of(storage))
+            shelf.append((storage, kept))
+        for storage, _ in shelf:
+            storage.resize_(0)
+        self._shelf = shelf
+
+    @torch.no_grad()
+    def take_down(self, tick: Callable[[str], None]) -> None:
+        """Bring them back; an error (no memory) leaves them on the host and the device free."""
+        done = []
+        try:
+            for place, (storage, kept) in enumerate(self._shelf):
+                tick(f"copying weights back, {place} of {len(self._shelf)}")
+                storage.resize_(kept.numel())
+                done.append(storage)
+                _bytes_of(storage).copy_(kept)
+        except BaseException:
+            for storage in done:
+                storage.resize_(0)
+            raise
+        self._shelf = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 _VERSION, _POINTER = attrgetter("_version"), Tensor.data_ptr
 

@@ -87,15 +87,33 @@ class PackedLinears:
     def pack(self, weights: Iterable[Tensor]) -> None:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out."""
         unique = {id(weight): weight for weight in weights}
-        self._weights = [
-            weight
-            for weight in unique.values()
-            if self.reason is None and weight.device.type == "cpu" and weight.ndim == 2 and self.layout.takes(weight)
-        ]
+        self._weights = [weight for weight in unique.values() if self._takes(weight)]
         self._packed.clear()  # freed first: the peak stays at one extra set
         with torch.no_grad():
             for weight in self._weights:
                 self._packed[id(weight)] = self.layout.pack(weight.detach())
+
+    def clear(self) -> None:
+        """Give the copies back; linears run plain until the next `pack`."""
+        self._weights = []
+        self._packed.clear()
+
+    def differs(self, weights: Iterable[Tensor]) -> str | None:
+        """What distinguishes the copies from a fresh `pack(weights)`; None: nothing. Packs each weight once more."""
+        wanted = {id(weight): weight for weight in weights if self._takes(weight)}
+        if wanted.keys() != self._packed.keys():
+            return f"{len(wanted.keys() ^ self._packed.keys())} weights are packed or missing that should not be"
+        with torch.no_grad():
+            for place, (key, weight) in enumerate(wanted.items()):
+                have, want = self._packed[key], self.layout.pack(weight.detach())
+                if have.is_mkldnn:
+                    have, want = have.to_dense(), want.to_dense()
+                if not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
+                    return f"weight {place} of {len(wanted)}, {list(weight.shape)}"
+        return None
+
+    def _takes(self, weight: Tensor) -> bool:
+        return self.reason is None and weight.device.type == "cpu" and weight.ndim == 2 and self.layout.takes(weight)
 
     @property
     def num_weights(self) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.weights import WeightGuard
+from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.select import choose
 from megatron_infer.schedule.params import SamplingParams
@@ -54,6 +54,43 @@ def test_repointed_data_is_seen_at_every_step(guard, model):
 def test_a_replaced_parameter_is_seen(guard, model):
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     assert guard.changed()
+
+
+def test_a_buffer_that_checkpoints_hold_is_guarded_and_a_scratch_buffer_is_not(model):
+    model[0].register_buffer("expert_bias", torch.zeros(8))
+    model[0].register_buffer("tokens_per_expert", torch.zeros(8), persistent=False)
+    guard = WeightGuard(lambda: guarded_tensors(model), checksum=content_sum)
+    model[0].tokens_per_expert += 1
+    assert not guard.moved() and not guard.changed()
+    model[0].expert_bias += 1
+    assert guard.moved() and guard.changed()
+
+
+def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    references = list(model.parameters())
+    shelf = WeightShelf(lambda: guarded_tensors(model), pinned=False)
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in references)
+    steps = []
+    shelf.lay_up(steps.append)
+    assert shelf.num_bytes == num_bytes and len(steps) == len(references)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in references)
+
+    def full(what: str) -> None:
+        if what.endswith("2 of 5"):
+            raise MemoryError("planted")
+
+    with pytest.raises(MemoryError):
+        shelf.take_down(full)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in references), "half of them came back"
+    shelf.take_down(steps.append)
+    assert shelf.num_bytes == 0
+    assert all(a is b for a, b in zip(references, model.parameters(), strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(MemoryError):
+        shelf.lay_up(full)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert shelf.num_bytes == 0
 
 
 def test_weights_made_in_inference_mode_are_guarded_by_content():

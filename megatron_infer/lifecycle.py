@@ -1,0 +1,166 @@
+"""The states an engine can be in, as one table, and the one way to change between them.
+
+                 pause                        suspend
+    RUNNING --PAUSING--> PAUSED    RUNNING, PAUSED, SUSPENDED --SUSPENDING--> SUSPENDED
+       ^                   |           ^                                         |
+       +----UNPAUSING------+           +-- RESUMING: back where suspend began ---+   (SUSPENDED while tags are left)
+
+    update: RUNNING, PAUSED or SUSPENDED --UPDATING--> the same
+
+A transition that fails (an error, a deadline passed, an interrupt) undoes what it did and leaves the state it began in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megatron_infer.errors import InferenceError, TransitionFailed, TransitionTimeout, WrongState
+
+
+class EngineState(str, Enum):
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    """Requests stand still, memory is untouched."""
+    UNPAUSING = "unpausing"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    """Requests stand still, memory is given back as far as was asked."""
+    RESUMING = "resuming"
+    UPDATING = "updating"
+
+
+_RUNNING, _PAUSED, _SUSPENDED = EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A transition: the state while it is under way, and where it leads from each state that it may begin in."""
+
+    via: EngineState
+    targets: dict[EngineState, EngineState]
+
+
+TRANSITIONS: dict[str, Rule] = {
+    "pause": Rule(EngineState.PAUSING, {_RUNNING: _PAUSED}),
+    "unpause": Rule(EngineState.UNPAUSING, {_PAUSED: _RUNNING}),
+    "suspend": Rule(EngineState.SUSPENDING, {_RUNNING: _SUSPENDED, _PAUSED: _SUSPENDED, _SUSPENDED: _SUSPENDED}),
+    "resume": Rule(EngineState.RESUMING, {_SUSPENDED: _RUNNING}),
+    "update": Rule(EngineState.UPDATING, {_RUNNING: _RUNNING, _PAUSED: _PAUSED, _SUSPENDED: _SUSPENDED}),
+}
+"""Command -> rule. A suspend that began in PAUSED resumes to PAUSED; a resume that leaves tags behind to SUSPENDED."""
+
+WAY_OUT: dict[EngineState, str] = {
+    EngineState.PAUSED: "call unpause() first",
+    EngineState.SUSPENDED: "call resume() first",
+    EngineState.RUNNING: "call pause() or suspend() first",
+}
+
+DEFAULT_TIMEOUT_S = 300.0
+
+Observer = Callable[[str], None]
+"""Told what a transition is about to do or wait for; one that raises makes the transition fail there."""
+
+
+@dataclass(slots=True)
+class Transit:
+    """A transition under way."""
+
+    command: str
+    source: EngineState
+    target: EngineState
+    deadline: float
+    timeout_s: float
+    clock: Callable[[], float]
+    observers: list[Observer]
+    waits_for: str = "its turn"
+    _undo: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+
+    def tick(self, what: str) -> None:
+        """Before each piece of work: says what is waited for, and raises when the time is up."""
+        if self.clock() > self.deadline:
+            raise TransitionTimeout(
+                f"{self.command} took longer than {self.timeout_s:g} s; it was at: {self.waits_for}; next was: {what}"
+            )
+        self.waits_for = what
+        for observer in self.observers:
+            observer(what)
+
+    def undo(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action` if the transition fails later on; actions run last first."""
+        self._undo.append((what, action))
+
+    def roll_back(self, error: BaseException) -> None:
+        while self._undo:
+            what, action = self._undo.pop()
+            try:
+                action()
+            except Exception as second:  # the others are undone all the same, and the first error is what is told
+                error.add_note(f"undoing {what} failed as well: {type(second).__name__}: {second}")
+
+
+class Lifecycle:
+    """The state of one engine. One thread drives it."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = EngineState.RUNNING
+        self.observers: list[Observer] = []
+        self._clock = clock
+        self._transit: Transit | None = None
+
+    @property
+    def waits_for(self) -> str | None:
+        """What the transition under way is doing; None while there is none."""
+        return None if self._transit is None else self._transit.waits_for
+
+    def require(self, call: str, *states: EngineState) -> None:
+        """Raise WrongState, naming the state and the way out, unless the engine is in one of `states`."""
+        if self.state in states:
+            return
+        busy = self._transit
+        way_out = (
+            f"it waits for {busy.waits_for}" if busy is not None else WAY_OUT.get(self.state, "wait for it to end")
+        )
+        raise WrongState(f"{call} while the engine is {self.state.name}; {way_out}", state=self.state.value)
+
+    @contextmanager
+    def transition(self, command: str, *, timeout_s: float | None = None) -> Iterator[Transit]:
+        """Carry out the body as one transition: it ends in `transit.target`, or fails and leaves the state as it was.
+
+        timeout_s: None takes DEFAULT_TIMEOUT_S. Raises WrongState before anything is done; TransitionTimeout or
+        TransitionFailed afterwards, with the cause and what was being done. Interrupts pass through, undone as well.
+        """
+        rule = TRANSITIONS[command]
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, it must be above 0")
+        self.require(f"{command}()", *rule.targets)
+        source = self.state
+        transit = Transit(
+            command=command,
+            source=source,
+            target=rule.targets[source],
+            deadline=self._clock() + timeout_s,
+            timeout_s=timeout_s,
+            clock=self._clock,
+            observers=self.observers,
+        )
+        self.state, self._transit = rule.via, transit
+        try:
+            yield transit
+        except BaseException as error:
+            transit.roll_back(error)
+            self.state, self._transit = source, None
+            if isinstance(error, WrongState) or not isinstance(error, Exception):
+                raise
+            told = f"{command}() failed at: {transit.waits_for}; the engine is {source.name} again, as before the call"
+            if isinstance(error, TransitionTimeout):
+                error.args = (f"{error}; the engine is {source.name} again, as before the call",)
+                raise
+            detail = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
+            raise TransitionFailed(f"{told}: {detail}") from error
+        self.state, self._transit = transit.target, None

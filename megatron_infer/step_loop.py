@@ -1,0 +1,158 @@
+"""The step loop: schedule, launch, commit; what is in flight and what is owed to the caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from megatron_infer.assembly import Assembly
+from megatron_infer.errors import InferenceError
+from megatron_infer.forward.runner import Flight
+from megatron_infer.ledger import Ledger
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.request import FinishReason
+
+
+class Listener(Protocol):
+    """Told of every command and step (recording, metrics); must not change the engine."""
+
+    def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None: ...
+
+    def on_abort(self, request_id: str, step: int) -> None: ...
+
+    def on_step(self, step: int, outputs: list[RequestOutput]) -> None: ...
+
+
+POLL_S = 0.0005
+"""Between two looks at a device that has not finished its step."""
+
+
+class FailedStep(InferenceError):
+    """A step's forward raised, or gave logits that are no numbers; carried by the requests it concerns."""
+
+
+class StepLoop:
+    """Runs one step at a time. With `overlap` a step is committed after the next one is launched."""
+
+    def __init__(self, parts: Assembly, ledger: Ledger, *, overlap: bool, check_invariants: bool) -> None:
+        self.parts, self.ledger = parts, ledger
+        self.listeners: list[Listener] = []
+        self.num_steps = 0
+        self.backlog: list[RequestOutput] = []
+        """Outputs that the next step hands out."""
+        self._overlap, self._check_invariants = overlap, check_invariants
+        self._previous: Flight | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to compute and nothing in flight; the backlog may still hold outputs."""
+        return not len(self.ledger) and self._previous is None
+
+    def take_backlog(self) -> list[RequestOutput]:
+        outputs, self.backlog = self.backlog, []
+        return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """One step -> outputs of the requests that have news, finished ones marked."""
+        outputs, parts = self.take_backlog(), self.parts
+        if self.is_idle:
+            parts.leave_inference()
+            return outputs
+        started = time.perf_counter()
+        parts.enter_inference()
+        if parts.weights_differ():
+            self._commit_previous(outputs)
+            parts.accept_weights(parts.weight_version + 1)
+        plan = parts.scheduler.schedule()
+        flight = self._launch(plan, outputs) if plan.num_tokens else None
+        self._commit_previous(outputs)
+        self._previous = flight
+        # What was launched for requests that ended is let go at once.
+        if not self._overlap or not len(self.ledger):
+            self._commit_previous(outputs)
+        if self._check_invariants:
+            parts.context.check()
+        self.num_steps += 1
+        for listener in self.listeners:
+            listener.on_step(self.num_steps, outputs)
+        parts.report(plan, time.perf_counter() - started, num_requests=len(self.ledger), step=self.num_steps)
+        if self.is_idle:
+            parts.leave_inference()
+        return outputs
+
+    def drain(self) -> None:
+        """Commit the step in flight, if there is one; its outputs come with the next step."""
+        self._commit_previous(self.backlog)
+
+    def stand_still(self, tick: Callable[[str], None]) -> None:
+        """Nothing in flight, and the modules back in the mode they were found in: training may follow.
+
+        tick: called while the device is waited for; may raise, and then the step stays in flight.
+        """
+        while self._previous is not None and not self._previous.is_done():
+            tick("the step in flight")
+            time.sleep(POLL_S)
+        self.drain()
+        self.parts.leave_inference()
+
+    def end_all(self) -> None:
+        """Abort every request, keeping the tokens it has; the outputs come with the next step."""
+        for group in self.ledger.groups():
+            self.backlog.append(self.abort(group.id))
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request of the ledger wherever it stands -> what it has so far."""
+        group = self.ledger.get(request_id)
+        assert group is not None, f"no request {request_id!r}"
+        for sample in group.samples:
+            if sample.request.finish_reason is None:
+                self.parts.scheduler.abort(sample.request)  # a token still in flight is dropped
+                sample.close()
+        for listener in self.listeners:
+            listener.on_abort(request_id, self.num_steps)
+        return self.ledger.retire(group)
+
+    # ------------------------------------------------------------------ one step's parts
+
+    def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> Flight | None:
+        try:
+            flight = self.parts.runner.forward(plan, self.parts.context.take_table_writes())
+            self.parts.runner.sample(flight)
+            return flight
+        except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
+            self._commit_previous(outputs)
+            self._fail(
+                plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
+            )
+            return None
+        except BaseException:  # an interrupt: the step is undone, its requests are computed anew later
+            self._commit_previous(self.backlog)
+            self.parts.scheduler.cancel(plan)
+            raise
+
+    def _commit_previous(self, outputs: list[RequestOutput]) -> None:
+        """Read the step in flight, apply it, and append what it brought to `outputs`."""
+        flight, self._previous = self._previous, None
+        if flight is None:
+            return
+        plan, drawn, scheduler = flight.plan, flight.read(), self.parts.scheduler
+        broken = [plan.sampled[index] for index in drawn.bad]
+        for request in broken:
+            self.ledger.set_error(request, FailedStep("the model's logits are not finite; check its weights and dtype"))
+            scheduler.finish(request, FinishReason.ERROR)
+        alive = self.ledger.alive(plan)
+        ended = scheduler.commit(plan, drawn.result)
+        outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
+
+    def _fail(self, plan: Plan, error: InferenceError, outputs: list[RequestOutput]) -> None:
+        """End the requests of a step whose forward raised; everything else goes on."""
+        members = {r.id: r for r in (*plan.decode, *(p.request for p in plan.prefill), *plan.sampled)}
+        self.parts.scheduler.cancel(plan)
+        for request in members.values():
+            if request.finish_reason is None:
+                self.ledger.set_error(request, error)
+                self.parts.scheduler.finish(request, FinishReason.ERROR)
+        outputs.extend(self.ledger.close(members.values()))

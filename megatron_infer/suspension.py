@@ -1,0 +1,245 @@
+"""Giving memory back and taking it again: what each mode and tag does, in which order, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_infer.assembly import Assembly
+from megatron_infer.config import KVCacheManagementMode
+from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.lifecycle import EngineState, Lifecycle, Transit
+from megatron_infer.step_loop import StepLoop
+
+WEIGHTS, GRAPHS, KV_CACHE = "weights", "graphs", "kv_cache"
+TAGS = (WEIGHTS, GRAPHS, KV_CACHE)
+"""In the order they come back: weights are pushed before the cache takes its memory again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagReport:
+    """What one tag's memory did, in bytes."""
+
+    bytes_freed: int = 0
+    """Given back to the system or the device's allocator (negative: taken), measured; copies made for it count."""
+    bytes_copied: int = 0
+    """Moved to or from host memory."""
+    bytes_resident: int = 0
+    """What the tag still occupies now, host copies included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What a suspend or resume did; `str()` is a small table."""
+
+    command: str
+    mode: str
+    """What became of the KV cache: "persist", "offload" or "recompute"."""
+    state: str
+    seconds: float
+    tags: dict[str, TagReport]
+    process_bytes_before: int
+    """Memory in use by the process (CPU: its resident set) or on the device (CUDA)."""
+    process_bytes_after: int
+    num_requests: int
+    """Unfinished requests, all of which go on after the resume."""
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [name for name in self.__slots__ if name != "tags"]  # type: ignore[attr-defined]
+        tags = {
+            tag: {name: getattr(report, name) for name in report.__slots__}  # type: ignore[attr-defined]
+            for tag, report in self.tags.items()
+        }
+        return {name: getattr(self, name) for name in names} | {"tags": tags}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.command} ({self.mode}): {self.seconds * 1e3:.1f} ms, {self.num_requests} requests held, "
+            f"in use {_mib(self.process_bytes_before)} -> {_mib(self.process_bytes_after)} MiB"
+        ]
+        lines += [
+            f"  {tag:<9} freed {_mib(r.bytes_freed):>9}  copied {_mib(r.bytes_copied):>9}  "
+            f"resident {_mib(r.bytes_resident):>9} MiB"
+            for tag, r in self.tags.items()
+        ]
+        return "\n".join(lines)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+class Suspension:
+    """Which tags are away, and how they go and come back. A transition that fails leaves everything as it was.
+
+        suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) derived copies
+        resume:   live weights* -> weights looked at, derived copies rebuilt -> KV cache      * if the engine owns them
+
+    What may fail comes before what cannot be undone. PERSIST and OFFLOAD do not touch requests; RECOMPUTE sends all of
+    them back to the queue, in their order.
+    """
+
+    def __init__(self, parts: Assembly, loop: StepLoop, lifecycle: Lifecycle) -> None:
+        self._parts, self._loop, self._lifecycle = parts, loop, lifecycle
+        self._away: set[str] = set()
+        self._mode = parts.config.kv_cache_management_mode
+        self._returns_to = EngineState.RUNNING
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """What is suspended now."""
+        return frozenset(self._away)
+
+    def suspend(
+        self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
+    ) -> MemoryReport:
+        """See `DynamicInferenceEngine.suspend`."""
+        wanted = _known(tags)
+        chosen = self._parts.config.kv_cache_management_mode if mode is None else _mode(mode)
+        cache_leaves = KV_CACHE in wanted and self._leaves(chosen)
+        with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transit:
+            meter = _Meter(self._parts)
+            transit.tick("the step in flight")
+            self._loop.stand_still(transit.tick)
+            fresh = wanted - self._away
+            reports = {tag: TagReport() for tag in TAGS if tag in fresh}  # graphs: none are captured
+            if WEIGHTS in fresh:
+                self._parts.lay_up_weights(transit)
+            if cache_leaves:
+                reports[KV_CACHE] = self._release_cache(chosen, transit.tick)
+            elif KV_CACHE in fresh:
+                reports[KV_CACHE] = TagReport(bytes_resident=self._parts.runner.store.resident_bytes())
+            # From here on nothing fails.
+            if WEIGHTS in fresh:
+                reports[WEIGHTS] = self._release_derived()
+            self._parts.device.trim()
+            if KV_CACHE in wanted:
+                self._mode = chosen
+            if not self._away:
+                self._returns_to = transit.source
+            self._away |= wanted
+        return self._report("suspend", meter, reports)
+
+    def resume(self, *, tags: Iterable[str] | None, timeout_s: float | None) -> MemoryReport:
+        """See `DynamicInferenceEngine.resume`."""
+        self._lifecycle.require("resume()", EngineState.SUSPENDED)
+        wanted = set(self._away) if tags is None else _known(tags)
+        if wanted - self._away:
+            missing, away = ", ".join(sorted(wanted - self._away)), ", ".join(sorted(self._away))
+            raise ConfigError(f"resume(tags={sorted(wanted)}): {missing} not suspended; suspended now: {away}")
+        with self._lifecycle.transition("resume", timeout_s=timeout_s) as transit:
+            meter, left = _Meter(self._parts), self._away - wanted
+            reports = {tag: TagReport() for tag in TAGS if tag in wanted}
+            if WEIGHTS in wanted:
+                before = self._parts.weight_bytes()
+                self._parts.take_down_weights(transit)
+                taken = self._parts.weight_bytes() - before
+                reports[WEIGHTS] = TagReport(bytes_freed=-taken, bytes_copied=taken, bytes_resident=before + taken)
+            if not left:
+                reports[WEIGHTS] = self._settle_weights(transit, reports.get(WEIGHTS, TagReport()))
+            if KV_CACHE in wanted:
+                reports[KV_CACHE] = self._restore_cache(transit.tick)
+            transit.target = EngineState.SUSPENDED if left else self._returns_to
+            self._away = left
+        return self._report("resume", meter, reports)
+
+    # ------------------------------------------------------------------ the tags
+
+    def _leaves(self, mode: KVCacheManagementMode) -> bool:
+        """Whether the cache's memory has to go for `mode`. Raises ConfigError for what cannot be."""
+        if mode is KVCacheManagementMode.OFFLOAD and self._parts.config.unified_memory_level:
+            raise ConfigError('mode="offload" with unified_memory_level=1: it moves by itself; take "persist"')
+        if KV_CACHE not in self._away:
+            return mode is not KVCacheManagementMode.PERSIST
+        if _STRENGTH[mode] < _STRENGTH[self._mode]:
+            raise ConfigError(
+                f'mode="{mode.value}": the cache is suspended as "{self._mode.value}" already; resume() first'
+            )
+        return mode is not self._mode
+
+    def _release_cache(self, mode: KVCacheManagementMode, tick: Callable[[str], None]) -> TagReport:
+        store, context, scheduler = self._parts.runner.store, self._parts.context, self._parts.scheduler
+        if mode is KVCacheManagementMode.OFFLOAD:
+            done = store.offload(context.held_blocks(), tick)
+            context.forget_free()
+        else:
+            done = store.release(tick)
+            scheduler.requeue_all()
+            context.forget_all()
+        return TagReport(
+            bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=done.bytes_resident
+        )
+
+    def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
+        store = self._parts.runner.store
+        if not store.is_released:
+            return TagReport(bytes_resident=store.resident_bytes())
+        done = store.restore(set(self._parts.context.held_blocks()), tick)
+        return TagReport(
+            bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=done.bytes_resident
+        )
+
+    def _release_derived(self) -> TagReport:
+        parts = self._parts
+        derived, laid_up = parts.derived.num_bytes, parts.shelf_bytes()
+        parts.derived.release()
+        return TagReport(
+            bytes_freed=derived + laid_up, bytes_copied=laid_up, bytes_resident=parts.weight_bytes() + laid_up
+        )
+
+    def _settle_weights(self, transit: Transit, so_far: TagReport) -> TagReport:
+        """Before the engine runs again: changed weights are seen, derived copies rebuilt."""
+        parts = self._parts
+        before = parts.derived.num_bytes
+        if parts.derived.is_released:
+            transit.undo("the rebuilt copies", parts.derived.release)
+        transit.tick("the look whether weights changed")
+        parts.catch_up_with_weights(transit.tick)
+        return TagReport(
+            bytes_freed=so_far.bytes_freed - (parts.derived.num_bytes - before),
+            bytes_copied=so_far.bytes_copied,
+            bytes_resident=parts.weight_bytes(),
+        )
+
+    def _report(self, command: str, meter: _Meter, tags: dict[str, TagReport]) -> MemoryReport:
+        return MemoryReport(
+            command=command,
+            mode=self._mode.value,
+            state=self._lifecycle.state.value,
+            seconds=time.perf_counter() - meter.started,
+            tags={tag: tags[tag] for tag in TAGS if tag in tags},
+            process_bytes_before=meter.in_use,
+            process_bytes_after=self._parts.device.used_bytes(),
+            num_requests=len(self._loop.ledger),
+        )
+
+
+_STRENGTH = {mode: place for place, mode in enumerate(KVCacheManagementMode)}
+"""PERSIST < OFFLOAD < RECOMPUTE: a suspended cache may only go further away."""
+
+
+class _Meter:
+    """Clock and memory in use when a command began."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self.started, self.in_use = time.perf_counter(), parts.device.used_bytes()
+
+
+def _known(tags: Iterable[str] | None) -> set[str]:
+    wanted = set(TAGS) if tags is None else {tags} if isinstance(tags, str) else set(tags)
+    for tag in sorted(wanted):
+        if tag not in TAGS:
+            raise ConfigError(f"{unknown_name('tag', str(tag), TAGS)}; one of {', '.join(TAGS)}")
+    if not wanted:
+        raise ConfigError(f"no tags given; any of {', '.join(TAGS)}")
+    return wanted
+
+
+def _mode(mode: str | KVCacheManagementMode) -> KVCacheManagementMode:
+    try:
+        return KVCacheManagementMode(mode)
+    except ValueError:
+        known = [member.value for member in KVCacheManagementMode]
+        raise ConfigError(f"{unknown_name('mode', str(mode), known)}; one of {', '.join(known)}") from None

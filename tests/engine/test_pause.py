@@ -1,0 +1,265 @@
+"""pause, unpause, set_weight_version: requests stand still and go on, and every token says which weights made it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from test_async_llm import make_async
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
+from megatron_infer.forward.derived import DerivedCache
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+PROMPTS = [list(range(i + 4, i + 30 + i)) for i in range(4)]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
+
+
+def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
+    base = {
+        "buffer_size_gb": 0.02,
+        "block_size_tokens": 16,
+        "max_sequence_length": 128,
+        "max_requests": 8,
+        "check_invariants": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_eviction_policy": "lru",
+    }
+    return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
+
+
+def finish(engine: DynamicInferenceEngine) -> dict[str, object]:
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+def start(engine: DynamicInferenceEngine, steps: int = 5) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    for _ in range(steps):
+        engine.step()
+
+
+def tokens_of(done: dict[str, object]) -> dict[str, list[int]]:
+    return {name: output.outputs[0].token_ids for name, output in done.items()}
+
+
+@pytest.fixture
+def expected(model):
+    engine = make_engine(model)
+    start(engine, 0)
+    return tokens_of(finish(engine))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_pause_and_unpause_change_no_token(model, expected, mode, overlap):
+    engine = make_engine(model, overlap=overlap)
+    start(engine)
+    engine.pause(mode)
+    assert engine.state == "paused" and engine.stats().state == "paused"
+    assert engine.stats().num_running == (4 if mode == "keep" else 0)
+    late = engine.add_request(PROMPTS[0], PARAMS)
+    while engine.can_step():
+        engine.step()
+    with pytest.raises(WrongState, match=r"step\(\) while the engine is PAUSED; call unpause\(\)"):
+        engine.step()
+    with pytest.raises(WrongState, match="PAUSED"):
+        engine.generate([PROMPTS[0]], PARAMS)
+    engine.unpause()
+    done = tokens_of(finish(engine))
+    assert done.pop(late) == expected["0"]
+    assert done == expected
+    prefilled = engine.stats().counters["prefill_tokens"]
+    assert (prefilled > sum(map(len, PROMPTS)) + len(PROMPTS[0])) == (mode == "retract")
+
+
+def test_pause_abort_ends_everyone_with_what_it_has(model, expected):
+    engine = make_engine(model)
+    start(engine)
+    engine.pause("abort")
+    assert engine.has_unfinished() and engine.can_step()
+    outputs = {output.request_id: output for output in engine.step()}
+    assert not engine.has_unfinished()
+    for name, output in outputs.items():
+        sample = output.outputs[0]
+        assert output.finished and sample.finish_reason == "abort"
+        assert 0 < len(sample.token_ids) < 16 and sample.token_ids == expected[name][: len(sample.token_ids)]
+    assert outputs.keys() == expected.keys()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    engine.unpause()
+    assert engine.generate([PROMPTS[1]], PARAMS)[0].outputs[0].token_ids == expected["1"]
+
+
+def test_wrong_words_are_refused_before_anything_happens(model):
+    engine = make_engine(model)
+    start(engine)
+    with pytest.raises(ConfigError, match="did you mean 'keep'"):
+        engine.pause("kepp")
+    with pytest.raises(ConfigError, match="integer of 0 or more"):
+        engine.set_weight_version(-1)
+    with pytest.raises(ConfigError, match="did you mean 'recompute'"):
+        engine.set_weight_version(3, running="recomputed")
+    with pytest.raises(WrongState, match=r"unpause\(\) while the engine is RUNNING"):
+        engine.unpause()
+    assert engine.state == "running" and engine.stats().weight_version == 0
+    assert len(finish(engine)) == 4
+
+
+def change(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.decoder.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+def test_spans_tell_which_weights_made_each_token(model, running, overlap):
+    engine = make_engine(model, overlap=overlap)
+    start(engine, 6)
+    engine.pause()  # commits what is in flight: what has been drawn is exact
+    drawn = {name: engine.ledger.get(name).samples[0].request.num_output for name in "0123"}
+    assert all(drawn.values())
+    change(model, 1)
+    engine.set_weight_version(7, running=running)
+    engine.add_request(PROMPTS[0], PARAMS, request_id="new", stream="final")
+    engine.unpause()
+    done = finish(engine)
+    for name, count in drawn.items():
+        want = [(0, 0, 0, 0), (count, 7, 0 if running == "keep" else 7, 7)]
+        assert done[name].outputs[0].spans == want
+    assert done["new"].outputs[0].spans == [(0, 7, 7, 7)]
+    fresh = make_engine(model).generate([PROMPTS[0]], PARAMS)[0].outputs[0]
+    assert done["new"].outputs[0].token_ids == fresh.token_ids, "stale KV was served to a new request"
+    assert engine.stats().weight_version == 7
+
+
+def test_a_version_used_twice_never_matches_the_cache_of_its_first_use(model):
+    engine = make_engine(model)
+    engine.set_weight_version(3)
+    engine.generate(PROMPTS[:1], PARAMS)
+    change(model, 2)
+    engine.set_weight_version(4)
+    change(model, 3)
+    engine.set_weight_version(3)
+    hits = engine.stats().counters["prefix_hits"]
+    again = engine.generate(PROMPTS[:1], PARAMS)[0]
+    assert engine.stats().counters["prefix_hits"] == hits
+    assert again.outputs[0].token_ids == make_engine(model).generate(PROMPTS[:1], PARAMS)[0].outputs[0].token_ids
+
+
+def test_writes_through_data_while_paused_are_noticed(model):
+    engine = make_engine(model)
+    start(engine)
+    engine.pause()
+    for parameter in model.decoder.parameters():
+        parameter.data.mul_(-1.2)
+    engine.unpause()
+    done = finish(engine)
+    assert engine.stats().weight_version == 1
+    assert all(output.outputs[0].spans[-1][1:] == (1, 0, 1) for output in done.values())
+    engine.verify_weights()
+
+
+# ---------------------------------------------------------------------- derived copies
+
+
+def test_a_planted_stale_copy_is_caught(model):
+    engine = make_engine(model)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    kept = {"sum": weight.sum().item()}
+    engine.parts.derived.register(
+        DerivedCache(
+            name="a forgetful cache",
+            refresh=lambda: None,
+            differs=lambda: None if kept["sum"] == weight.sum().item() else "its sum",
+        )
+    )
+    engine.verify_weights()
+    change(model, 5)
+    with pytest.raises(TransitionFailed, match="a forgetful cache") as caught:
+        engine.set_weight_version(1)
+    assert isinstance(caught.value.__cause__, StaleCache)
+    kept["sum"] = weight.sum().item()
+    engine.set_weight_version(1)
+    engine.verify_weights()
+
+
+def test_packed_weights_and_rotary_tables_are_refreshed_and_their_staleness_shows(model):
+    engine = make_engine(model)
+    if not engine.parts.chosen.packed.num_weights:
+        pytest.skip("nothing is packed here")
+    assert set(engine.parts.derived.names) == {"packed weights", "rotary tables"}
+    model.decoder.layers[0].self_attention.linear_qkv.weight.data[0] += 1
+    with pytest.raises(StaleCache, match="packed weights"):
+        engine.verify_weights()
+    engine.refresh_weights()
+    engine.verify_weights()
+    model.rotary_pos_emb.inv_freq.mul_(0.5)
+    with pytest.raises(StaleCache, match="rotary tables"):
+        engine.verify_weights()
+    engine.refresh_weights()
+    engine.verify_weights()
+    with pytest.raises(ValueError, match="registered already"):
+        engine.parts.derived.register(DerivedCache(name="rotary tables", refresh=print, differs=lambda: None))
+
+
+# ---------------------------------------------------------------------- asyncio
+
+
+def test_async_streams_stand_still_and_go_on(model, expected):
+    async def main() -> None:
+        async with make_async(make_engine(model)) as llm:
+            stream = llm.generate(PROMPTS[2], PARAMS, stream="delta")
+            tokens = [*(await anext(stream)).outputs[0].token_ids]
+            await llm.pause()
+            with pytest.raises(WrongState, match="PAUSED"):
+                await llm.pause()
+            await llm.set_weight_version(1)
+            other = asyncio.ensure_future(anext(llm.generate(PROMPTS[0], PARAMS, stream="final")))
+            await asyncio.sleep(0.05)
+            assert not other.done() and llm.llm.engine.state == "paused"
+            await llm.unpause()
+            async for output in stream:
+                tokens += output.outputs[0].token_ids
+            assert tokens == expected["2"]
+            assert (await other).outputs[0].token_ids == expected["0"]
+            ended = asyncio.ensure_future(anext(llm.generate(PROMPTS[1], PARAMS, stream="final")))
+            await asyncio.sleep(0)
+            await llm.pause("abort")
+            assert (await ended).outputs[0].finish_reason in ("abort", "length")
+            await llm.unpause()
+
+    asyncio.run(main())
+
+
+def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model, monkeypatch):
+    engine = make_engine(model)
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.4) or [])
+
+    async def main() -> None:
+        async with make_async(engine) as llm:
+            stream = asyncio.ensure_future(anext(llm.generate(PROMPTS[0], PARAMS)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(TransitionTimeout, match="step under way"):
+                await llm.pause(timeout_s=0.05)
+            await asyncio.sleep(0.5)
+            assert engine.state == "running"
+            stream.cancel()
+
+    asyncio.run(main())
