@@ -108,7 +108,7 @@ def test_wrong_words_are_refused_before_anything_happens(model):
     engine = make_engine(model)
     start(engine)
     with pytest.raises(ConfigError, match="did you mean 'keep'"):
-        engine.pause("kepp")
+        engine.pause("keepp")
     with pytest.raises(ConfigError, match="integer of 0 or more"):
         engine.set_weight_version(-1)
     with pytest.raises(ConfigError, match="did you mean 'recompute'"):
