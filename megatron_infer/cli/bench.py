@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     RunResult,
     Workload,
@@ -24,6 +25,7 @@ from megatron_infer.errors import InferenceError
 from megatron_infer.schedule.params import SamplingParams
 
 OURS = "megatron_infer"
+SUSPENDING = "megatron_infer, suspending"
 Runner = Callable[[], RunResult]
 
 
@@ -43,6 +45,14 @@ def add_parser(subparsers: Any) -> None:
         "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
     )
     parser.add_argument("--workload-seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--suspend-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="suspend and resume with live requests every N steps, as --kv-cache-management-mode says, beside runs "
+        "without; 0: never",
+    )
     parser.add_argument("--rounds", type=_count, default=3, metavar="N")
     parser.add_argument("--vs", choices=["transformers"], help="run this beside, on the same weights and workload")
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
@@ -71,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
         f"answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
     )
     runners: dict[str, Runner] = {OURS: lambda: run_engine(llm.engine, SamplingParams, _fresh(workload, llm))}
+    if args.suspend_every > 0:
+        runners[SUSPENDING] = lambda: run_engine(
+            llm.engine, SamplingParams, _fresh(workload, llm), suspend_every=args.suspend_every
+        )
     if args.vs is not None:
         runners |= _peers(args, llm, workload)
     note("warming up ...")
@@ -96,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
             "bound": work.best_seconds(ceiling) / seconds,
         }
     report["ratio"] = ratio(report["engines"])
+    if args.suspend_every > 0:
+        report["suspend"] = summarize_suspensions(rounds[SUSPENDING], rounds[OURS], every=args.suspend_every)
     print(render(report, workload))
     if report_path is not None:
         report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -135,7 +151,7 @@ def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
 
 def ratio(engines: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Our median output rate over the better peer's; None without a peer."""
-    peers = {name: s["output_tok_s"] for name, s in engines.items() if name != OURS}
+    peers = {name: s["output_tok_s"] for name, s in engines.items() if name not in (OURS, SUSPENDING)}
     if not peers:
         return None
     best = max(peers, key=lambda name: peers[name]["median"])
@@ -170,6 +186,8 @@ def render(report: dict[str, Any], workload: Workload) -> str:
     lines.append("  ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in details.items()))
     if (rate := report["engines"][OURS]["single_stream_decode_tok_s"]) is not None:
         lines.append(f"single-stream decode {rate:.1f} tok/s")
+    if "suspend" in report:
+        lines += render_suspensions(report["suspend"])
     if report["ratio"] is not None:
         r = report["ratio"]
         lines.append(

@@ -71,6 +71,8 @@ class RunResult:
     """For each request, when each of its tokens came."""
     outputs: list[list[int]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    suspensions: list[dict[str, Any]] = field(default_factory=list)
+    """What each suspend and resume on the way reported (MemoryReport.to_dict), in order."""
     other_load: float | None = None
     """Cores that others kept busy meanwhile; a figure taken beside others is no figure."""
 
@@ -131,8 +133,12 @@ def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
     }
 
 
-def run_engine(engine: Any, params_type: type, workload: Workload) -> RunResult:
-    """Our engine: at most `concurrency` requests in flight, the next is added when one finishes."""
+def run_engine(engine: Any, params_type: type, workload: Workload, *, suspend_every: int = 0) -> RunResult:
+    """Our engine: at most `concurrency` requests in flight, the next is added when one finishes.
+
+    suspend_every: steps between two suspends, each resumed at once, with live requests; 0: none.
+    """
+    suspensions: list[dict[str, Any]] = []
     count = len(workload.prompts)
     arrivals, times, outputs = [0.0] * count, [[] for _ in range(count)], [[] for _ in range(count)]
     place: dict[str, int] = {}
@@ -146,6 +152,8 @@ def run_engine(engine: Any, params_type: type, workload: Workload) -> RunResult:
             arrivals[added] = time.perf_counter() - started
             place[engine.add_request(workload.prompts[added], params)] = added
             added += 1
+        if suspend_every and engine.num_steps > before.num_steps and not engine.num_steps % suspend_every:
+            suspensions += [engine.suspend().to_dict(), engine.resume().to_dict()]
         for output in engine.step():
             index = place[output.request_id]
             if output.error is not None:
@@ -164,5 +172,6 @@ def run_engine(engine: Any, params_type: type, workload: Workload) -> RunResult:
         token_times=times,
         outputs=outputs,
         details={"steps": after.num_steps - before.num_steps, **counters},
+        suspensions=suspensions,
         other_load=end.other_load(clock),
     )
