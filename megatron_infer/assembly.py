@@ -11,11 +11,13 @@ import torch
 from megatron_infer.config import (
     InferenceConfig,
     ModelShape,
+    PreemptionMode,
     PrefixCachingEvictionPolicy,
     ResolvedSizes,
     refuse_parallel_groups,
 )
 from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.layout import GIB
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
@@ -270,6 +272,11 @@ def make_runner(
         head_dim=shape.head_dim,
         dtype=dtype,
         device=where.torch,
+        static_pointers=config.static_kv_memory_pointers,
+        unified_memory=config.unified_memory_level > 0,
+        num_host_slots=0
+        if config.preemption_mode is PreemptionMode.RECOMPUTE
+        else int(config.swap_buffer_size_gb * GIB // sizes.block_bytes),
     )
     builder = BatchBuilder(
         device=where,
@@ -281,7 +288,7 @@ def make_runner(
         dummy_block=store.dummy_block,
         ops=chosen.ops,
         attention=chosen.attention,
-        kv_cache=store.kv_cache,
+        kv_cache=lambda: store.kv_cache,
         rotary=adopted.rotary_table(sizes.max_sequence_length),
         dtype=dtype,
     )

@@ -37,6 +37,10 @@ class UnknownRequest(InferenceError, KeyError):
         return str(self.args[0])
 
 
+class StateReleased(InferenceError):
+    """The large tensors were asked for while their memory is given back (between suspend and resume)."""
+
+
 class ConfigError(InferenceError, ValueError):
     """A configuration value that is wrong by itself or together with another."""
 

@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "text": 3,
     "metrics": 3,  # sinks: they know metrics.core and a writer, the engine feeds them
     "context.store": 3,
+    "context.memory": 3,
     "context.modes": 3,
     "engine": 4,
     "outputs": 4,

@@ -8,7 +8,7 @@ sampler writes what it draws and an admission uploads what the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +116,10 @@ class Batch:
 
 
 class BatchBuilder:
-    """Turns plans into batches; owns the block-table and token-pool mirrors on the device."""
+    """Turns plans into batches; owns the block-table and token-pool mirrors on the device.
+
+    kv_cache is asked for at each step: a suspend may have moved it since.
+    """
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class BatchBuilder:
         dummy_block: int,
         ops: Ops,
         attention: AttentionBackend,
-        kv_cache: Tensor,
+        kv_cache: Callable[[], Tensor],
         rotary: RotaryTable | None,
         dtype: torch.dtype,
     ) -> None:
@@ -219,7 +222,7 @@ class BatchBuilder:
             sample_positions=sample_positions,
             ops=self._ops,
             attention=self._attention,
-            kv_cache=self._kv_cache,
+            kv_cache=self._kv_cache(),
             max_sequence_length=self._max_sequence_length,
         )
 

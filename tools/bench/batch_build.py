@@ -37,7 +37,7 @@ class NoAttention:
 def make(context: DynamicInferenceContext, rows: int) -> Callable[[Plan, Sequence[tuple[int, int, int]]], Batch]:
     """A builder for up to `rows` requests over a cache of `context`'s shape, rotary tables included."""
     torch.set_num_threads(1)
-    table = torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
+    cache, table = torch.zeros(1), torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
     builder = BatchBuilder(
         device=Device("cpu"),
         max_requests=rows,
@@ -48,7 +48,7 @@ def make(context: DynamicInferenceContext, rows: int) -> Callable[[Plan, Sequenc
         dummy_block=context.num_blocks,
         ops=None,  # type: ignore[arg-type] - nothing is computed
         attention=NoAttention(),
-        kv_cache=torch.zeros(1),
+        kv_cache=lambda: cache,
         rotary=RotaryTable(cos_PR=table, sin_PR=table),
         dtype=torch.bfloat16,
     )
