@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.config import KVCacheManagementMode
+from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.lifecycle import EngineState, Lifecycle, Transit
 from megatron_infer.step_loop import StepLoop
@@ -110,7 +111,7 @@ class Suspension:
             if cache_leaves:
                 reports[KV_CACHE] = self._release_cache(chosen, transit.tick)
             elif KV_CACHE in fresh:
-                reports[KV_CACHE] = TagReport(bytes_resident=self._parts.runner.store.resident_bytes())
+                reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
             if WEIGHTS in fresh:
                 reports[WEIGHTS] = self._release_derived()
@@ -164,22 +165,23 @@ class Suspension:
         if mode is KVCacheManagementMode.OFFLOAD:
             done = store.offload(context.held_blocks(), tick)
             context.forget_free()
+        elif store.is_released:  # offloaded before
+            freed = store.drop_copy()
+            scheduler.requeue_all()
+            context.forget_all()
+            return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
         else:
             done = store.release(tick)
             scheduler.requeue_all()
             context.forget_all()
-        return TagReport(
-            bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=done.bytes_resident
-        )
+        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 
     def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
         store = self._parts.runner.store
         if not store.is_released:
-            return TagReport(bytes_resident=store.resident_bytes())
+            return TagReport(bytes_resident=_resident(store))
         done = store.restore(set(self._parts.context.held_blocks()), tick)
-        return TagReport(
-            bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=done.bytes_resident
-        )
+        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 
     def _release_derived(self) -> TagReport:
         parts = self._parts
@@ -225,6 +227,10 @@ class _Meter:
 
     def __init__(self, parts: Assembly) -> None:
         self.started, self.in_use = time.perf_counter(), parts.device.used_bytes()
+
+
+def _resident(store: StateStore) -> int:
+    return store.resident_bytes() + store.host_bytes()
 
 
 def _known(tags: Iterable[str] | None) -> set[str]:

@@ -103,6 +103,19 @@ class BlockPool:
         self._block_of.clear()
         self._digest_of.clear()
 
+    def forget_free(self) -> int:
+        """Drop the content of free blocks: cached ones become blank -> how many there were. Held ones stay findable."""
+        count = len(self._cached)
+        for block in self._cached:
+            self._forget(block)
+        self._blank.extend(self._cached)
+        self._cached.clear()
+        return count
+
+    def held(self) -> list[int]:
+        """Blocks with a reference, in order."""
+        return [block for block, refs in enumerate(self._refs) if refs]
+
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
 

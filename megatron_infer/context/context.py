@@ -183,6 +183,14 @@ class DynamicInferenceContext:
         """Drop all cached content: no later admission hits anything computed before."""
         self.pool.forget_all()
 
+    def forget_free(self) -> int:
+        """Drop cached content that no lease holds -> blocks dropped; what leases hold can still be hit."""
+        return self.pool.forget_free()
+
+    def held_blocks(self) -> list[int]:
+        """Every block some lease holds, once, in order."""
+        return self.pool.held()
+
     def take_table_writes(self) -> list[tuple[int, int, int]]:
         """(row, column, block) writes since the last call, in order: apply them all and the block tables are right.
 

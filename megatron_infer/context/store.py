@@ -31,7 +31,7 @@ NUM_TIMINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
+class StoreReport:
     """What a release, an offload or a restore did."""
 
     seconds: float
@@ -115,7 +115,7 @@ class StateStore:
         """Bytes of host memory taken now by the copy of an offload and by swapped-out blocks."""
         return self._offloaded.resident_bytes() + self._swapped.resident_bytes()
 
-    def release(self, tick: Tick) -> MemoryReport:
+    def release(self, tick: Tick) -> StoreReport:
         """Give the pool's memory back; every block's content is lost. Raises what `tick` raises, then nothing is."""
         start, before = time.perf_counter(), self._pool_memory_bytes()
         self._check_held()
@@ -124,7 +124,7 @@ class StateStore:
         self._is_released = True
         return self._report(start, before, num_blocks=0)
 
-    def offload(self, blocks: Sequence[int], tick: Tick) -> MemoryReport:
+    def offload(self, blocks: Sequence[int], tick: Tick) -> StoreReport:
         """Copy exactly these blocks to the host, then give the pool's memory back.
 
         Whatever raises on the way (`tick`, no host memory) leaves the pool as it was and no host copy.
@@ -146,7 +146,14 @@ class StateStore:
         self._is_released = True
         return self._report(start, before, num_blocks=len(blocks))
 
-    def restore(self, keep: Set[int], tick: Tick) -> MemoryReport:
+    def drop_copy(self) -> int:
+        """Give up what an offload kept on the host -> bytes given back; the next restore brings an empty pool."""
+        before = self._offloaded.resident_bytes()
+        self._offloaded.clear()
+        self._slot_of = {}
+        return before - self._offloaded.resident_bytes()
+
+    def restore(self, keep: Set[int], tick: Tick) -> StoreReport:
         """Memory for the pool again, the dummy block zeroed, offloaded blocks in `keep` as they were; the rest of the
         pool is undefined, the rest of the host copy is dropped.
 
@@ -244,8 +251,8 @@ class StateStore:
         shared = self._device.type == "cpu"
         return self._region.resident_bytes() + (self._offloaded.resident_bytes() if shared else 0)
 
-    def _report(self, start: float, before: int, *, num_blocks: int) -> MemoryReport:
-        return MemoryReport(
+    def _report(self, start: float, before: int, *, num_blocks: int) -> StoreReport:
+        return StoreReport(
             seconds=time.perf_counter() - start,
             bytes_copied=num_blocks * self.block_bytes,
             bytes_freed=before - self._pool_memory_bytes(),

@@ -1,0 +1,402 @@
+"""suspend and resume with live requests: whatever goes away and when, every answer is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, StateReleased, TransitionFailed, TransitionTimeout, WrongState
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+VOCAB = 128
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": 16,
+    "max_sequence_length": 160,
+    "max_requests": 16,
+    "max_tokens": 512,
+    "check_invariants": True,
+}
+MAX_SUSPENDS = 6
+MODES = ("persist", "offload", "recompute")
+Engine = DynamicInferenceEngine
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2)
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> Engine:
+    settings = {**BASE, **settings}
+    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", None)
+    if pool is not None:
+        gib = 16 * 2 * 2 * 2 * 16 * 4 / 2**30  # B x (K, V) x layers x kv heads x head dim x fp32
+        settings["buffer_size_gb"] = (pool + 1) * gib + 1e-9
+        settings["paused_buffer_size_gb"] = (paused or 0) * gib + 1e-9
+    return Engine(model, InferenceConfig(**settings))
+
+
+def workload(kind: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(5)
+    stem = [rng.randrange(4, VOCAB) for _ in range(40)]
+    work = []
+    for i in range(6 if n > 1 else 10):
+        prompt = stem[: rng.choice([0, 33, 40])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 60))]
+        how: dict[str, Any] = {"temperature": 0.0} if kind == "greedy" else {"temperature": 0.9, "seed": i, "top_k": 40}
+        work.append((prompt, SamplingParams(n=n, max_tokens=rng.randint(8, 30), ignore_eos=True, logprobs=1, **how)))
+    return work
+
+
+def prefilling(engine: Engine) -> bool:
+    return any(request.scheduled for request in engine.parts.scheduler.roster.prefilling)
+
+
+def decoding(engine: Engine) -> bool:
+    return any(request.num_output for request in engine.parts.scheduler.roster.decoding)
+
+
+def shares_blocks(engine: Engine) -> bool:
+    held: list[int] = [b for r in engine.parts.scheduler.running for b in r.lease.blocks]  # type: ignore[union-attr]
+    return len(held) > len(set(held))
+
+
+def siblings_wait(engine: Engine) -> bool:
+    ids = {request.id for request in engine.parts.scheduler.running}
+    waiting = {r.id for r in engine.parts.scheduler.waiting}
+    return any(name.partition("#")[0] in {other.partition("#")[0] for other in ids} for name in waiting)
+
+
+SITUATIONS: dict[str, tuple[dict[str, Any], int, Callable[[Engine], bool]]] = {
+    "idle": ({}, 1, lambda engine: engine.num_steps == 0),
+    "mid prefill chunk": ({"enable_chunked_prefill": True, "max_tokens": 24}, 1, prefilling),
+    "mid decode": ({}, 1, decoding),
+    "paused rows": ({"pool_blocks": 14, "paused_blocks": 8}, 1, lambda e: e.stats().num_paused > 0),
+    "waiting rows": ({"max_requests": 4}, 1, lambda e: e.stats().num_waiting > 0 and decoding(e)),
+    "shared prefixes": (
+        {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru", "max_requests": 4},
+        1,
+        shares_blocks,
+    ),
+    "groups of 4": ({"max_requests": 6}, 4, siblings_wait),
+}
+
+
+def run(engine: Engine, kind: str, n: int, suspend: Callable[[Engine], None] | None = None) -> dict[str, Any]:
+    for i, (prompt, params) in enumerate(workload(kind, n)):
+        engine.add_request(prompt, params, request_id=str(i), stream="final")
+    done = {}
+    while engine.has_unfinished():
+        if suspend is not None:
+            suspend(engine)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
+    return done
+
+
+def answers(done: dict[str, Any]) -> dict[str, list[tuple[list[int], str]]]:
+    return {k: [(s.token_ids, s.finish_reason) for s in output.outputs] for k, output in done.items()}
+
+
+def logprobs(done: dict[str, Any]) -> torch.Tensor:
+    rows = [
+        sample.logprobs[i][token].logprob
+        for _, output in sorted(done.items())
+        for sample in output.outputs
+        for i, token in enumerate(sample.token_ids)
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+class Suspender:
+    """Suspends and resumes when the situation holds, every few steps and a few times: who recomputes must get on."""
+
+    def __init__(self, holds: Callable[[Engine], bool], mode: str, every: int = 4) -> None:
+        self.holds, self.mode, self.every = holds, mode, every
+        self.count, self.last = 0, -every
+        self.copied = 0
+
+    def __call__(self, engine: Engine) -> None:
+        if self.count == MAX_SUSPENDS or engine.num_steps - self.last < self.every or not self.holds(engine):
+            return
+        report = engine.suspend(self.mode)
+        assert engine.state == "suspended" and report.mode == self.mode
+        if self.mode != "persist":
+            with pytest.raises(StateReleased):
+                engine.parts.runner.store.kv_cache  # noqa: B018
+        self.copied += report.tags["kv_cache"].bytes_copied
+        engine.resume()
+        self.count, self.last = self.count + 1, engine.num_steps
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_suspended_equals_uninterrupted(model, situation, overlap, kind):
+    settings, n, holds = SITUATIONS[situation]
+    plain = run(make_engine(model, overlap=overlap, **settings), kind, n)
+    for mode in MODES:
+        suspender = Suspender(holds, mode)
+        engine = make_engine(model, overlap=overlap, **settings)
+        done = run(engine, kind, n, suspender)
+        assert suspender.count >= (1 if situation == "idle" else 2), f"{situation} was met {suspender.count} times"
+        assert answers(done) == answers(plain), mode
+        if mode == "recompute" or overlap:
+            assert torch.allclose(logprobs(done), logprobs(plain), rtol=0, atol=1e-5), mode
+        else:
+            assert torch.equal(logprobs(done), logprobs(plain)), f"{mode}: the same batches gave other bits"
+        assert (suspender.copied > 0) == (mode == "offload" and situation != "idle")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_added_and_aborted_while_suspended(model, mode):
+    work = workload("greedy")
+    plain = answers(run(make_engine(model), "greedy", 1))
+    engine = make_engine(model, enable_prefix_caching=True)
+    for i, (prompt, params) in enumerate(work[:4]):
+        engine.add_request(prompt, params, request_id=str(i), stream="final")
+    for _ in range(5):
+        engine.step()
+    engine.suspend(mode)
+    partial = engine.abort("1").outputs[0].token_ids
+    assert partial == plain["1"][0][0][: len(partial)] and partial
+    engine.add_request(*work[4], request_id="4", stream="final")
+    with pytest.raises(WrongState, match=r"SUSPENDED; call resume\(\) first"):
+        engine.step()
+    engine.resume()
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert answers(done) == {name: plain[name] for name in ("0", "2", "3", "4")}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, mode, overlap):
+    """Fault injection: the n-th thing a transition does fails, for every n; the answers are those of a calm run."""
+    plain = answers(run(make_engine(model, overlap=overlap), "greedy", 1))
+    faults = {"suspend": 0, "resume": 0}
+
+    def disturb(engine: Engine) -> None:
+        if engine.num_steps not in (3, 8, 17):
+            return
+        for command, before, after in (
+            ("suspend", "running", "suspended"),
+            ("resume", "suspended", "running"),
+        ):
+            call = {"suspend": lambda: engine.suspend(mode), "resume": engine.resume}[command]
+            for n in range(100):
+                left = n
+
+                def fail(what: str) -> None:
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        raise MemoryError(f"planted at {what}")
+
+                engine.lifecycle.observers.append(fail)
+                try:
+                    call()
+                    break
+                except TransitionFailed as error:
+                    assert "planted at" in str(error) and engine.state == before
+                    assert engine.parts.runner.store.is_released == (before == "suspended" and mode != "persist")
+                    faults[command] += 1
+                finally:
+                    engine.lifecycle.observers.remove(fail)
+            assert engine.state == after
+
+    assert answers(run(make_engine(model, overlap=overlap), "greedy", 1, disturb)) == plain
+    fewest = 3 if mode == "persist" else 6  # three times each of the steps it has
+    assert faults["suspend"] >= fewest and faults["resume"] >= fewest, faults
+
+
+def test_a_failed_suspend_lets_the_engine_run_on_as_if_nothing_was(model):
+    plain = answers(run(make_engine(model), "greedy", 1))
+    engine = make_engine(model, kv_cache_management_mode="offload")
+    failures = 0
+
+    def try_to(engine: Engine) -> None:
+        nonlocal failures
+
+        def full(what: str) -> None:
+            if what.startswith("copy blocks"):
+                raise MemoryError("no host memory")
+
+        engine.lifecycle.observers.append(full)
+        if decoding(engine):
+            with pytest.raises(TransitionFailed, match="no host memory"):
+                engine.suspend()
+            failures += 1
+        engine.lifecycle.observers.clear()
+
+    assert answers(run(engine, "greedy", 1, try_to)) == plain and failures > 10
+
+
+def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
+    engine = make_engine(model, kv_cache_management_mode="offload")
+    prompt, params = workload("greedy")[0]
+    engine.add_request(prompt, params, request_id="a", stream="final")
+    for _ in range(4):
+        engine.step()
+    drawn = engine.ledger.get("a").samples[0].request.num_output
+    with pytest.raises(ConfigError, match="did you mean 'weights'"):
+        engine.suspend(tags={"weight"})
+    with pytest.raises(ConfigError, match="no tags"):
+        engine.suspend(tags=())
+    with pytest.raises(ConfigError, match="did you mean 'offload'"):
+        engine.suspend(mode="offlode")
+    assert engine.state == "running"
+    assert set(engine.suspend(tags={"kv_cache"}).tags) == {"kv_cache"}
+    assert engine.parts.chosen.packed.num_weights or not engine.parts.chosen.packed.layout
+    assert set(engine.suspend(tags={"weights", "graphs"}).tags) == {"weights", "graphs"}
+    assert engine.parts.chosen.packed.num_bytes == 0
+    assert engine.suspended_tags == {"kv_cache", "weights", "graphs"}
+    report = engine.resume({"weights"})
+    assert report.state == "suspended" and engine.suspended_tags == {"kv_cache", "graphs"}
+    with pytest.raises(ConfigError, match="weights not suspended"):
+        engine.resume({"weights"})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.decoder.parameters():
+            parameter.mul_(-1.1)
+    try:
+        engine.set_weight_version(5)
+        assert engine.resume(["kv_cache"]).state == "suspended"
+        assert engine.resume().state == "running"
+        done = {}
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        assert done["a"].outputs[0].spans == [(0, 0, 0, 0), (drawn, 5, 0, 5)]
+        engine.verify_weights()
+        fresh = make_engine(model).generate([prompt], params)[0].outputs[0].token_ids
+        assert engine.generate([prompt], params)[0].outputs[0].token_ids == fresh
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+
+
+def test_a_suspend_can_go_further_but_not_back(model):
+    plain = answers(run(make_engine(model), "greedy", 1))
+
+    def further(engine: Engine) -> None:
+        if engine.num_steps != 4:
+            return
+        engine.suspend("persist")
+        engine.suspend("offload")
+        with pytest.raises(ConfigError, match=r'as "offload" already; resume\(\) first'):
+            engine.suspend("persist")
+        assert engine.parts.runner.store.host_bytes() > 0
+        report = engine.suspend("recompute")
+        assert report.tags.get("kv_cache") is not None and engine.parts.runner.store.host_bytes() == 0
+        engine.resume()
+
+    assert answers(run(make_engine(model), "greedy", 1, further)) == plain
+
+
+def test_suspended_context_resumes_whatever_its_body_does(model):
+    engine = make_engine(model, kv_cache_management_mode="recompute")
+    prompt, params = workload("greedy")[1]
+    expected = engine.generate([prompt], params)[0].outputs[0].token_ids
+    with engine.suspended() as report:
+        assert report.state == engine.state == "suspended"
+    assert engine.state == "running"
+    with pytest.raises(KeyError), engine.suspended(mode="offload"):
+        raise KeyError("training failed")
+    assert engine.state == "running"
+    with engine.suspended():
+        engine.resume()  # by hand is fine too
+    engine.lifecycle.observers.append(
+        lambda what: (_ for _ in ()).throw(MemoryError("full")) if what.startswith("allocate") else None
+    )
+    with pytest.raises(ZeroDivisionError) as caught, engine.suspended():
+        1 / 0  # noqa: B018
+    assert any("resume after it failed" in note for note in caught.value.__notes__)
+    assert engine.state == "suspended"
+    engine.lifecycle.observers.clear()
+    engine.resume()
+    assert engine.generate([prompt], params)[0].outputs[0].token_ids == expected
+
+
+def test_paused_engine_suspends_and_resumes_to_paused(model):
+    engine = make_engine(model, kv_cache_management_mode="offload")
+    engine.pause()
+    engine.suspend()
+    with pytest.raises(WrongState, match="SUSPENDED"):
+        engine.unpause()
+    assert engine.resume().state == "paused"
+    engine.unpause()
+    assert engine.state == "running"
+
+
+def test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed(model):
+    live = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2, seed=3).train()
+    engine = make_engine(live, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    prompt, params = workload("greedy")[2]
+    engine.add_request(prompt, params, request_id="a", stream="final")
+    for _ in range(4):
+        engine.step()
+    assert not live.training
+    with engine.suspended("recompute"):
+        assert live.training and all(module.training for module in live.modules())
+        ids = torch.tensor([prompt[:8]])
+        positions, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        live(ids, positions, mask, labels=ids).sum().backward()
+        torch.optim.SGD(live.parameters(), lr=0.05).step()
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    spans = done["a"].outputs[0].spans
+    assert [span[1:] for span in spans] == [(0, 0, 0), (1, 1, 1)]
+    assert live.training and engine.stats().weight_version == 1
+
+
+def test_a_deadline_that_passes_leaves_the_engine_running(model):
+    engine = make_engine(model)
+    engine.add_request(*workload("greedy")[0])
+    engine.step()
+    with pytest.raises(TransitionTimeout, match="engine is RUNNING again"):
+        engine.suspend("offload", timeout_s=1e-9)
+    assert engine.state == "running"
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_static_pointers_keep_the_address_and_memory_really_goes(model):
+    engine = make_engine(model, buffer_size_gb=0.25, static_kv_memory_pointers=True)
+    store = engine.parts.runner.store
+    store.kv_cache.fill_(1.0)
+    address = store.kv_cache.data_ptr()
+    report = engine.suspend("recompute")
+    size = store.num_bytes
+    assert report.tags["kv_cache"].bytes_freed == pytest.approx(size, rel=0.01)
+    assert report.process_bytes_before - report.process_bytes_after > 0.9 * size
+    engine.resume()
+    assert store.kv_cache.data_ptr() == address and store.addresses_stable
+    assert store.resident_bytes() < 0.01 * size
+    assert answers(run(engine, "greedy", 1)) == answers(run(make_engine(model), "greedy", 1))
+
+
+def test_offload_moves_what_is_live_and_not_the_pool(model):
+    engine = make_engine(model, buffer_size_gb=0.25, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    engine.parts.runner.store.kv_cache.fill_(0.5)
+    run(engine, "greedy", 1)  # leaves cached blocks behind
+    assert engine.parts.context.pool.num_cached > 0
+    engine.add_request(*workload("greedy")[3], stream="final")
+    for _ in range(3):
+        engine.step()
+    held = engine.parts.context.held_blocks()
+    report = engine.suspend("offload").tags["kv_cache"]
+    assert report.bytes_copied == len(held) * engine.parts.sizes.block_bytes
+    assert report.bytes_freed > 0.95 * engine.parts.runner.store.num_bytes
+    assert engine.parts.context.pool.num_cached == 0, "cached blocks without their memory could be hit"
+    engine.resume()
