@@ -1,0 +1,232 @@
+"""The staleness oracle: random submits, pauses, updates, aborts and suspends against a slow computation from scratch.
+
+What the engine computed is logged piece by piece (request, positions, weights). From the log alone a reference says
+which weights drew each token and which weights' keys and values it attended to, and computes every token anew with a
+toy cache, one request at a time, under those weights. Both must be what the engine reported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from paged_step import Cache
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+VOCAB = 128
+NUM_WEIGHTS = 4
+BLOCK_BYTES = 8 * 2 * 2 * 2 * 16 * 4
+"""B x (K, V) x layers x kv heads x head dim x fp32."""
+
+
+@dataclass
+class Piece:
+    """Positions start .. start + n - 1 computed in one step."""
+
+    start: int
+    n: int
+    weights: int
+    label: int
+    begins: bool
+    """The row was empty before, but for a cached prefix."""
+
+
+@dataclass
+class Harness:
+    """An engine under random commands, and the log of what it computed."""
+
+    model: torch.nn.Module
+    rng: random.Random
+    overlap: bool
+    weights: int = 0
+    label: int = 0
+    log: dict[str, list[Piece]] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    done: dict[str, Any] = field(default_factory=dict)
+    visited: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.snapshots = []
+        for seed in range(NUM_WEIGHTS):
+            generator = torch.Generator().manual_seed(seed)
+            self.snapshots.append(
+                [p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for p in self.model.parameters()]
+            )
+        self.load(0)
+        pool = self.rng.choice([13, 16, 60])
+        swap = self.rng.choice([0, 40])
+        self.engine = DynamicInferenceEngine(
+            self.model,
+            InferenceConfig(
+                buffer_size_gb=(pool + 1) * BLOCK_BYTES / 2**30 + 1e-9,
+                paused_buffer_size_gb=self.rng.choice([0, 6]) * BLOCK_BYTES / 2**30,
+                swap_buffer_size_gb=swap * BLOCK_BYTES / 2**30,
+                preemption_mode="swap" if swap else "auto",
+                block_size_tokens=8,
+                max_sequence_length=96,
+                max_requests=6,
+                max_tokens=self.rng.choice([20, 128]),
+                enable_chunked_prefill=True,
+                enable_prefix_caching=True,
+                prefix_caching_eviction_policy="lru",
+                overlap=self.overlap,
+                check_invariants=True,
+            ),
+        )
+        forward = self.engine.parts.runner.forward
+
+        def logged(plan: Any, *rest: Any) -> Any:
+            pieces = [(r, start, 1, False) for r, start in zip(plan.decode, plan.decode_starts, strict=True)]
+            pieces += [(p.request, p.start, p.n, p.first) for p in plan.prefill]
+            for request, start, n, first in pieces:
+                self.log.setdefault(request.id, []).append(Piece(start, n, self.weights, self.label, first))
+            return forward(plan, *rest)
+
+        self.engine.parts.runner.forward = logged
+
+    def load(self, index: int) -> None:
+        self.weights = index
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), self.snapshots[index], strict=True):
+                parameter.copy_(value)
+
+    # ------------------------------------------------------------------ commands
+
+    def act(self) -> None:
+        kind = self.rng.choices(
+            ["step", "submit", "retract", "keep", "update", "silent", "abort", "suspend"], [60, 14, 2, 2, 5, 3, 4, 6]
+        )[0]
+        self.visited[kind] += 1
+        getattr(self, kind)()
+
+    def step(self) -> None:
+        if self.engine.has_unfinished():
+            self.take(self.engine.step())
+
+    def take(self, outputs: list[Any]) -> None:
+        self.done |= {output.request_id: output for output in outputs if output.finished}
+
+    def submit(self) -> None:
+        if len(self.prompts) >= 14:
+            return
+        stem = list(range(10, 40))[: self.rng.choice([0, 16, 30])]
+        prompt = stem + [self.rng.randrange(4, VOCAB) for _ in range(self.rng.randint(1, 30))]
+        params = SamplingParams(temperature=0.0, max_tokens=self.rng.randint(2, 30), ignore_eos=True)
+        self.prompts[self.engine.add_request(prompt, params, stream="final")] = prompt
+
+    def retract(self) -> None:
+        self.engine.pause("retract")
+        self.engine.unpause()
+
+    def keep(self) -> None:
+        self.engine.pause("keep")
+        if self.rng.random() < 0.5:
+            self.update()
+        self.engine.unpause()
+
+    def update(self) -> None:
+        """New weights under a label of the caller's, which need not be new."""
+        self.engine.drain()
+        self.load(self.rng.randrange(NUM_WEIGHTS))
+        label = self.rng.choice([self.label + 1, self.label + 5, max(0, self.label - 1)])
+        running = self.rng.choice(["keep", "recompute"])
+        self.engine.set_weight_version(label, running=running)
+        self.label = label
+        self.visited[f"update {running}"] += 1
+
+    def silent(self) -> None:
+        """New weights, and nobody says so."""
+        if not self.engine.has_unfinished():
+            return
+        self.engine.drain()
+        if self.engine.has_unfinished() and len(self.engine.ledger):
+            self.load((self.weights + self.rng.randint(1, NUM_WEIGHTS - 1)) % NUM_WEIGHTS)
+            self.label += 1
+            self.take(self.engine.step())
+
+    def abort(self) -> None:
+        live = [group.id for group in self.engine.ledger.groups()]
+        if live:
+            self.take([self.engine.abort(self.rng.choice(live))])
+
+    def suspend(self) -> None:
+        mode = self.rng.choice(["persist", "offload", "recompute"])
+        self.engine.suspend(mode)
+        self.visited[mode] += 1
+        for command in self.rng.choices(["update", "submit", "abort", "nothing"], k=2):
+            if command != "nothing":
+                getattr(self, command)()
+        if self.rng.random() < 0.4:
+            self.engine.resume({"weights"})
+            if self.rng.random() < 0.5:
+                self.update()
+        self.engine.resume()
+
+    # ------------------------------------------------------------------ the reference
+
+    def check(self, name: str, output: Any) -> None:
+        tokens, sample = list(self.prompts[name]), output.outputs[0]
+        cache, labels, number = Cache(self.engine.parts.adopted, num_blocks=64), [], 0
+        spans: list[tuple[int, int, int, int]] = []
+        num_output = len(sample.token_ids)
+        for piece in self.log.get(name, []):
+            if len(tokens) - len(self.prompts[name]) >= num_output:
+                break  # drawn in flight after its end
+            start, n = piece.start, piece.n
+            if piece.begins:
+                number, labels, start, n = number + 1, [], 0, piece.start + piece.n
+                cache = Cache(self.engine.parts.adopted, num_blocks=64)
+            assert len(labels) == start, f"{name}: position {start} is computed after {len(labels)} others"
+            known = (tokens + sample.token_ids[len(tokens) - len(self.prompts[name]) :])[start : start + n]
+            self.load(piece.weights)
+            step = cache.step([(0, known)])
+            with torch.inference_mode():
+                hidden = self.engine.parts.adopted.hidden(step)
+                logits = self.engine.parts.adopted.logits(hidden[-1:], step.ops)
+            labels += [piece.label] * n
+            if start + n == len(tokens):
+                span = (piece.label, min(labels), max(labels))
+                if not spans or spans[-1][1:] != span:
+                    spans.append((len(tokens) - len(self.prompts[name]), *span))
+                tokens.append(int(logits[0, :VOCAB].argmax()))
+        assert tokens[len(self.prompts[name]) :] == sample.token_ids, name
+        assert [tuple(span) for span in sample.spans] == spans, name
+        self.visited["mixed"] += any(span[2] != span[3] for span in spans)
+        self.visited["tokens"] += num_output
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_gpt(vocab_size=VOCAB, max_sequence_length=128, init_method_std=0.2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("shard", range(2))
+def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, shard, overlap):
+    visited: Counter = Counter()
+    for seed in range(shard * 8, shard * 8 + 8):
+        harness = Harness(model, random.Random(seed), overlap)
+        try:
+            for _ in range(150):
+                harness.act()
+            while harness.engine.has_unfinished():
+                harness.step()
+            assert harness.done.keys() == harness.prompts.keys()
+            for name, output in harness.done.items():
+                harness.check(name, output)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        visited += harness.visited
+        visited.update({k: v for k, v in harness.engine.stats().counters.items() if v})
+    for what in ("update keep", "update recompute", "silent", "abort", "persist", "offload", "recompute", "mixed"):
+        assert visited[what] >= 2, f"{what}: {visited}"
+    assert visited["evicted"] and visited["prefix_hits"] and visited["tokens"] > 100
