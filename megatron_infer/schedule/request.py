@@ -51,20 +51,29 @@ class History:
     spans: list[VersionSpan] = field(default_factory=list)
     """The last one may begin at a token that is not drawn yet."""
 
-    def computed_anew(self, version: int, first_token: int) -> None:
-        """From output token `first_token` on everything it attends to is computed with the weights of `version`."""
+    kv_versions: tuple[int, int] | None = None
+    """(oldest, newest) weights of the keys and values it had at the last mark; None: it had none."""
+    computed_at_mark: int = 0
+    """Tokens it had computed then: weights under which nothing was computed leave no trace."""
+
+    def computed_anew(self, version: int, *, first_token: int, cached: int) -> None:
+        """It starts over: but for `cached` tokens, found computed with `version`, it has nothing."""
+        self.kv_versions, self.computed_at_mark = ((version, version) if cached else None), cached
         self._mark(VersionSpan(first_token, version, version, version))
 
-    def goes_on_with(self, version: int, first_token: int) -> None:
-        """From output token `first_token` on it is drawn with `version` and keeps the keys and values it has."""
-        last = self.spans[-1]
-        self._mark(
-            VersionSpan(first_token, version, min(last.kv_version_min, version), max(last.kv_version_max, version))
-        )
+    def goes_on_with(self, version: int, *, first_token: int, computed: int) -> None:
+        """From output token `first_token` on it is drawn with `version` and keeps the `computed` tokens it has."""
+        if computed > self.computed_at_mark:
+            last = self.spans[-1]
+            self.kv_versions, self.computed_at_mark = (last.kv_version_min, last.kv_version_max), computed
+        oldest, newest = self.kv_versions or (version, version)
+        self._mark(VersionSpan(first_token, version, min(oldest, version), max(newest, version)))
 
-    def forked(self, leader: History, first_token: int) -> None:
+    def forked(self, leader: History, *, first_token: int, computed: int) -> None:
         """From output token `first_token` on it attends to what `leader` has computed."""
-        self._mark(leader.spans[-1]._replace(first_token=first_token))
+        last = leader.spans[-1]
+        self.kv_versions, self.computed_at_mark = (last.kv_version_min, last.kv_version_max), computed
+        self._mark(last._replace(first_token=first_token))
 
     def _mark(self, span: VersionSpan) -> None:
         if self.spans and self.spans[-1].first_token == span.first_token:

@@ -85,9 +85,9 @@ class Roster:
         request.lease, request.scheduled, request.history.cached_tokens = lease, lease.cached, lease.cached
         request.status = Status.RUNNING
         if forked_from is None:
-            request.history.computed_anew(self.version, request.num_output)
+            request.history.computed_anew(self.version, first_token=request.num_output, cached=lease.cached)
         else:
-            request.history.forked(forked_from.history, request.num_output)
+            request.history.forked(forked_from.history, first_token=request.num_output, computed=lease.cached)
         insort(self.prefilling, request, key=arrival_of)
         stats = self._stats
         stats.admitted += 1

@@ -105,7 +105,7 @@ class Scheduler:
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
         self.roster.version = version
         for request in self.roster.live():
-            request.history.goes_on_with(version, request.num_output)
+            request.history.goes_on_with(version, first_token=request.num_output, computed=request.scheduled)
         if root == self.root:
             return
         self.root = root
