@@ -15,7 +15,7 @@ from megatron_infer.config import (
     refuse_parallel_groups,
 )
 from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import root_digest
+from megatron_infer.context.prefix import root_of
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import Device
@@ -65,7 +65,7 @@ class Assembly:
 
     def root(self) -> bytes:
         """Root of the prefix-hash chain: KV of another model or of earlier weights can never match."""
-        return root_digest(model=self.name, weight_version=self.weight_version)
+        return root_of(model=self.name, weight_version=self.weight_version)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
