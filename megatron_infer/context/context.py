@@ -88,19 +88,17 @@ class DynamicInferenceContext:
         return lease
 
     def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
-        """Take published blocks in place of own ones not planned yet -> how many of `tokens` are now taken care of.
+        """Move to published blocks behind those `lease` has published -> how many of `tokens` are now taken care of.
 
         planned: leading tokens whose computation is planned; the result is that or more, and never all of `tokens`.
-        A partly planned block is replaced too: a step in flight still writes and reads the old one, and whoever gets
-        that next writes after it.
+        An own block that is planned in part or whole is replaced too: a step in flight still writes and reads the old
+        one, and whoever gets that next writes after it.
         """
         first = len(lease.digests)
-        if first != planned // self.block_size:  # another lease has the content of a block before: see `announce`
-            return planned
         found = self._find(lease, tokens)
         for column, block in enumerate(found, start=first):
             self._move(lease, column, block)
-        return (first + len(found)) * self.block_size if found else planned
+        return max(planned, (first + len(found)) * self.block_size)
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
         """Grow `lease` until it can hold `num_tokens` tokens; all or nothing.

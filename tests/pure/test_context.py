@@ -381,6 +381,20 @@ def test_catching_up_takes_published_blocks_and_leaves_the_last_token(planned):
     context.check()
 
 
+def test_catching_up_moves_what_was_planned_twice_without_undoing_it():
+    context = make()
+    tokens = list(range(16))
+    first = compute(context, tokens[:5])
+    late = context.admit(tokens, root=ROOT, use_cache=False)
+    context.extend(late, 16)
+    context.announce(late, tokens, 10)
+    assert context.catch_up(late, tokens, 10) == 10
+    assert late.blocks[0] == first.blocks[0] and len(late.digests) == 1
+    context.announce(late, tokens, 16)
+    assert len(late.digests) == 4, "its chain goes on"
+    context.check()
+
+
 def test_nothing_to_catch_up_changes_nothing():
     context = make()
     lease = context.admit(range(12), root=ROOT)
