@@ -18,7 +18,7 @@ from megatron_infer.config import (
 )
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB
-from megatron_infer.context.prefix import root_digest
+from megatron_infer.context.prefix import root_of
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
@@ -85,7 +85,7 @@ class Assembly:
 
         The count of updates is in it: a version label that is used a second time names other weights.
         """
-        return root_digest(model=self.name, weight_version=self.weight_version, update=self._num_updates)
+        return root_of(model=self.name, weight_version=self.weight_version, update=self._num_updates)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""

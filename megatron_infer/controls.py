@@ -134,6 +134,13 @@ class EngineControls:
         """
         self.set_weight_version(self.parts.weight_version + 1)
 
+    def reset_prefix_cache(self) -> int:
+        """Nothing computed before is matched by a later prompt -> cached blocks that came free. In any state.
+
+        Requests under way keep what they have.
+        """
+        return self.parts.scheduler.reset_prefix_cache()
+
     def verify_weights(self) -> None:
         """Raise StaleCache if anything derived from the weights does not belong to those the model has now.
 

@@ -16,7 +16,7 @@ from megatron_infer.errors import (
     InvalidPrompt,
     UnknownRequest,
 )
-from megatron_infer.intake import Prompt, TextCodec, is_single_prompt
+from megatron_infer.intake import Prompt, TextCodec, is_single_prompt, salt_of
 from megatron_infer.ledger import Ledger
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
@@ -120,12 +120,12 @@ class DynamicInferenceEngine(EngineControls):
                 f"request id {request_id!r} is already in the engine; choose another or abort it first"
             )
         text, ids = self.parts.intake.tokenize(prompt)
-        return self._queue(request_id, text, ids, params, stream)
+        return self._queue(request_id, text, ids, params, stream, salt_of(prompt))
 
     def _queue(
-        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode
+        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str
     ) -> str:
-        members = self.parts.intake.build(request_id, ids, params)
+        members = self.parts.intake.build(request_id, ids, params, salt=salt)
         self.ledger.open(request_id, text, ids, params, stream, members)
         self.parts.scheduler.add(members[0])
         for listener in self.listeners:
@@ -187,8 +187,8 @@ class DynamicInferenceEngine(EngineControls):
             for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
         ]
         place = {
-            self._queue(self._new_id(), text, ids, one, "final"): index
-            for index, ((text, ids), one) in enumerate(zip(checked, wanted, strict=True))
+            self._queue(self._new_id(), text, ids, one, "final", salt_of(prompt)): index
+            for index, ((text, ids), one, prompt) in enumerate(zip(checked, wanted, batch, strict=True))
         }
         results: list[RequestOutput | None] = [None] * len(batch)
         others: list[RequestOutput] = []

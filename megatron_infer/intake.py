@@ -9,10 +9,12 @@ from typing import Any, Protocol
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
 from megatron_infer.sampling.rng import derive_seed
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.request import CacheUse, Request
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+
+MAX_SALT_CHARS = 256
 
 
 class TextCodec(Protocol):
@@ -125,8 +127,8 @@ class Intake:
         elif params.bad_token_ids is not None and len(set(params.bad_token_ids)) >= self.limits.vocab_size:
             raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
 
-    def build(self, request_id: str, ids: list[int], params: SamplingParams) -> list[Request]:
-        """The request's n sequences, leader first; the leader brings the others as its siblings."""
+    def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
+        """The request's n sequences, leader first; the leader brings the others as its siblings. salt: `salt_of`."""
         max_total = self.check(ids, params)
         self.check_params(params)
         seed = params.seed
@@ -142,7 +144,7 @@ class Intake:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cacheable=params.prompt_logprobs is None,
+                cache=CacheUse(allowed=params.prompt_logprobs is None, salt=salt),
             )
             for index in range(params.n)
         ]
@@ -150,13 +152,28 @@ class Intake:
         return members
 
 
+def salt_of(prompt: Prompt) -> str:
+    """The cache salt a prompt brings: it shares cached prefixes only with prompts of the same salt; "" if it has none.
+
+    Raises InvalidPrompt when it is no str or longer than MAX_SALT_CHARS.
+    """
+    salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(salt, str):
+        raise InvalidPrompt(f"'cache_salt' is a {type(salt).__name__}, not text")
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidPrompt(f"'cache_salt' has {len(salt):,} characters, limit is {MAX_SALT_CHARS}; use a hash of it")
+    return salt
+
+
 def _from_mapping(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-    if unknown or len(prompt) != 1:
+    salt_of(prompt)
+    keys = set(prompt) - {"cache_salt"}
+    if len(keys) != 1 or keys - {"prompt", "prompt_token_ids"}:
         raise InvalidPrompt(
-            f"a mapping prompt has exactly one of 'prompt' and 'prompt_token_ids', got keys {sorted(map(str, prompt))}"
+            "a mapping prompt has exactly one of 'prompt' and 'prompt_token_ids', and 'cache_salt' if need be; "
+            f"got keys {sorted(map(str, prompt))}"
         )
-    value = next(iter(prompt.values()))
+    value = prompt[keys.pop()]
     if "prompt" in prompt and not isinstance(value, str):
         raise InvalidPrompt(f"'prompt' is a {type(value).__name__}, not text")
     return value  # type: ignore[no-any-return]

@@ -216,7 +216,7 @@ def _peer_runner(peer: Any, variant: str, workload: Workload) -> Runner:
 
 def _fresh(workload: Workload, llm: Any) -> Workload:
     """The workload on an engine that remembers no prompt of an earlier round: within a round the cache may hit."""
-    llm.engine.parts.context.forget_all()
+    llm.engine.reset_prefix_cache()
     return workload
 
 

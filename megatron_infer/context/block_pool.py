@@ -6,15 +6,17 @@ from collections import OrderedDict
 
 
 class BlockPool:
-    """Reference-counted block ids with an index from content digest to block.
+    """Reference-counted block ids with an index from content to block.
 
         blank --alloc--> held (refs > 0) --last unref--> blank     no digest, or REF_ZERO
                           ^  |                       \\-> cached    has a digest and keep_cached (LRU)
                           |  +-- publish(digest)           |
                           +------------- share ------------+ (a hit);  alloc with no blank left reclaims the oldest
 
-    A digest names one block and a block has at most one digest. Callers unref a sequence's blocks last to first, and
-    whoever holds a block holds its predecessors, so a block is always reclaimed before its predecessor.
+    A digest names one block and a block has at most one digest. Beside it stands the preimage it was made from: a block
+    is found by its digest and taken only if the preimages are equal, so that a collision is a miss and no more. Callers
+    unref a sequence's blocks last to first, and whoever holds a block holds its predecessors, so a block is always
+    forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `prefix`).
     """
 
     def __init__(self, num_blocks: int, *, keep_cached: bool) -> None:
@@ -26,6 +28,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._preimage_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
@@ -85,23 +88,39 @@ class BlockPool:
             self._forget(block)
         self._blank.append(block)
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Make held `block` findable under `digest`; does nothing if another block has that content already."""
+    def publish(self, block: int, digest: bytes, preimage: bytes) -> int | None:
+        """Make held, unpublished `block` findable -> the block that has this content from now on.
+
+        That is another one if it was published before. None: the digest stands for other content, nothing changed.
+        """
         assert self._refs[block] > 0, f"publish of free block {block}"
-        if digest not in self._block_of and block not in self._digest_of:
+        owner = self._block_of.get(digest)
+        if owner is None:
+            assert block not in self._digest_of, f"block {block} is published under another digest"
             self._block_of[digest] = block
             self._digest_of[block] = digest
+            self._preimage_of[block] = preimage
+            return block
+        return owner if self._preimage_of[owner] == preimage else None
 
-    def lookup(self, digest: bytes) -> int | None:
+    def lookup(self, digest: bytes, preimage: bytes) -> int | None:
         """The block with this content, held or cached; the caller must `share` it before anything is allocated."""
-        return self._block_of.get(digest)
+        block = self._block_of.get(digest)
+        return block if block is not None and self._preimage_of[block] == preimage else None
 
-    def forget_all(self) -> None:
-        """Drop every digest: cached blocks become blank, held ones can no longer be found."""
+    def contents(self) -> dict[int, tuple[bytes, bytes]]:
+        """(digest, preimage) of every block that can be found."""
+        return {block: (digest, self._preimage_of[block]) for digest, block in self._block_of.items()}
+
+    def forget_all(self) -> int:
+        """Drop all content: cached blocks become blank, held ones are no longer found -> how many were cached."""
+        num_cached = len(self._cached)
         self._blank.extend(self._cached)
         self._cached.clear()
         self._block_of.clear()
         self._digest_of.clear()
+        self._preimage_of.clear()
+        return num_cached
 
     def forget_free(self) -> int:
         """Drop the content of free blocks: cached ones become blank -> how many there were. Held ones stay findable."""
@@ -118,6 +137,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
+        del self._preimage_of[block]
 
     def check(self, held: list[int]) -> None:
         """Assert that block b has held[b] references and every index agrees with that."""
@@ -126,6 +146,7 @@ class BlockPool:
         expected = [block for block, refs in enumerate(held) if refs == 0]
         assert free == expected, f"free list {free} != blocks without references {expected}"
         assert {b: d for d, b in self._block_of.items()} == self._digest_of, "digest index and its inverse differ"
+        assert self._preimage_of.keys() == self._digest_of.keys(), "a digest without its preimage, or the reverse"
         blank_with_digest = [block for block in self._blank if block in self._digest_of]
         assert not blank_with_digest, f"blank blocks {blank_with_digest} have a digest"
         assert all(block in self._digest_of for block in self._cached), "a cached block has no digest"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.prefix import chain
+from megatron_infer.context.prefix import DIGEST_SIZE, digest_of, parent_of, preimage_of
 from megatron_infer.context.slots import SlotPool
 
 
@@ -21,9 +21,9 @@ class Lease:
     cached: int
     """Leading tokens whose keys and values were there at admission (prefix hit) or fork."""
     digests: list[bytes]
-    """Content digests of the leading blocks that were hit or committed: a chain that starts at `root`."""
+    """Content digests of the leading blocks that were hit or published: a chain that starts at `root`."""
     root: bytes
-    """Names the weights its blocks are computed with; b"" once they are a mixture of several."""
+    """Names what its blocks are computed with; b"" once it may publish no more (mixed weights, collision, reset)."""
 
 
 class DynamicInferenceContext:
@@ -72,26 +72,33 @@ class DynamicInferenceContext:
         The last token is never served from the cache: a request needs at least one query to draw from.
         Call `extend` for the rest.
         """
+        assert len(root) != DIGEST_SIZE, f"root {root!r} could be taken for a digest"
         row = self._rows.take()
         if row is None:
             return None
-        blocks: list[int] = []
-        digests: list[bytes] = []
-        if use_cache and self.prefix_caching:
-            size, digest = self.block_size, root
-            for start in range(0, len(tokens) - size, size):
-                digest = chain(digest, tokens[start : start + size])
-                block = self.pool.lookup(digest)
-                if block is None:
-                    break
-                blocks.append(block)
-                digests.append(digest)
-        for block in blocks:
-            self.pool.share(block)
-        cached = len(blocks) * self.block_size
-        lease = Lease(row=row, blocks=blocks, capacity=cached, cached=cached, digests=digests, root=root)
-        self._issue(lease)
+        lease = Lease(row=row, blocks=[], capacity=0, cached=0, digests=[], root=root)
+        if use_cache:
+            blocks = self._find(lease, tokens)
+            for block in blocks:
+                self.pool.share(block)
+            lease.blocks = blocks
+            lease.capacity = lease.cached = len(blocks) * self.block_size
+        self._leases[row] = lease
+        self._journal(lease)
         return lease
+
+    def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
+        """Move to published blocks behind those `lease` has published -> how many of `tokens` are now taken care of.
+
+        planned: leading tokens whose computation is planned; the result is that or more, and never all of `tokens`.
+        An own block that is planned in part or whole is replaced too: a step in flight still writes and reads the old
+        one, and whoever gets that next writes after it.
+        """
+        first = len(lease.digests)
+        found = self._find(lease, tokens)
+        for column, block in enumerate(found, start=first):
+            self._move(lease, column, block)
+        return max(planned, (first + len(found)) * self.block_size)
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
         """Grow `lease` until it can hold `num_tokens` tokens; all or nothing.
@@ -145,8 +152,28 @@ class DynamicInferenceContext:
             digests=lease.digests[:num_full],
             root=lease.root,
         )
-        self._issue(child)
+        self._leases[row] = child
+        self._journal(child)
         return child, copy
+
+    def announce(self, lease: Lease, tokens: Sequence[int], planned: int) -> None:
+        """Publish the full blocks among the first `planned` tokens, which are computed by the step being planned.
+
+        Sound because steps run in the order they were planned, and within one all keys and values are written before
+        any row attends: whoever finds such a block reads it in that step or later. Stops at content that another block
+        has: the step writes to this lease's own block, so only `commit` can move it.
+        """
+        pool, size, digests = self.pool, self.block_size, lease.digests
+        for column in range(len(digests), planned // size if lease.root and self.prefix_caching else 0):
+            prev = digests[-1] if digests else lease.root
+            preimage = preimage_of(prev, tokens[column * size : (column + 1) * size])
+            digest = digest_of(preimage)
+            owner = pool.publish(lease.blocks[column], digest, preimage)
+            if owner is None:
+                lease.root = b""
+            if owner != lease.blocks[column]:
+                return
+            digests.append(digest)
 
     def commit(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks among the first `computed` tokens, whose keys and values are in the cache by now.
@@ -156,19 +183,20 @@ class DynamicInferenceContext:
         before still read the old block, and later writes to it come after them.
         """
         assert computed <= len(tokens), f"{computed} tokens computed, {len(tokens)} known"
-        if not self.prefix_caching:
+        digests, root = lease.digests, lease.root
+        if not root or not self.prefix_caching:
             return
-        size, digests = self.block_size, lease.digests
+        size = self.block_size
         for column in range(len(digests), computed // size):
-            digest = chain(digests[-1] if digests else lease.root, tokens[column * size : (column + 1) * size])
+            preimage = preimage_of(digests[-1] if digests else root, tokens[column * size : (column + 1) * size])
+            digest = digest_of(preimage)
+            owner = self.pool.publish(lease.blocks[column], digest, preimage)
+            if owner is None:  # what follows could not be told from what follows that other content
+                lease.root = b""
+                return
             digests.append(digest)
-            self._settle(lease, column)
-
-    def commit_fork(self, child: Lease, parent: Lease) -> None:
-        """Give `child` the digests that `parent` has got since the fork for the blocks they share."""
-        for column in range(len(child.digests), min(len(parent.digests), child.cached // self.block_size)):
-            child.digests.append(parent.digests[column])
-            self._settle(child, column)
+            if owner != lease.blocks[column]:
+                self._move(lease, column, owner)
 
     def release(self, lease: Lease) -> None:
         """Take back the row and one reference to every block, last block first (see `BlockPool`)."""
@@ -179,9 +207,14 @@ class DynamicInferenceContext:
             unref(block)
         self._rows.give_back(lease.row)
 
-    def forget_all(self) -> None:
-        """Drop all cached content: no later admission hits anything computed before."""
-        self.pool.forget_all()
+    def forget_all(self) -> int:
+        """Nothing computed or planned so far is ever matched again -> free blocks that were cached.
+
+        Whoever holds a lease goes on and publishes no more: its chain hangs on digests that may get another meaning.
+        """
+        for lease in self._leases.values():
+            lease.root = b""
+        return self.pool.forget_all()
 
     def forget_free(self) -> int:
         """Drop cached content that no lease holds -> blocks dropped; what leases hold can still be hit."""
@@ -218,23 +251,42 @@ class DynamicInferenceContext:
                 held[block] += 1
                 assert column_of.setdefault(block, column) == column, f"block {block} is held at two positions"
         self.pool.check(held)
+        self._check_chains()
         self._rows.check([lease.row for lease in self._leases.values()])
 
-    def _issue(self, lease: Lease) -> None:
-        self._leases[lease.row] = lease
-        self._journal(lease)
+    def _check_chains(self) -> None:
+        """Assert that the block before a published one is published, and that leases hold what their digests name."""
+        contents = self.pool.contents()
+        digests = {digest for digest, _ in contents.values()}
+        parents = {block: parent_of(preimage, self.block_size) for block, (_, preimage) in contents.items()}
+        orphans = [block for block, parent in parents.items() if parent is not None and parent not in digests]
+        assert not orphans, f"blocks {orphans} are published, the blocks they follow are not"
+        for row, lease in self._leases.items():
+            named = [contents[b][0] if b in contents else b"" for b in lease.blocks[: len(lease.digests)]]
+            assert not lease.root or named == lease.digests, f"row {row}: its digests name other blocks than it holds"
+
+    def _find(self, lease: Lease, tokens: Sequence[int]) -> list[int]:
+        """Published blocks that go on where the digests of `lease` end, which grow by theirs; never the last token."""
+        digests, root, size = lease.digests, lease.root, self.block_size
+        blocks: list[int] = []
+        if not root or not self.prefix_caching:
+            return blocks
+        for start in range(len(digests) * size, len(tokens) - size, size):
+            preimage = preimage_of(digests[-1] if digests else root, tokens[start : start + size])
+            digest = digest_of(preimage)
+            block = self.pool.lookup(digest, preimage)
+            if block is None:
+                break
+            blocks.append(block)
+            digests.append(digest)
+        return blocks
+
+    def _move(self, lease: Lease, column: int, block: int) -> None:
+        """Hold `block` at `column` in place of the block there."""
+        self.pool.share(block)
+        self.pool.unref(lease.blocks[column])
+        lease.blocks[column] = block
+        self._table_writes.append((lease.row, column, block))
 
     def _journal(self, lease: Lease) -> None:
         self._table_writes.extend((lease.row, column, block) for column, block in enumerate(lease.blocks))
-
-    def _settle(self, lease: Lease, column: int) -> None:
-        """Make the block at `column` the one that is published under its digest."""
-        digest, block = lease.digests[column], lease.blocks[column]
-        self.pool.publish(block, digest)
-        owner = self.pool.lookup(digest)
-        assert owner is not None
-        if owner != block:
-            self.pool.share(owner)
-            self.pool.unref(block)
-            lease.blocks[column] = owner
-            self._table_writes.append((lease.row, column, owner))

@@ -106,6 +106,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Rotate q and k, append k and v to the cache, attend causally -> out [T, N*H] contiguous.
 
+        All slices' keys and values are in the cache before any row attends: a slice may read blocks that another slice
+        of the same step fills (a shared prefix). Only a decode row (the first num_decode) is read by itself alone.
         q, k, v may be strided views of one fused projection (last dim contiguous); they may be overwritten.
         Query i of row r sits at position kv_len[r] - q_len[r] + i and sees keys 0 .. that position (within `window`).
         """

@@ -177,7 +177,7 @@ class _StepStruct(ctypes.Structure):
     """native/attention.h: Step."""
 
     _fields_ = [
-        *((name, _I) for name in ("num_tokens", "num_rows", "threads")),
+        *((name, _I) for name in ("num_tokens", "num_rows", "num_decode", "threads")),
         *((name, _P) for name in ("q_len", "kv_len", "cu_q", "table_row", "block_table")),
         ("table_stride", _I),
         *((name, _P) for name in ("kv_pos", "cos", "sin")),
@@ -240,7 +240,8 @@ class NativePagedAttention:
     def plan(self, step: StepMetadata) -> None:
         self._step = step  # keeps every array alive whose address is taken below
         s = self._step_struct
-        s.num_tokens, s.num_rows, s.threads = step.num_tokens, step.num_rows, torch.get_num_threads()
+        s.num_tokens, s.num_rows, s.num_decode = step.num_tokens, step.num_rows, step.num_decode
+        s.threads = torch.get_num_threads()
         for name in ("q_len", "kv_len", "cu_q", "table_row"):
             array = getattr(step, name)
             assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"

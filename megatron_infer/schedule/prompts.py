@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.prefix import salted
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.plan import Slice
 from megatron_infer.schedule.queue import WaitingQueue
@@ -24,7 +25,12 @@ class Draft:
 
 
 class PromptPlanner:
-    """Plans slices of known tokens within what a step has left of its budget."""
+    """Plans slices of known tokens within what a step has left of its budget.
+
+    A slice's full blocks are published as it is planned, so that whoever is planned after it shares them, in the same
+    step already: a prompt that many requests bring at once is computed once. Within a step only slices planned before
+    can be found, and they are never taken back: a failed step goes through `Scheduler.cancel`.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class PromptPlanner:
         for request in list(self._roster.prefilling):
             if not draft.left:
                 return
+            self._catch_up(request)
             self._take_slice(draft, request, min(len(request.tokens) - request.scheduled, draft.left), first=False)
 
     def admit(self, draft: Draft, *, root: bytes) -> None:
@@ -73,10 +80,10 @@ class PromptPlanner:
         context, total = self._context, len(request.tokens)
         need = policy.blocks_needed(total, context.block_size)
         headroom = policy.admission_headroom(self._roster.num_running, context.num_blocks)
-        if not context.prefix_caching and need > context.num_free_blocks - headroom:
+        # Before anything is hashed: the last token is never found, so that one block is needed at least.
+        if (1 if context.prefix_caching else need) > context.num_free_blocks - headroom:
             return False
-        # Prompt logprobs need every position computed; once a token is drawn they are complete.
-        lease = context.admit(request.tokens, root=root, use_cache=request.cacheable or request.num_output > 0)
+        lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False
         n = policy.chunk_size(
@@ -90,10 +97,21 @@ class PromptPlanner:
         self._take_slice(draft, request, n, first=True)
         return True
 
+    def _catch_up(self, request: Request) -> None:
+        """Skip what others have published of this prompt since its last slice was planned."""
+        assert request.lease is not None
+        if not self._context.prefix_caching or not request.may_hit:
+            return
+        planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
+        if planned > request.scheduled:
+            self._roster.skip(request, planned - request.scheduled)
+
     def _take_slice(self, draft: Draft, request: Request, n: int, *, first: bool) -> None:
         """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""
+        assert request.lease is not None
         start = request.scheduled
         samples = start + n >= len(request.tokens)
+        self._context.announce(request.lease, request.tokens, start + n)
         forks: tuple[Request, ...] = ()
         if samples:
             if self._queue.leads(request):

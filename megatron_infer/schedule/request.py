@@ -42,7 +42,7 @@ class History:
     """What has happened to a request so far; none of it decides what it draws."""
 
     cached_tokens: int = 0
-    """Prompt tokens served from the prefix cache or a fork at the latest admission."""
+    """Prompt tokens served from the prefix cache or a fork since the latest admission."""
     num_pauses: int = 0
     num_evictions: int = 0
     """Times it lost its memory: recomputed or swapped in later."""
@@ -82,6 +82,16 @@ class History:
             self.spans.append(span)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """How a request may use the prefix cache."""
+
+    allowed: bool = True
+    """False when every prompt position must be computed (prompt logprobs): no prefix hit until a token is drawn."""
+    salt: str = ""
+    """Requests share with each other only if their salts are equal."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One sequence. `tokens` is prompt and output in one list; starting over is `scheduled = 0`.
@@ -99,8 +109,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end it (model EOS ids unless ignore_eos, plus stop_token_ids), from min_tokens on."""
-    cacheable: bool = True
-    """False when every prompt position must be computed (prompt logprobs): no prefix hit until a token is drawn."""
+    cache: CacheUse = CacheUse()
     siblings: tuple[Request, ...] = ()
     """Leader of an n > 1 group only: the others, which share its prompt and wait until it forks them."""
     status: Status = Status.WAITING
@@ -116,3 +125,8 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether published blocks may stand for its tokens; once a token is drawn, prompt logprobs are complete."""
+        return self.cache.allowed or len(self.tokens) > self.prompt_len

@@ -29,9 +29,14 @@ class SchedulerStats:
     paused: int = 0
     resumed: int = 0
     evicted: int = 0
+    prefix_queries: int = 0
+    """Admissions that looked for a published prefix; forks count neither here nor below."""
     prefix_hits: int = 0
-    """Admissions that found a cached prefix; forks do not count."""
+    """Those that found one, be it only while their prompt was being computed."""
     prefix_hit_tokens: int = 0
+    """Known tokens of those admissions that were found."""
+    prefix_miss_tokens: int = 0
+    """Known tokens of those admissions that are left to compute."""
     finished: int = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -93,10 +98,21 @@ class Roster:
         stats.admitted += 1
         if forked_from is not None:
             stats.forked += 1
-        elif lease.cached:
-            stats.prefix_hits += 1
+        elif self._context.prefix_caching and request.may_hit:
+            stats.prefix_queries += 1
+            stats.prefix_hits += lease.cached > 0
             stats.prefix_hit_tokens += lease.cached
+            stats.prefix_miss_tokens += len(request.tokens) - lease.cached
         self.emit(request, "admit", cached_tokens=lease.cached, forked=forked_from is not None)
+
+    def skip(self, request: Request, num_tokens: int) -> None:
+        """The next known tokens of `request` need no computation: it holds blocks with them since now."""
+        history, stats = request.history, self._stats
+        stats.prefix_hits += not history.cached_tokens
+        stats.prefix_hit_tokens += num_tokens
+        stats.prefix_miss_tokens -= num_tokens
+        history.cached_tokens += num_tokens
+        request.scheduled += num_tokens
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is planned: from here on it takes one token a step."""

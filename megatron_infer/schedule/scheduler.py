@@ -7,7 +7,7 @@ from itertools import islice
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.errors import RequestError
 from megatron_infer.schedule import policy
-from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.plan import Plan, Slice, StepResult
 from megatron_infer.schedule.prompts import Draft, PromptPlanner
 from megatron_infer.schedule.queue import WaitingQueue
 from megatron_infer.schedule.request import FinishReason, Request, Status
@@ -122,11 +122,18 @@ class Scheduler:
         self.queue.restart(live)
 
     def cancel(self, plan: Plan) -> None:
-        """Undo a plan whose step failed, all earlier ones being committed: its requests start over from the queue."""
+        """Undo a plan whose step failed, all earlier ones being committed: its requests start over from the queue.
+
+        Its slices' blocks were published when it was planned and are not computed. The whole prefix index goes with
+        them, as this is rare. They are held by members of the plan, who found them in it, and by requests that the
+        commit of the step before has moved to them: these start over too. Nobody else can: no plan was made since.
+        """
         if not plan.num_tokens:
             return
         self._num_uncommitted -= 1
         assert not self._num_uncommitted, f"{self._num_uncommitted} earlier steps are in flight"
+        self.context.forget_all()  # first: blocks given back below must not be kept as cached
+        lost = {block for piece in plan.prefill for block in _written_blocks(piece, self.context.block_size)}
         back = []
         for request in [*plan.sampled, *(s.request for s in plan.prefill if not s.samples)]:
             request.in_flight -= 1
@@ -135,8 +142,19 @@ class Scheduler:
             else:
                 self.roster.start_over(request)
                 back.append(request)
+        for request in self.roster.live():
+            if request.lease is not None and not lost.isdisjoint(request.lease.blocks):
+                self.roster.start_over(request)
+                back.append(request)
         self.queue.restart(back)
         self.context.repeat_table_writes()  # the failed step may have taken them without applying them
+
+    def reset_prefix_cache(self) -> int:
+        """Nothing computed before is ever matched again -> free cached blocks dropped. Steps may be in flight.
+
+        Whoever is running goes on with the blocks it has and publishes no more.
+        """
+        return self.context.forget_all()
 
     # ------------------------------------------------------------------ reading
 
@@ -210,7 +228,7 @@ class Scheduler:
                 if piece.request.status is finished:
                     ended.append(piece.request)
         if self.context.prefix_caching:
-            self._publish(plan)
+            _publish(plan, self.context)
         return self._settle(ended) if ended else ended
 
     # ------------------------------------------------------------------ planning
@@ -264,24 +282,6 @@ class Scheduler:
 
     # ------------------------------------------------------------------ committing
 
-    def _publish(self, plan: Plan) -> None:
-        """Offer the full blocks that the step completed to later prompts."""
-        size = self.context.block_size
-        last = size - 1
-        crossing = [i for i, start in enumerate(plan.decode_starts) if start % size == last]
-        for i in crossing:
-            self._publish_request(plan.decode[i], plan.decode_starts[i] + 1)
-        for piece in plan.prefill:
-            self._publish_request(piece.request, piece.start + piece.n)
-            for fork in piece.forks:
-                assert fork.lease is not None and piece.request.lease is not None
-                self.context.commit_fork(fork.lease, piece.request.lease)
-
-    def _publish_request(self, request: Request, computed: int) -> None:
-        assert request.lease is not None
-        if request.lease.root == self.root:
-            self.context.commit(request.lease, request.tokens, min(computed, len(request.tokens)))
-
     def _settle(self, ended: list[Request]) -> list[Request]:
         """Finish those of `ended` that did so by their last token; give back leases -> the former."""
         newly = []
@@ -303,3 +303,26 @@ class Scheduler:
         self.stats.finished += 1
         self.roster.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
         self.roster.let_go(request)
+
+
+def _publish(plan: Plan, context: DynamicInferenceContext) -> None:
+    """Offer the full blocks that a step completed to later prompts."""
+    size = context.block_size
+    last = size - 1
+    crossing = [i for i, start in enumerate(plan.decode_starts) if start % size == last]
+    for i in crossing:
+        _publish_request(plan.decode[i], plan.decode_starts[i] + 1, context)
+    for piece in plan.prefill:
+        for request in (piece.request, *piece.forks):  # forks move as their leader did, before it can let go
+            _publish_request(request, piece.start + piece.n, context)
+
+
+def _publish_request(request: Request, computed: int, context: DynamicInferenceContext) -> None:
+    assert request.lease is not None
+    context.commit(request.lease, request.tokens, min(computed, len(request.tokens)))
+
+
+def _written_blocks(piece: Slice, block_size: int) -> list[int]:
+    """Blocks that a slice's step writes to."""
+    assert piece.request.lease is not None
+    return piece.request.lease.blocks[piece.start // block_size : -(-(piece.start + piece.n) // block_size)]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_infer.cli import bench, bench_workload
 from megatron_infer.cli.bench_limits import Ceiling, Work, least_work, measure_ceiling
+from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     RunResult,
     Workload,
@@ -164,8 +165,8 @@ def bench_llm(llm):
     llm.engine.parts = SimpleNamespace(
         shape=SHAPE,
         model=SimpleNamespace(parameters=lambda: iter([weight])),
-        context=SimpleNamespace(forget_all=lambda: forgotten.append(True)),
     )
+    llm.engine.reset_prefix_cache = lambda: forgotten.append(True)
     llm.forgotten = forgotten
     return llm
 
@@ -187,6 +188,48 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
     text = capsys.readouterr().out
     for part in ("output tok/s", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
         assert part in text
+
+
+class SuspendingEngine:
+    """Adds suspend and resume to an engine that cannot, and notes when they were called."""
+
+    def __init__(self, engine):
+        self._engine, self.calls = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def _report(self, command, milliseconds):
+        self.calls.append((command, self.num_steps, len(self.live)))
+        tags = {"kv_cache": {"bytes_freed": 3 << 20, "bytes_copied": 1 << 20, "bytes_resident": 2 << 20}}
+        values = {"command": command, "mode": "offload", "seconds": milliseconds / 1e3, "num_requests": 2, "tags": tags}
+        return SimpleNamespace(to_dict=lambda: values)
+
+    def suspend(self):
+        return self._report("suspend", 2 * len(self.calls))
+
+    def resume(self):
+        return self._report("resume", 4)
+
+
+def test_suspend_every_measures_the_cycle_on_live_requests(llm):
+    engine = SuspendingEngine(llm.engine)
+    plain = bench_workload.run_engine(engine, SamplingParams, workload())
+    assert not engine.calls and not plain.suspensions
+    result = bench_workload.run_engine(engine, SamplingParams, workload(), suspend_every=3)
+    assert [command for command, *_ in engine.calls[:4]] == ["suspend", "resume"] * 2
+    assert all(step % 3 == 0 and live for _, step, live in engine.calls)
+    assert len({step for _, step, _ in engine.calls}) * 2 == len(engine.calls) == len(result.suspensions)
+    summary = summarize_suspensions([result], [plain], every=3)
+    assert summary["tokens_identical"] and summary["cycles"] == len(engine.calls) // 2
+    assert summary["commands"]["suspend"]["tags"]["kv_cache"]["bytes_freed"] == 3 << 20
+    text = "\n".join(render_suspensions(summary))
+    assert "identical to" in text and "kv_cache" in text and "3.0 MiB" in text
+    plain.outputs[0][0] += 1
+    summary = summarize_suspensions([result], [plain], every=3)
+    assert "DIFFERENT from" in render_suspensions(summary)[0]
+    none = summarize_suspensions([plain], [plain], every=300)
+    assert "ended before step 300" in render_suspensions(none)[0]
 
 
 def test_a_report_that_cannot_be_written_is_told_first(command, bench_llm, tmp_path):

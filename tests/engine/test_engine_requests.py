@@ -191,6 +191,11 @@ def test_bad_requests_are_refused_with_figures_and_nothing_is_lost(model):
         ("text", InvalidPrompt, "tokenizer"),
         (b"bytes", InvalidPrompt, "bytes"),
         ({"text": "x"}, InvalidPrompt, "exactly one of"),
+        ({"cache_salt": "x"}, InvalidPrompt, "exactly one of"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, InvalidPrompt, "exactly one of"),
+        ({"prompt_token_ids": [1], "cache_salt": 7}, InvalidPrompt, "'cache_salt' is a int"),
+        ({"prompt_token_ids": [1], "cache_salt": None}, InvalidPrompt, "'cache_salt' is a NoneType"),
+        ({"prompt_token_ids": [1], "cache_salt": "x" * 257}, InvalidPrompt, "257 characters, limit is 256"),
         ([1] * 500, PromptTooLong, "500 tokens, limit is 199"),
     ]:
         with pytest.raises(error, match=words):
@@ -205,6 +210,31 @@ def test_bad_requests_are_refused_with_figures_and_nothing_is_lost(model):
         engine.generate([PROMPT, []])
     done = drain(engine)
     assert list(done) == [good] and len(done[good].outputs[0].token_ids) == 4
+
+
+def test_only_prompts_of_equal_cache_salt_share(model):
+    engine = make_engine(model, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    salted = {"prompt_token_ids": PROMPT, "cache_salt": "x" * 256}
+    other = {"prompt_token_ids": PROMPT, "cache_salt": "y"}
+    together = engine.generate([PROMPT, salted, other, salted, PROMPT], params)
+    assert [output.num_cached_tokens for output in together] == [0, 0, 0, 32, 32]
+    engine.add_request(salted, params, request_id="later")
+    later = drain(engine)["later"]
+    assert later.num_cached_tokens == 32
+    assert len({tuple(output.outputs[0].token_ids) for output in (*together, later)}) == 1
+
+
+def test_prompts_that_share_blocks_within_a_step_answer_as_alone(model):
+    """Blocks filled in the step that reads them: also by slices of one token, which kernels treat apart."""
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompts = [PROMPT[:33], PROMPT[:33], [*PROMPT[:16], 7], [*PROMPT[:32], 9, 8], PROMPT[:32], [*PROMPT[:16], 3]]
+    alone = [make_engine(model).generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    engine = make_engine(model, enable_prefix_caching=True)
+    outputs = engine.generate(prompts, params)
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 16, 32, 16, 16]
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    assert engine.stats().counters["prefill_tokens"] == 33 + 1 + 1 + 2 + 16 + 1
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_its_numbers(model):

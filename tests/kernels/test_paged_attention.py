@@ -39,6 +39,20 @@ def test_mixed_steps_match_reference(make_attention, dtype, block_size, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_slices_read_blocks_that_other_slices_of_the_step_fill(make_attention, dtype, block_size):
+    size = block_size
+    rows = [(1, 2 * size), (3 * size, 3 * size), (1, 3 * size + 1), (5, 2 * size + 5), (1, size + 1), (1, 3 * size)]
+    case = make_case(rows, num_decode=1, dtype=dtype, block_size=size, rotary_dim=64)
+    table, at = case.meta.block_table, [int(row) for row in case.meta.table_row]
+    for row, num_shared in ((2, 3), (3, 2), (4, 1), (5, 2)):
+        table[at[row], :num_shared] = table[at[1], :num_shared]
+    # The last slice is one token and fills a block whose start an earlier step wrote; a slice of one token reads it.
+    table[at[2], 2] = table[at[5], 2]
+    check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary_dim", [0, 16, 20, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleaved):

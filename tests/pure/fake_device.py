@@ -8,14 +8,15 @@ oracle.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import root_digest
+from megatron_infer.context.prefix import root_of
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
-from megatron_infer.schedule.request import FinishReason, Request, Status
+from megatron_infer.schedule.request import CacheUse, FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
 
 VOCAB = 97
@@ -33,6 +34,14 @@ def prefix_digests(tokens):
 
 def draw(digest, version):
     return hash((digest, version, 1)) % VOCAB
+
+
+def continued(tokens, n, version):
+    """`tokens` and the next `n` that the oracle draws."""
+    tokens = list(tokens)
+    for _ in range(n):
+        tokens.append(draw(prefix_digests(tokens)[-1], version))
+    return tokens
 
 
 def make_request(name, tokens, max_new, **kwargs):
@@ -58,9 +67,9 @@ class FakeDevice:
         self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
         self.num_copies = 0
-        self.num_computed = 0
+        self.num_computed = self.num_prefilled = 0
 
-    def run(self, plan: Plan, version: int, root: bytes) -> list[int]:
+    def run(self, plan: Plan, version: int) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
@@ -73,7 +82,8 @@ class FakeDevice:
                 self.rows[fork.lease.row] = list(self.rows[row])
             pieces.append((piece.request, piece.start, piece.n))
         self._write(pieces, version)
-        digests = [self._read(request, start + n, version, root) for request, start, n in pieces]
+        self.num_prefilled += sum(piece.n for piece in plan.prefill)
+        digests = [self._read(request, start + n, version) for request, start, n in pieces]
         drawn = [draw(digest, version) for digest in digests[: len(plan.decode)]]
         for piece, digest in zip(plan.prefill, digests[len(plan.decode) :], strict=True):
             if piece.samples:
@@ -107,12 +117,12 @@ class FakeDevice:
                 self.kv[flat] = (position, digests[position], version)
             self.num_computed += n
 
-    def _read(self, request, end, version, root):
+    def _read(self, request, end, version):
         row = request.lease.row
         entries = [self.kv[self._flat(row, position)] for position in range(end)]
         expected = list(enumerate(prefix_digests(self.rows[row][:end])))
         assert [entry and entry[:2] for entry in entries] == expected, f"{request.id}: wrong cache content"
-        if request.lease.root == root:
+        if request.lease.root:
             assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
         kv_versions = [entry[2] for entry in entries]
         assert request.history.spans[-1][1:] == (version, min(kv_versions), max(kv_versions)), (
@@ -122,6 +132,41 @@ class FakeDevice:
 
     def _flat(self, row, position):
         return self.table[row][position // self.size] * self.size + position % self.size
+
+
+@dataclass
+class Books:
+    """What prompts the device must have computed, kept apart from the scheduler's own counters."""
+
+    admitted: dict = field(default_factory=dict)
+    """Known tokens and cached ones of those whose admission is not over."""
+    counts: Counter = field(default_factory=Counter)
+    """known: tokens at admissions, forks left out; asked: those of admissions that may hit; waived: never computed."""
+
+    def admit(self, request, *, asks, cached_tokens, forked):
+        known = len(request.tokens)
+        self.admitted[request] = (known, cached_tokens)
+        if not forked:
+            self.counts["known"] += known
+            self.counts.update(asked=known * asks, queries=asks)
+
+    def end(self, request, scheduled):
+        """Its lease goes, or nothing more is planned under it: known tokens that were not planned never will be."""
+        known, _ = self.admitted.pop(request, (0, 0))
+        self.counts["waived"] += max(0, known - scheduled)
+
+    def restart(self, before):
+        """before: `scheduled` of everyone who was live."""
+        for request, scheduled in before.items():
+            if request.status is Status.WAITING:
+                self.end(request, scheduled)
+
+    def check(self, stats, device):
+        """At the end: what the scheduler says about the prefix cache is what the device had to compute."""
+        counts = self.counts
+        assert device.num_prefilled == counts["known"] - stats.prefix_hit_tokens - counts["waived"], (stats, counts)
+        assert stats.prefix_queries == counts["queries"] >= stats.prefix_hits
+        assert stats.prefix_hit_tokens + stats.prefix_miss_tokens == counts["asked"]
 
 
 @dataclass
@@ -144,6 +189,7 @@ class World:
     requests: list = field(default_factory=list)
     events: list = field(default_factory=list)
     versions: dict = field(default_factory=dict)
+    books: Books = field(default_factory=Books)
 
     def __post_init__(self):
         self.context = DynamicInferenceContext(
@@ -166,14 +212,22 @@ class World:
         )
 
     def root(self):
-        return root_digest(model="fake", weight_version=self.version)
+        return root_of(model="fake", weight_version=self.version)
 
     def _on_event(self, request, kind, payload):
         self.events.append((request.id, kind, payload))
+        if kind == "admit":
+            self.books.admit(request, asks=self.caching and request.may_hit, **payload)
+        if kind == "finish":
+            self.books.end(request, request.scheduled)
         if kind == "evict":
+            self.books.end(request, payload["num_tokens"])
             assert request.in_flight == 0 and request.lease is None
             older = [*self.scheduler.running, *self.scheduler.paused]
             assert all(other.arrival < request.arrival for other in older), "evicted someone older than another"
+
+    def _scheduled(self):
+        return {request: request.scheduled for request in self.scheduler.roster.live()}
 
     def kinds(self, name=None):
         return [kind for request, kind, _ in self.events if name in (None, request)]
@@ -188,11 +242,10 @@ class World:
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule()
-        self._check_plan(plan)
+        plan = self._schedule()
         flight = None
         if plan.num_tokens:
-            flight = (plan, self.device.run(plan, self.version, self.scheduler.root), self.version)
+            flight = (plan, self.device.run(plan, self.version), self.version)
         else:
             assert self.previous or not self.scheduler.has_unfinished, "nothing runs and nothing is in flight"
         self.commit_previous()
@@ -202,6 +255,18 @@ class World:
         self.steps += 1
         assert self.steps < 5000, "this never ends"
         self.check()
+        return plan
+
+    def _schedule(self) -> Plan:
+        cached = {request: request.history.cached_tokens for request in self.scheduler.roster.prefilling}
+        plan = self.scheduler.schedule()
+        self.books.counts["late hits"] += sum(
+            request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
+        )
+        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+            # A prompt that paused before its last token goes on as a decode row.
+            self.books.counts["waived"] += start < self.books.admitted[request][0]
+        self._check_plan(plan)
         return plan
 
     def commit_previous(self):
@@ -218,17 +283,25 @@ class World:
         assert all(request.status is Status.FINISHED for request in ended)
         return ended
 
-    def fail_step(self, rng):
-        """A step whose forward raises, before or after it touched the device."""
-        plan = self.scheduler.schedule()
-        moment = rng.choice(["before", "early", "late"])
+    def fail_step(self, moment) -> Plan:
+        """A step whose forward raises "before" it touched the device, "early" (table writes are lost) or "late"."""
+        plan = self._schedule()
         if plan.num_tokens and moment == "early":
             self.context.take_table_writes()  # lost
         elif plan.num_tokens and moment == "late":
-            self.device.run(plan, self.version, self.scheduler.root)
+            self.device.run(plan, self.version)
+        if moment != "late":
+            self.books.counts["waived"] += sum(piece.n for piece in plan.prefill)
         self.commit_previous()
+        before = self._scheduled()
         self.scheduler.cancel(plan)
+        self.books.restart(before)
+        members = {*plan.sampled, *(piece.request for piece in plan.prefill)}
+        self.books.counts["restarts beside the plan"] += sum(
+            request.status is Status.WAITING for request in before if request not in members
+        )
         self.check()
+        return plan
 
     def drain(self, limit=2000):
         for _ in range(limit):
@@ -241,6 +314,7 @@ class World:
         assert self.context.num_free_blocks == self.num_blocks
         for request in self.requests:
             self.check_tokens(request)
+        self.books.check(self.scheduler.stats, self.device)
 
     def new_weights(self, *, keep, version=None):
         """Weights change between steps (perhaps back to former ones); the running keep their cache or start over."""
@@ -248,16 +322,21 @@ class World:
         self.version = self.version + 1 if version is None else version
         self.scheduler.set_root(self.root(), version=self.version)
         if not keep:
-            self.scheduler.requeue_all()
+            self._requeue_all()
             assert self.context.num_free_rows == self.num_rows
 
     def recompute(self):
         """The cache is lost: everyone starts over."""
         self.commit_previous()
-        self.scheduler.requeue_all()
+        self._requeue_all()
         self.context.forget_all()
         self.device.kv = [None] * len(self.device.kv)
         assert self.context.pool.num_cached == 0
+
+    def _requeue_all(self):
+        before = self._scheduled()
+        self.scheduler.requeue_all()
+        self.books.restart(before)
 
     # ------------------------------------------------------------------ checks
 
@@ -315,10 +394,11 @@ class World:
             assert start == request.scheduled - 1 < request.max_total - 1, f"{request.id}: step past its last token"
         for piece in pieces:
             expected += (piece.request, *piece.forks) if piece.samples else ()
-            known = len(piece.request.tokens)
+            known, cached = self.books.admitted[piece.request]
+            assert known == len(piece.request.tokens)
             assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
-            assert piece.first == (piece.start == piece.request.history.cached_tokens)
-            whole = known - piece.request.history.cached_tokens
+            assert piece.first == (piece.start == cached), "its tokens go to the device once"
+            whole = known - cached
             assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)
@@ -341,10 +421,13 @@ def random_world(rng: random.Random) -> World:
     )
 
 
-def random_leader(world: World, rng: random.Random, stem, name) -> Request | None:
-    """A request or a group that the engine would accept."""
+def random_leader(world: World, rng: random.Random, stem, name, prompts) -> Request | None:
+    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own."""
     capacity = world.context.max_stored_tokens
     prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
+    if prompts and rng.random() < 0.3:  # what another request is about to draw: blocks appear while it prefills
+        prompt = continued(rng.choice(prompts), rng.randint(1, 20), world.version)
+    prompts.append(prompt)
     if not world.chunked:
         prompt = prompt[: world.max_tokens]
     prompt = prompt[: capacity - 1]
@@ -352,4 +435,5 @@ def random_leader(world: World, rng: random.Random, stem, name) -> Request | Non
         return None
     max_new = rng.randint(1, min(30, capacity + 1 - len(prompt)))
     n = rng.randint(2, 5) if rng.random() < 0.3 else 1
-    return make_group(name, prompt, max_new, n, cacheable=rng.random() < 0.85)
+    cache = CacheUse(allowed=rng.random() < 0.85, salt=rng.choice(["", "", "", "a"]))
+    return make_group(name, prompt, max_new, n, cache=cache)

@@ -6,11 +6,11 @@ import pytest
 
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import chain, root_digest
+from megatron_infer.context.prefix import DIGEST_SIZE, digest_of, preimage_of, root_of, salted
 from megatron_infer.context.slots import SlotPool
 
-ROOT = root_digest(model="m")
-OTHER = root_digest(model="m", weight_version=1)
+ROOT = root_of(model="m")
+OTHER = root_of(model="m", weight_version=1)
 
 
 def make(num_blocks=8, block_size=4, num_rows=4, prefix_caching=True, keep_cached=True):
@@ -33,19 +33,27 @@ def compute(context, tokens, root=ROOT):
     return lease
 
 
+def chain(prev, tokens):
+    return digest_of(preimage_of(prev, tokens))
+
+
 def test_root_differs_in_each_part_and_borders_count():
     roots = [
-        root_digest(model="a"),
-        root_digest(model="a", adapter="x"),
-        root_digest(model="a", weight_version=1),
-        root_digest(model="a", salt="x"),
-        root_digest(model="ax"),
+        root_of(model="a"),
+        root_of(model="a", adapter="x"),
+        root_of(model="a", weight_version=1),
+        root_of(model="ax"),
+        salted(root_of(model="a"), ""),
+        salted(root_of(model="a"), "x"),
+        salted(root_of(model="a', 'x"), "x"),
+        salted(root_of(model="a"), "x', 'x"),
     ]
     assert len(set(roots)) == len(roots)
-    assert root_digest(model="a") == root_digest(model="a")
+    assert root_of(model="a") == root_of(model="a")
+    assert min(map(len, roots)) > len(chain(ROOT, [1])), "a root could be taken for a digest"
 
 
-def test_chain_depends_on_everything_before():
+def test_digest_depends_on_everything_before():
     assert chain(ROOT, [1, 2]) == chain(ROOT, (1, 2))
     assert chain(ROOT, [1, 2]) != chain(ROOT, [2, 1])
     assert chain(chain(ROOT, [1]), [2]) != chain(chain(ROOT, [3]), [2])
@@ -114,8 +122,9 @@ def test_cached_blocks_are_reclaimed_oldest_first_and_children_before_parents():
         for tokens in (range(100, 109), range(200, 213)):
             digest, hit = ROOT, 0
             for start in range(0, len(tokens) - 4, 4):
-                digest = chain(digest, tokens[start : start + 4])
-                if context.pool.lookup(digest) is None:
+                preimage = preimage_of(digest, tokens[start : start + 4])
+                digest = digest_of(preimage)
+                if context.pool.lookup(digest, preimage) is None:
                     break
                 hit += 1
             hits.append(hit)
@@ -192,15 +201,18 @@ def test_fork_without_room_changes_nothing(lacking):
     context.check()
 
 
-def test_fork_learns_digests_from_its_parent():
-    context = make()
+def test_fork_follows_its_parent_to_content_another_block_has():
+    context = make(num_rows=5)
     tokens = list(range(10))
     lease = context.admit(tokens, root=ROOT)
     context.extend(lease, 10)
+    first = compute(context, tokens)  # publishes what `lease` computes too
     child, _ = context.fork(lease, 10)
-    assert child.digests == []
-    context.commit(lease, tokens, 10)
-    context.commit_fork(child, lease)
+    assert child.digests == [] and child.blocks[:2] == lease.blocks[:2] != first.blocks[:2]
+    for member in (lease, child):
+        context.commit(member, tokens, 10)
+    context.check()
+    assert child.blocks[:2] == lease.blocks[:2] == first.blocks[:2]
     assert child.digests == lease.digests and len(child.digests) == 2
 
 
@@ -216,7 +228,7 @@ def test_forget_all_drops_what_was_cached():
     context = make()
     held = compute(context, range(9))
     context.release(compute(context, range(50, 59)))
-    context.forget_all()
+    assert context.forget_all() == 2
     assert context.admit(range(9), root=ROOT).cached == 0
     assert context.admit(range(50, 59), root=ROOT).cached == 0
     context.release(held)
@@ -263,4 +275,147 @@ def test_check_finds_a_lost_reference():
     lease = compute(context, range(5))
     context.pool.share(lease.blocks[0])
     with pytest.raises(AssertionError, match="references held"):
+        context.check()
+
+
+# ------------------------------------------------------------------ content decides, digests only find
+
+
+@pytest.fixture
+def one_digest(monkeypatch):
+    """Every block has the same digest."""
+    monkeypatch.setattr("megatron_infer.context.context.digest_of", lambda preimage: bytes(DIGEST_SIZE))
+
+
+def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one_digest):
+    context = make()
+    first = compute(context, [1, 2, 3, 4, 5])
+    assert context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0, "same digest, other tokens"
+    second = context.admit([6, 7, 8, 9, 5], root=ROOT)
+    context.extend(second, 5)
+    context.commit(second, [6, 7, 8, 9, 5], 5)
+    assert second.root == b"" and second.digests == [] and second.blocks[0] != first.blocks[0]
+    assert context.admit([1, 2, 3, 4, 5], root=ROOT).cached == 4, "who came first is still found"
+    context.check()
+
+
+def test_collision_with_the_own_predecessor_is_none(one_digest):
+    context = make()
+    lease = compute(context, [1, 2, 3, 4, 1, 2, 3, 4, 5])
+    assert len(lease.digests) == 1 and lease.root == b""
+    assert context.admit([1, 2, 3, 4, 1, 2, 3, 4, 5], root=ROOT).cached == 4
+    context.check()
+
+
+def test_collision_ends_the_chain_of_a_slice_being_planned_too(one_digest):
+    context = make()
+    compute(context, [1, 2, 3, 4, 5])
+    lease = context.admit([6, 7, 8, 9, 5], root=ROOT)
+    context.extend(lease, 5)
+    context.announce(lease, [6, 7, 8, 9, 5], 5)
+    assert lease.root == b"" and context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0
+
+
+def test_after_a_reset_a_lease_publishes_nothing_that_hangs_on_forgotten_digests():
+    context = make()
+    tokens = list(range(9))
+    lease = compute(context, tokens[:5])
+    context.extend(lease, 9)
+    context.forget_all()
+    context.commit(lease, tokens, 9)
+    context.announce(lease, tokens, 9)
+    assert context.pool.contents() == {} and lease.root == b""
+    context.check()
+
+
+def test_root_that_could_be_a_digest_is_refused():
+    with pytest.raises(AssertionError, match="taken for a digest"):
+        make().admit([1], root=bytes(DIGEST_SIZE))
+
+
+# ------------------------------------------------------------------ what is planned, what comes late
+
+
+def test_announced_blocks_are_found_before_they_are_computed():
+    context = make()
+    lease = context.admit(range(12), root=ROOT)
+    context.extend(lease, 12)
+    context.announce(lease, range(12), 7)
+    assert context.admit(range(12), root=ROOT).cached == 4
+    context.announce(lease, range(12), 12)
+    other = context.admit(range(13), root=ROOT)
+    assert other.blocks == lease.blocks and other.cached == 12
+    context.check()
+
+
+def test_announced_content_that_another_block_has_is_moved_at_the_commit_only():
+    context = make()
+    tokens = list(range(12))
+    first = compute(context, tokens[:8])
+    second = context.admit(tokens, root=ROOT, use_cache=False)
+    context.extend(second, 12)
+    own = list(second.blocks)
+    context.announce(second, tokens, 12)
+    assert second.blocks == own and second.digests == [], "its step writes to its own blocks"
+    context.commit(second, tokens, 12)
+    assert second.blocks == [*first.blocks, own[2]] and len(second.digests) == 3
+    context.check()
+
+
+@pytest.mark.parametrize("planned", [4, 6])
+def test_catching_up_takes_published_blocks_and_leaves_the_last_token(planned):
+    context = make()
+    tokens = list(range(12))
+    late = context.admit(tokens, root=ROOT)
+    context.extend(late, 12)
+    context.announce(late, tokens, planned)
+    own = list(late.blocks)
+    first = compute(context, tokens)
+    context.take_table_writes()
+    free = context.num_free_blocks
+    assert context.catch_up(late, tokens, planned) == 8
+    assert late.blocks == [own[0], first.blocks[1], own[2]] and first.blocks[0] == own[0]
+    assert context.take_table_writes() == [(late.row, 1, first.blocks[1])]
+    assert context.num_free_blocks == free + 1
+    assert context.catch_up(late, tokens, 8) == 8, "the third block holds the last token"
+    context.check()
+
+
+def test_catching_up_moves_what_was_planned_twice_without_undoing_it():
+    context = make()
+    tokens = list(range(16))
+    first = compute(context, tokens[:5])
+    late = context.admit(tokens, root=ROOT, use_cache=False)
+    context.extend(late, 16)
+    context.announce(late, tokens, 10)
+    assert context.catch_up(late, tokens, 10) == 10
+    assert late.blocks[0] == first.blocks[0] and len(late.digests) == 1
+    context.announce(late, tokens, 16)
+    assert len(late.digests) == 4, "its chain goes on"
+    context.check()
+
+
+def test_nothing_to_catch_up_changes_nothing():
+    context = make()
+    lease = context.admit(range(12), root=ROOT)
+    context.extend(lease, 12)
+    context.take_table_writes()
+    assert context.catch_up(lease, range(12), 0) == 0 and context.take_table_writes() == []
+    compute(context, range(12))
+    lease.root = b""
+    assert context.catch_up(lease, range(12), 0) == 0
+
+
+def test_check_finds_an_orphan_and_a_lease_without_what_it_published():
+    context = make()
+    lease = compute(context, range(12))
+    context.pool._forget(lease.blocks[0])
+    with pytest.raises(AssertionError, match="the blocks they follow are not"):
+        context.check()
+    context = make()
+    lease = compute(context, range(12))
+    other = context.admit([50], root=ROOT)
+    context.extend(other, 4)
+    lease.blocks[0], other.blocks[0] = other.blocks[0], lease.blocks[0]
+    with pytest.raises(AssertionError, match="its digests name other blocks"):
         context.check()

@@ -19,7 +19,8 @@ def run_schedule(seed, totals):
     world = random_world(rng)
     calm = rng.random() < 0.3  # no disturbance from outside: the scheduler's own decisions only
     stem = [rng.randrange(4, VOCAB) for _ in range(24)]
-    leaders = [random_leader(world, rng, stem, f"r{i}") for i in range(rng.randint(1, 14))]
+    prompts: list[list[int]] = []
+    leaders = [random_leader(world, rng, stem, f"r{i}", prompts) for i in range(rng.randint(1, 14))]
     pending = [leader for leader in leaders if leader is not None][::-1]
     rate = rng.choice([0.15, 0.5, 1.0])
     while pending or world.scheduler.has_unfinished or world.previous:
@@ -33,6 +34,7 @@ def run_schedule(seed, totals):
     totals.update(world.scheduler.stats.as_dict())
     totals.update(overlap=world.overlap, copies=world.device.num_copies, schedules=1)
     computed = world.scheduler.stats.decode_tokens + world.scheduler.stats.prefill_tokens
+    totals.update(world.books.counts)
     assert world.device.num_computed >= computed - world.max_tokens * totals["failed"]
     return world
 
@@ -54,10 +56,14 @@ def disturb(world, rng, totals):
         world.new_weights(keep=kind < 0.07, version=rng.randint(0, world.version + 1))
         totals["new weights"] += 1
     elif kind < 0.09:
-        world.fail_step(rng)
+        world.fail_step(rng.choice(["before", "early", "late"]))
         totals["failed"] += 1
     elif kind < 0.10:
         world.break_next = True
+    elif kind < 0.11:
+        dropped, free = world.scheduler.reset_prefix_cache(), world.context.num_free_blocks
+        assert world.context.pool.num_cached == 0 and world.context.num_free_blocks == free
+        totals.update(resets=1, dropped=dropped)
     world.check()
 
 
@@ -81,6 +87,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "failed",
         "recompute",
         "new weights",
+        "dropped",
     ):
         assert totals[what] > 20, f"{what}: {totals[what]} times only"
     for status in ("waiting", "running", "running in flight", "paused"):

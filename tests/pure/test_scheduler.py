@@ -10,7 +10,7 @@ from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import StepResult
 from megatron_infer.schedule.queue import WaitingQueue
-from megatron_infer.schedule.request import FinishReason, Status
+from megatron_infer.schedule.request import CacheUse, FinishReason, Status
 
 NEVER = frozenset()
 
@@ -433,7 +433,7 @@ def test_prompt_logprobs_forbid_a_hit_until_a_token_is_drawn():
     world = World(caching=True, keep_cached=True)
     world.add(endless("a", 10, 8))
     world.drain()
-    request = world.add(endless("b", 10, 8, cacheable=False))
+    request = world.add(endless("b", 10, 8, cache=CacheUse(allowed=False)))
     world.step()
     assert request.history.cached_tokens == 0
     world.step()
@@ -497,10 +497,7 @@ def test_requeue_all_keeps_tokens_and_order_of_arrival():
 def test_cancelled_step_is_computed_again():
     world = World(block_size=2)
     world.add(make_group("g", prompt(7), 6, 3, stop_ids=NEVER))
-    plan = world.scheduler.schedule()
-    world.context.take_table_writes()  # the forward raised before it applied them
-    world.scheduler.cancel(plan)
-    world.check()
+    world.fail_step("early")
     assert world.context.num_free_rows == world.num_rows
     assert names(world.scheduler.waiting) == ["g#0", "g#1", "g#2"]
     world.drain()
@@ -546,7 +543,7 @@ def test_nothing_to_do_is_an_empty_plan():
 def test_table_writes_lost_with_a_failed_step_reach_requests_outside_it():
     world = World(block_size=2, caching=True, max_tokens=8)
     world.add(endless("a", 3, 6))
-    other = world.add(endless("b", 3, 6))
+    other = world.add(endless("b", 3, 6, cache=CacheUse(allowed=False)))
     world.step()  # both computed the same block: at the commit b moved to a's, which the device does not know yet
     world.scheduler.max_tokens = 1
     plan = world.scheduler.schedule()

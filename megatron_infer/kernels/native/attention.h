@@ -10,7 +10,7 @@
 namespace mi {
 
 struct Step {  // once a step
-    int64_t num_tokens, num_rows, threads;
+    int64_t num_tokens, num_rows, num_decode, threads;
     const int32_t *q_len, *kv_len, *cu_q, *table_row, *block_table;
     int64_t table_stride;
     const int64_t* kv_pos;

@@ -177,7 +177,7 @@ struct DecodeTask {
         const int begin = row.first_key + (int)((int64_t)row.num_keys * part / row.parts);
         const int end = row.first_key + (int)((int64_t)row.num_keys * (part + 1) / row.parts);
         const int n = end - begin;
-        if (part == row.parts - 1)
+        if (part == row.parts - 1 && row.row < step.num_decode)  // slices are appended before: see attend()
             for (int64_t kv = first / group; kv * group < first + heads; ++kv) append<T>(step, spec, call, row.token, kv);
 
         const T* keys[kPartition];

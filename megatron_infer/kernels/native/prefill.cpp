@@ -293,7 +293,6 @@ void prefill_rows(Context& context, const Step& step, const Spec& spec, const Ca
     if ((int64_t)context.scratch.size() < step.threads) context.scratch = std::vector<Buffer>(step.threads);
 
     const int64_t budget = kPackedBytes / (int64_t)sizeof(typename Operand<T>::type);
-    bool appended = false;
     for (int64_t i = 0; i < step.num_rows;) {
         int64_t count = 0, elements = 0, pack_items = 0, items = 0;
         for (; i < step.num_rows && elements < budget; ++i) {
@@ -314,14 +313,6 @@ void prefill_rows(Context& context, const Step& step, const Spec& spec, const Ca
             items += row.query_tiles * spec.num_kv * task.lane_groups;
         }
         if (!count) break;
-        if (!appended) {
-            const int64_t from = step.cu_q[rows[0].row];
-            parallel_ranges((int)step.threads, step.num_tokens - from, [&](int64_t begin, int64_t end) {
-                for (int64_t token = from + begin; token < from + end; ++token)
-                    for (int64_t head = 0; head < spec.num_kv; ++head) append<T>(step, spec, call, token, head);
-            });
-            appended = true;
-        }
         run_group(context, task, rows, count, elements);
     }
 }
@@ -333,8 +324,20 @@ template void prefill_rows<bf16>(Context&, const Step&, const Spec&, const Call&
 
 using namespace mi;
 
+// Keys and values of all slices come first: a row may read blocks that another slice of this step fills (shared prefix).
+template <class T>
+static void append_slices(const Step& step, const Spec& spec, const Call& call) {
+    if (step.num_rows == step.num_decode) return;
+    const int64_t from = step.cu_q[step.num_decode];
+    parallel_ranges((int)step.threads, step.num_tokens - from, [&](int64_t begin, int64_t end) {
+        for (int64_t token = from + begin; token < from + end; ++token)
+            for (int64_t head = 0; head < spec.num_kv; ++head) append<T>(step, spec, call, token, head);
+    });
+}
+
 template <class T>
 static void attend(void* context, const Step* step, const Spec* spec, const Call* call) {
+    append_slices<T>(*step, *spec, *call);
     decode_rows<T>(*(Context*)context, *step, *spec, *call);
     prefill_rows<T>(*(Context*)context, *step, *spec, *call);
 }

@@ -1,0 +1,288 @@
+"""What requests share through the prefix cache, from which moment on, and that no collision or failure can spoil it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from fake_device import World, continued, make_request
+from test_fuzz import run_schedule
+
+from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.prefix import digest_of, parent_of
+from megatron_infer.schedule.request import CacheUse, Status
+
+NEVER = frozenset()
+ALLOWED, LOGPROBS = CacheUse(), CacheUse(allowed=False)
+
+
+def prompt(n, start=10):
+    return [start + i % 50 for i in range(n)]
+
+
+def endless(name, tokens, max_new, **kwargs):
+    """Runs to its length: no stop ids."""
+    return make_request(name, tokens, max_new, stop_ids=NEVER, **kwargs)
+
+
+def pieces(plan):
+    return [(piece.request.id, piece.start, piece.n) for piece in plan.prefill]
+
+
+# ------------------------------------------------------------------ from which step on
+
+
+@pytest.mark.parametrize("keep_cached", [False, True])
+def test_requests_of_one_step_compute_their_common_prompt_once(keep_cached):
+    world = World(caching=True, keep_cached=keep_cached)
+    for name in "abc":
+        world.add(endless(name, prompt(10), 4))
+    assert pieces(world.step()) == [("a", 0, 10), ("b", 8, 2), ("c", 8, 2)]
+    world.drain()
+
+
+def test_request_shares_a_prompt_that_is_in_flight():
+    world = World(caching=True, overlap=True)
+    world.add(endless("a", prompt(10), 4))
+    world.step()
+    assert world.previous is not None
+    world.add(endless("b", prompt(10), 4))
+    assert pieces(world.step()) == [("b", 8, 2)]
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keep_cached", [False, True])
+def test_rollouts_of_one_long_prompt_prefill_it_once(overlap, keep_cached):
+    world = World(caching=True, keep_cached=keep_cached, overlap=overlap, chunked=True, max_tokens=7, num_blocks=64)
+    for name in "abcdef":
+        world.add(endless(name, prompt(30), 5))
+    world.drain()
+    assert world.device.num_prefilled == 30 + 5 * 2, "five of them computed the two tokens behind the last full block"
+
+
+def test_prompt_of_whole_blocks_is_kept_once_although_its_last_block_is_computed_by_each():
+    world = World(caching=True)
+    requests = [world.add(endless(name, prompt(8), 4)) for name in "abc"]
+    assert pieces(world.step()) == [("a", 0, 8), ("b", 4, 4), ("c", 4, 4)]
+    assert len({request.lease.blocks[1] for request in requests}) == 1, "moved to one block at the commit"
+    world.drain()
+
+
+def test_prompt_logprobs_are_computed_from_the_start_and_others_share_what_they_compute():
+    world = World(caching=True)
+    world.add(endless("a", prompt(10), 2))
+    world.add(endless("b", prompt(10), 2, cache=LOGPROBS))
+    world.add(endless("c", prompt(10), 2))
+    assert pieces(world.step()) == [("a", 0, 10), ("b", 0, 10), ("c", 8, 2)]
+    world.drain()
+
+
+# ------------------------------------------------------------------ late hits
+
+
+def overtaken(cache=ALLOWED, **kwargs):
+    """`b` computes what `a` is about to draw, and gets a token only every fifth step: `a` is ahead of it."""
+    world = World(caching=True, chunked=True, num_blocks=64, max_tokens=2, **kwargs)
+    world.add(endless("a", prompt(2), 60))
+    world.step()
+    late = world.add(endless("b", continued(prompt(2), 40, 0), 3, cache=cache))
+    world.step()
+    assert late.scheduled == 1 and late.history.cached_tokens == 0
+    while late.status is Status.RUNNING:
+        world.scheduler.max_tokens = 2 if world.steps % 5 == 0 else 1
+        world.step()
+    world.drain()
+    return world, late
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keep_cached", [False, True])
+def test_prompt_takes_blocks_that_appear_while_it_is_computed(overlap, keep_cached):
+    world, late = overtaken(overlap=overlap, keep_cached=keep_cached)
+    stats = world.scheduler.stats
+    assert world.books.counts["late hits"] >= 5 and late.history.cached_tokens > 30
+    assert stats.prefix_hit_tokens == late.history.cached_tokens
+    assert (stats.prefix_queries, stats.prefix_hits) == (2, 1), "one admission that found something, however often"
+    assert stats.prefix_miss_tokens == world.device.num_prefilled == 2 + 42 - late.history.cached_tokens
+
+
+def test_prompt_logprobs_forbid_late_hits_too():
+    world, late = overtaken(cache=LOGPROBS)
+    assert late.history.cached_tokens == 0 and world.device.num_prefilled == 2 + 42
+    assert (world.scheduler.stats.prefix_queries, world.scheduler.stats.prefix_miss_tokens) == (1, 2)
+
+
+def test_other_salt_forbids_late_hits_too():
+    _, late = overtaken(cache=CacheUse(salt="x"))
+    assert late.history.cached_tokens == 0
+
+
+# ------------------------------------------------------------------ salt
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_only_equal_salts_share(together):
+    world = World(caching=True, keep_cached=True)
+    requests = []
+    for name, salt in (("a", ""), ("b", "x"), ("c", "x"), ("d", "y"), ("e", "")):
+        requests.append(world.add(endless(name, prompt(10), 2, cache=CacheUse(salt=salt))))
+        if not together:
+            world.drain()
+    world.drain()
+    assert [request.history.cached_tokens for request in requests] == [0, 0, 8, 0, 8]
+
+
+def test_generated_blocks_of_a_salted_request_are_found_under_its_salt_only():
+    world = World(caching=True, keep_cached=True)
+    cache = CacheUse(salt="x")
+    first = world.add(endless("a", prompt(10), 8, cache=cache))
+    world.drain()
+    same = world.add(endless("b", first.tokens, 2, cache=cache))
+    other = world.add(endless("c", first.tokens, 2))
+    world.drain()
+    assert (same.history.cached_tokens, other.history.cached_tokens) == (16, 0)
+
+
+# ------------------------------------------------------------------ failure and reset
+
+
+def test_what_a_failed_step_published_is_never_found():
+    world = World(caching=True, keep_cached=True)
+    for name in "ab":
+        world.add(endless(name, prompt(10), 4))
+    world.fail_step("early")
+    assert world.context.pool.contents() == {} and world.context.pool.num_cached == 0
+    world.add(endless("c", prompt(10), 4))
+    assert pieces(world.step())[0] == ("a", 0, 10)
+    world.drain()
+
+
+def test_request_that_a_commit_moved_to_a_block_of_a_failed_step_starts_over():
+    world = World(num_blocks=5, caching=True, keep_cached=True, overlap=True, chunked=True, max_tokens=10)
+    world.add(endless("before", prompt(5), 1))
+    world.drain()
+    first = world.add(endless("a", prompt(8), 4, cache=LOGPROBS))  # its first block is known: it publishes at commits
+    other = world.add(endless("b", prompt(9), 4))
+    assert pieces(world.step()) == [("a", 0, 8), ("b", 4, 2)]
+    assert world.context.num_free_blocks == 0
+    plan = world.fail_step("early")
+    assert pieces(plan) == [("b", 6, 3)] and not plan.decode, "a paused: its next block is missing"
+    assert world.books.counts["restarts beside the plan"] == 1
+    assert [request.status for request in (first, other)] == [Status.WAITING, Status.WAITING]
+    world.drain()
+
+
+def test_after_a_failed_step_those_outside_it_go_on_and_publish_no_more():
+    world = World(caching=True, keep_cached=True)
+    inside, outside = (world.add(endless(name, prompt(9, ord(name)), 9)) for name in "ab")
+    world.step()
+    world.scheduler.max_tokens = 1
+    assert list(world.fail_step("late").decode) == [inside]
+    world.scheduler.max_tokens = 64
+    assert inside.status is Status.WAITING and outside.status is Status.RUNNING
+    world.drain()
+    later = [world.add(endless(f"{request.id} again", request.tokens, 1)) for request in (inside, outside)]
+    world.drain()
+    assert [request.history.cached_tokens for request in later] == [16, 0]
+
+
+@pytest.mark.parametrize("keep_cached", [False, True])
+def test_reset_forgets_cached_and_held_blocks_and_what_is_in_flight(keep_cached):
+    world = World(caching=True, keep_cached=keep_cached, overlap=True)
+    world.add(endless("old", prompt(9, start=70), 1))
+    world.drain()
+    running = world.add(endless("a", prompt(10), 12))
+    world.step()
+    world.step()
+    world.add(endless("b", prompt(10, start=30), 12))
+    world.step()
+    assert world.previous is not None
+    assert world.scheduler.reset_prefix_cache() == 2 * keep_cached
+    assert world.context.pool.contents() == {}
+    again = [world.add(endless(f"{start}", prompt(12, start), 1)) for start in (70, 10, 30)]
+    twin = world.add(endless("twin", prompt(12), 1))
+    world.drain()
+    assert [request.history.cached_tokens for request in again] == [0, 0, 0]
+    assert twin.history.cached_tokens == 8, "those who came after the reset share again"
+    assert running.num_output == 12
+    later = world.add(endless("later", running.tokens, 1))
+    world.drain()
+    assert later.history.cached_tokens == 8 * keep_cached, "what `a` drew was not published after the reset"
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_admission_whose_own_matches_were_the_free_blocks_waits_and_is_counted_once():
+    world = World(num_blocks=4, caching=True, keep_cached=True, num_rows=4)
+    world.add(endless("before", prompt(13), 1))
+    world.drain()
+    assert world.context.pool.num_cached == 3
+    world.add(endless("holder", [90], 3))
+    world.step()
+    request = world.add(endless("a", prompt(13), 1))
+    world.step()
+    assert request.status is Status.WAITING and world.context.num_free_blocks == 3
+    assert world.scheduler.stats.prefix_queries == 2
+    world.drain()
+    assert request.history.cached_tokens == 12 and world.scheduler.stats.prefix_queries == 3
+
+
+@pytest.mark.parametrize("keep_cached", [False, True])
+def test_no_block_outlives_the_block_it_follows(keep_cached):
+    rng = random.Random(5)
+    world = World(num_blocks=24, block_size=2, num_rows=6, max_tokens=16, caching=True, keep_cached=keep_cached)
+    world.chunked, seen, depths, branching = True, set(), Counter(), 0
+    for i in range(250):
+        tokens = [rng.choice([10, 11]) for _ in range(rng.randint(3, 16))]  # four children to every block
+        world.add(make_request(f"r{i}", tokens, rng.randint(1, 6)))
+        for _ in range(rng.randint(0, 3)):
+            world.step()
+        contents = world.context.pool.contents()
+        preimages = dict(contents.values())
+        children = Counter(parent_of(preimage, 2) for preimage in preimages.values())
+        branching += any(count > 1 for parent, count in children.items() if parent is not None)
+        for digest, preimage in preimages.items():
+            seen.add(digest)
+            depth = 1
+            while (parent := parent_of(preimage, 2)) is not None:
+                assert parent in preimages, f"a block at depth {depth} above the end of its chain"
+                preimage = preimages[parent]
+                depth += 1
+            depths[depth] += 1
+    world.drain()
+    assert len(seen) > 5 * 24 and branching > 50 and max(depths) >= 5, "the load proves nothing"
+
+
+# ------------------------------------------------------------------ collisions
+
+
+def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch):
+    monkeypatch.setattr(
+        "megatron_infer.context.context.digest_of", lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16
+    )
+    collisions = Counter()
+    publish, lookup = BlockPool.publish, BlockPool.lookup
+
+    def counted_publish(self, block, digest, preimage):
+        owner = publish(self, block, digest, preimage)
+        collisions["publish"] += owner is None
+        return owner
+
+    def counted_lookup(self, digest, preimage):
+        block = lookup(self, digest, preimage)
+        collisions["lookup"] += block is None and digest in self._block_of
+        collisions["hit"] += block is not None
+        return block
+
+    monkeypatch.setattr(BlockPool, "publish", counted_publish)
+    monkeypatch.setattr(BlockPool, "lookup", counted_lookup)
+    for seed in range(10_000, 10_200):
+        try:
+            run_schedule(seed, Counter())
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert collisions["publish"] > 500 and collisions["lookup"] > 500 and collisions["hit"] > 500, collisions
