@@ -45,7 +45,8 @@ class Intake:
     def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
         self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
         self._eos_ids = frozenset(eos_ids)
-        self._num_seeds = 0
+        self.num_seeds = 0
+        """Seeds derived so far: the next unseeded request takes the one after."""
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of any accepted prompt form."""
@@ -131,7 +132,7 @@ class Intake:
         self.check_params(params)
         seed = params.seed
         if seed is None:
-            seed, self._num_seeds = derive_seed(self._seed, self._num_seeds + 1), self._num_seeds + 1
+            seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         members = [
             Request(

@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "intake": 4,
     "ledger": 4,
     "tracking": 4,
+    "durable": 4,
     "llm": 5,
     "async_llm": 5,
     "server": 5,
