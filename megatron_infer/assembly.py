@@ -92,6 +92,12 @@ class Assembly:
         self.scheduler.set_root(self.root(), version=self.weight_version)
         log.info("weights changed: version %d", self.weight_version)
 
+    def raise_version(self, version: int) -> None:
+        """Count on from `version` if that is more, as loaded tokens have such versions. Nothing may be in flight."""
+        if version > self.weight_version:
+            self.weight_version = version
+            self.scheduler.set_root(self.root(), version=version)
+
     def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
         if self.sink is None or step % self.config.logging_step_interval:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from megatron_infer.assembly import assemble
 from megatron_infer.config import InferenceConfig
+from megatron_infer.durable.keeper import RequestKeeper
+from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.errors import DuplicateRequest, InferenceError, InvalidPrompt, UnknownRequest
 from megatron_infer.forward.runner import Flight
 from megatron_infer.intake import Prompt, TextCodec, is_single_prompt
@@ -91,7 +93,7 @@ class DynamicInferenceEngine:
         self.num_steps = 0
         self._previous: Flight | None = None
         self._backlog: list[RequestOutput] = []
-        self._ids = map(str, itertools.count())
+        self.keeper = RequestKeeper(self.parts, self.ledger)
 
     # ------------------------------------------------------------------ commands, effective between steps
     def add_request(
@@ -118,9 +120,10 @@ class DynamicInferenceEngine:
             request_id = self._new_id()
         elif not isinstance(request_id, str) or not request_id:
             raise InvalidPrompt(f"a request id is a non-empty str, got {request_id!r}")
-        elif request_id in self.ledger:
+        elif self._taken(request_id):
+            remedy = "abort it" if request_id in self.ledger else "acknowledge its output"
             raise DuplicateRequest(
-                f"request id {request_id!r} is already in the engine; choose another or abort it first"
+                f"request id {request_id!r} is already in the engine; choose another or {remedy} first"
             )
         text, ids = self.parts.intake.tokenize(prompt)
         return self._queue(request_id, text, ids, params, stream)
@@ -131,6 +134,8 @@ class DynamicInferenceEngine:
         members = self.parts.intake.build(request_id, ids, params)
         self.ledger.open(request_id, text, ids, params, stream, members)
         self.parts.scheduler.add(members[0])
+        if self.keeper.journal is not None:
+            self.keeper.accepted(request_id)
         for listener in self.listeners:
             listener.on_add(request_id, ids, params, self.num_steps)
         return request_id
@@ -146,7 +151,10 @@ class DynamicInferenceEngine:
                 sample.close()
         for listener in self.listeners:
             listener.on_abort(request_id, self.num_steps)
-        return self.ledger.retire(group)
+        output = self.ledger.retire(group)
+        if self.keeper.journal is not None:
+            self.keeper.flush()
+        return output
 
     def has_unfinished(self) -> bool:
         """True while a request is unfinished or an output waits for the next step()."""
@@ -159,7 +167,7 @@ class DynamicInferenceEngine:
         parts = self.parts
         if not len(self.ledger) and self._previous is None:
             parts.leave_inference()
-            return outputs
+            return self._handed_out(outputs)
         started = time.perf_counter()
         parts.enter_inference()
         if parts.weights_differ():
@@ -181,7 +189,7 @@ class DynamicInferenceEngine:
         parts.report(plan, time.perf_counter() - started, num_requests=len(self.ledger), step=self.num_steps)
         if not len(self.ledger) and self._previous is None:
             parts.leave_inference()
-        return outputs
+        return self._handed_out(outputs)
 
     def generate(
         self,
@@ -196,7 +204,7 @@ class DynamicInferenceEngine:
         of these finishes.
         """
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        wanted = self._params_for(batch, params)
+        wanted = _params_for(batch, params)
         checked = [
             self._checked(prompt, one, index, len(batch))
             for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
@@ -235,6 +243,29 @@ class DynamicInferenceEngine:
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step()."""
         self._commit_previous(self._backlog)
+
+    # ------------------------------------------------------------------ requests that outlive the process
+    def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on."""
+        if kv:
+            self.drain()
+        self.keeper.save(path, self._backlog, kv=kv)
+
+    def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
+        """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is."""
+        content = self.keeper.read(path)
+        self.drain()
+        return self.keeper.put_back(content, self._backlog)
+
+    def keep_snapshots(
+        self, path: str | os.PathLike[str] | None, *, every_steps: int = 64, fsync: bool = False
+    ) -> None:
+        """Keep requests in `path` and a journal so that SIGKILL loses none (see `RequestKeeper.keep`); None ends it."""
+        self.keeper.keep(path, self._backlog, every_steps=every_steps, fsync=fsync)
+
+    def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:
+        """Say that finished outputs (None: all) are stored, so that kept files drop them -> how many."""
+        return self.keeper.acknowledge(request_ids)
 
     def stats(self) -> EngineStats:
         scheduler = self.parts.scheduler
@@ -292,7 +323,20 @@ class DynamicInferenceEngine:
         outputs.extend(self.ledger.close(members.values()))
 
     def _new_id(self) -> str:
-        return next(i for i in self._ids if i not in self.ledger)
+        return self.parts.intake.new_id(self._taken)
+
+    def _taken(self, request_id: str) -> bool:
+        return request_id in self.ledger or request_id in self.keeper.owed
+
+    def _handed_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Outputs as they leave step(): what is kept knows of them first, or the next step() brings them."""
+        if self.keeper.journal is not None:
+            try:
+                self.keeper.stepped([*outputs, *self._backlog])
+            except BaseException:
+                self._backlog = outputs + self._backlog
+                raise
+        return outputs
 
     def _checked(self, prompt: Prompt, params: SamplingParams, index: int, count: int) -> tuple[str | None, list[int]]:
         """(text, ids) of a prompt that can be served; an error names its place when there are several."""
@@ -306,12 +350,10 @@ class DynamicInferenceEngine:
             raise
         return text, ids
 
-    @staticmethod
-    def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params if params is not None else SamplingParams()] * len(batch)
-        if len(params) != len(batch):
-            raise InvalidPrompt(
-                f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt"
-            )
-        return list(params)
+
+def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params if params is not None else SamplingParams()] * len(batch)
+    if len(params) != len(batch):
+        raise InvalidPrompt(f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt")
+    return list(params)

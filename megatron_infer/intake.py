@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,14 @@ class Intake:
         self._eos_ids = frozenset(eos_ids)
         self.num_seeds = 0
         """Seeds derived so far: the next unseeded request takes the one after."""
+        self.num_ids = 0
+
+    def new_id(self, taken: Callable[[str], bool]) -> str:
+        """An id for a request that came without one: the next number that is not taken."""
+        while True:
+            name, self.num_ids = str(self.num_ids), self.num_ids + 1
+            if not taken(name):
+                return name
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of any accepted prompt form."""

@@ -152,7 +152,7 @@ def encode_group(
                 "begun": request.scheduled > 0,
                 "finish_reason": None if reason is None else reason.value,
                 "stop_reason": request.stop_reason,
-                "sent": [sent - held for sent, held in zip(sample.sent, held_back, strict=True)],
+                "sent": [max(0, sent - held) for sent, held in zip(sample.sent, held_back, strict=True)],
                 "logprobs": None if sample.logprobs is None else encode_logprobs(sample.logprobs, numbers),
                 "cumulative_logprob": sample.cumulative_logprob,
                 "history": dataclasses.asdict(request.history),

@@ -89,6 +89,10 @@ class ModelRunner:
         self._model, self._store, self._builder = model, store, builder
         self._sampler, self._device, self._ops = sampler, device, ops
 
+    @property
+    def store(self) -> StateStore:
+        return self._store
+
     @torch.inference_mode()
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Flight:
         """Enqueue the step's forward; logits exist only for the positions that draw a token."""
@@ -120,6 +124,9 @@ class ModelRunner:
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""
+        for request in plan.returned:
+            assert request.lease is not None, f"{request.id} came back without a lease"
+            self._sampler.params.set(request.lease.row, request)
         for piece in plan.prefill:
             for request in (piece.request, *piece.forks) if piece.first else piece.forks:
                 assert request.lease is not None, f"{request.id} is planned without a lease"
