@@ -216,12 +216,20 @@ class Archive:
     ) -> tuple[list[SavedRequest], list[RequestOutput]]:
         """What has become of a snapshot's requests and outputs, by its journal."""
         tokenizer, numbers = self._ledger.tokenizer, Inline()
-        live = {request.group.id: request for request in requests}
-        owed = {output.request_id: output for output in finished}
+        live: dict[str, SavedRequest] = {}
+        owed: dict[str, RequestOutput] = {}
+
+        def enter(request_id: str) -> str:
+            if request_id in live or request_id in owed:
+                raise ValueError(f"request {request_id!r} is in it twice")
+            return request_id
+
+        live.update((enter(request.group.id), request) for request in requests)
+        owed.update((enter(output.request_id), output) for output in finished)
         for kind, data in journal.records:
             if kind == "accept":
                 request = decode_group(data, numbers, tokenizer=tokenizer, now=now)
-                live[request.group.id] = request
+                live[enter(request.group.id)] = request
             elif kind == "finish":
                 output = decode_output(data, numbers, tokenizer=tokenizer, now=now)
                 live.pop(output.request_id, None)
@@ -233,14 +241,10 @@ class Archive:
 
     def _check(self, content: Content, owed: set[str]) -> None:
         """Refuse what this engine cannot serve, so that nothing is loaded partly."""
-        seen: set[str] = set()
         ids = [*(request.group.id for request in content.requests), *(out.request_id for out in content.finished)]
         for request_id in ids:
             if request_id in self._ledger or request_id in owed:
                 raise SnapshotError(content.path, f"request {request_id!r} is in the engine already")
-            if request_id in seen:
-                raise SnapshotError(content.path, f"request {request_id!r} is in it twice")
-            seen.add(request_id)
         for request in content.requests:
             self._check_request(content, request)
 
