@@ -64,7 +64,8 @@ class Assembly:
         self.name = name
         self.device = device
         self.weight_version = 0
-        self._num_updates = 0
+        self.num_updates = 0
+        """Times weights were accepted: never the same for two different weights, as a version label may be."""
         self.guard = WeightGuard(self._weights, checksum=chosen.checksum)
         self.derived = DerivedCaches()
         self.shelf = WeightShelf(self._weights, pinned=True) if owns_weights and device.is_cuda else None
@@ -85,7 +86,7 @@ class Assembly:
 
         The count of updates is in it: a version label that is used a second time names other weights.
         """
-        return root_of(model=self.name, weight_version=self.weight_version, update=self._num_updates)
+        return root_of(model=self.name, weight_version=self.weight_version, update=self.num_updates)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
@@ -113,7 +114,7 @@ class Assembly:
         tick("the weights' checksums")
         self.guard.accept()
         self.weight_version = version
-        self._num_updates += 1
+        self.num_updates += 1
         self.scheduler.set_root(self.root(), version=version)
         log.info("weights changed: version %d", version)
         if self.config.check_invariants:
@@ -148,6 +149,12 @@ class Assembly:
 
     def _weights(self) -> Iterator[torch.Tensor]:
         return guarded_tensors(self.model)
+
+    def raise_version(self, version: int) -> None:
+        """Count on from `version` if that is more, as loaded tokens have such versions. Nothing may be in flight."""
+        if version > self.weight_version:
+            self.weight_version = version
+            self.scheduler.set_root(self.root(), version=version)
 
     def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from megatron_infer.assembly import assemble
 from megatron_infer.config import InferenceConfig
 from megatron_infer.controls import EngineControls
+from megatron_infer.durable.keeper import RequestKeeper
+from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.errors import (
     DuplicateRequest,
     InferenceError,
@@ -88,7 +90,7 @@ class DynamicInferenceEngine(EngineControls):
             self.parts, self.ledger, overlap=self.config.overlap, check_invariants=self.config.check_invariants
         )
         super().__init__(self.parts, self.loop)
-        self._ids = map(str, itertools.count())
+        self.keeper = RequestKeeper(self.parts, self.ledger)
 
     # ------------------------------------------------------------------ commands, effective between steps
     def add_request(
@@ -115,9 +117,10 @@ class DynamicInferenceEngine(EngineControls):
             request_id = self._new_id()
         elif not isinstance(request_id, str) or not request_id:
             raise InvalidPrompt(f"a request id is a non-empty str, got {request_id!r}")
-        elif request_id in self.ledger:
+        elif self._taken(request_id):
+            remedy = "abort it" if request_id in self.ledger else "acknowledge its output"
             raise DuplicateRequest(
-                f"request id {request_id!r} is already in the engine; choose another or abort it first"
+                f"request id {request_id!r} is already in the engine; choose another or {remedy} first"
             )
         text, ids = self.parts.intake.tokenize(prompt)
         return self._queue(request_id, text, ids, params, stream, salt_of(prompt))
@@ -128,6 +131,8 @@ class DynamicInferenceEngine(EngineControls):
         members = self.parts.intake.build(request_id, ids, params, salt=salt)
         self.ledger.open(request_id, text, ids, params, stream, members)
         self.parts.scheduler.add(members[0])
+        if self.keeper.journal is not None:
+            self.keeper.accepted(request_id)
         for listener in self.listeners:
             listener.on_add(request_id, ids, params, self.num_steps)
         return request_id
@@ -136,7 +141,10 @@ class DynamicInferenceEngine(EngineControls):
         """End a request wherever it stands -> what it has so far. Raises UnknownRequest."""
         if request_id not in self.ledger:
             raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
-        return self.loop.abort(request_id)
+        output = self.loop.abort(request_id)
+        if self.keeper.journal is not None:
+            self.keeper.flush()
+        return output
 
     def has_unfinished(self) -> bool:
         """True while a request is unfinished or an output waits for the next step()."""
@@ -164,8 +172,8 @@ class DynamicInferenceEngine(EngineControls):
         if self.state is not EngineState.RUNNING:
             if not self.loop.backlog:
                 self.lifecycle.require("step()", EngineState.RUNNING)
-            return self.loop.take_backlog()
-        return self.loop.step()
+            return self._handed_out(self.loop.take_backlog())
+        return self._handed_out(self.loop.step())
 
     def generate(
         self,
@@ -181,7 +189,7 @@ class DynamicInferenceEngine(EngineControls):
         """
         self.lifecycle.require("generate()", EngineState.RUNNING)
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        wanted = self._params_for(batch, params)
+        wanted = _params_for(batch, params)
         checked = [
             self._checked(prompt, one, index, len(batch))
             for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
@@ -211,6 +219,29 @@ class DynamicInferenceEngine(EngineControls):
         """Commit the step in flight, if there is one; its outputs come with the next step()."""
         self.loop.drain()
 
+    # ------------------------------------------------------------------ requests that outlive the process
+    def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on."""
+        if kv:
+            self.drain()
+        self.keeper.save(path, self.loop.backlog, kv=kv)
+
+    def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
+        """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is."""
+        content = self.keeper.read(path)
+        self.drain()
+        return self.keeper.put_back(content, self.loop.backlog)
+
+    def keep_snapshots(
+        self, path: str | os.PathLike[str] | None, *, every_steps: int = 64, fsync: bool = False
+    ) -> None:
+        """Keep requests in `path` and a journal so that SIGKILL loses none (see `RequestKeeper.keep`); None ends it."""
+        self.keeper.keep(path, self.loop.backlog, every_steps=every_steps, fsync=fsync)
+
+    def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:
+        """Say that finished outputs (None: all) are stored, so that kept files drop them -> how many."""
+        return self.keeper.acknowledge(request_ids)
+
     def stats(self) -> EngineStats:
         scheduler = self.parts.scheduler
         return EngineStats(
@@ -227,7 +258,20 @@ class DynamicInferenceEngine(EngineControls):
         )
 
     def _new_id(self) -> str:
-        return next(i for i in self._ids if i not in self.ledger)
+        return self.parts.intake.new_id(self._taken)
+
+    def _taken(self, request_id: str) -> bool:
+        return request_id in self.ledger or request_id in self.keeper.owed
+
+    def _handed_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Outputs as they leave step(): what is kept knows of them first, or the next step() brings them."""
+        if self.keeper.journal is not None:
+            try:
+                self.keeper.stepped([*outputs, *self.loop.backlog])
+            except BaseException:
+                self.loop.backlog = outputs + self.loop.backlog
+                raise
+        return outputs
 
     def _checked(self, prompt: Prompt, params: SamplingParams, index: int, count: int) -> tuple[str | None, list[int]]:
         """(text, ids) of a prompt that can be served; an error names its place when there are several."""
@@ -241,12 +285,10 @@ class DynamicInferenceEngine(EngineControls):
             raise
         return text, ids
 
-    @staticmethod
-    def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params if params is not None else SamplingParams()] * len(batch)
-        if len(params) != len(batch):
-            raise InvalidPrompt(
-                f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt"
-            )
-        return list(params)
+
+def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params if params is not None else SamplingParams()] * len(batch)
+    if len(params) != len(batch):
+        raise InvalidPrompt(f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt")
+    return list(params)

@@ -81,6 +81,14 @@ class StaleCache(InferenceError, RuntimeError):
     """Something derived from the weights does not belong to the weights the model has now."""
 
 
+class SnapshotError(InferenceError, ValueError):
+    """A file of saved requests that is damaged, foreign to this engine or in its way; nothing was loaded or written."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = str(path), reason
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Message for an unknown keyword, with the nearest known name when there is one."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,16 @@ class Intake:
     def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
         self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
         self._eos_ids = frozenset(eos_ids)
-        self._num_seeds = 0
+        self.num_seeds = 0
+        """Seeds derived so far: the next unseeded request takes the one after."""
+        self.num_ids = 0
+
+    def new_id(self, taken: Callable[[str], bool]) -> str:
+        """An id for a request that came without one: the next number that is not taken."""
+        while True:
+            name, self.num_ids = str(self.num_ids), self.num_ids + 1
+            if not taken(name):
+                return name
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of any accepted prompt form."""
@@ -133,7 +142,7 @@ class Intake:
         self.check_params(params)
         seed = params.seed
         if seed is None:
-            seed, self._num_seeds = derive_seed(self._seed, self._num_seeds + 1), self._num_seeds + 1
+            seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         members = [
             Request(

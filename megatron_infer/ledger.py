@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_infer.errors import InferenceError
@@ -26,6 +26,8 @@ class Ledger:
         self._groups: dict[str, Group] = {}
         self._members: dict[str, tuple[Group, Sample]] = {}
         self._watched: set[str] = set()
+        self.on_retire: Callable[[Group], None] | None = None
+        """Told of every account that is closed, before its last output is handed out."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -33,8 +35,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def tokenizer(self) -> TextCodec | None:
+        return self._tokenizer
+
+    @property
     def groups(self) -> list[Group]:
-        """Every open account, oldest first."""
+        """The open accounts, in the order they were opened."""
         return list(self._groups.values())
 
     def get(self, request_id: str) -> Group | None:
@@ -62,16 +69,25 @@ class Ledger:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         group.event("ADD_ENGINE")
-        self._groups[request_id] = group
-        per_token = mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
+        self.enter(group)
+
+    def enter(self, group: Group) -> bool:
+        """Take an account in, a new one or a loaded one -> whether its samples want work per token."""
+        assert group.id not in self._groups, f"request {group.id!r} has an account already"
+        self._groups[group.id] = group
+        params, samples = group.params, group.samples
+        per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
         for sample in samples:
             self._members[sample.request.id] = (group, sample)
             if per_token:
                 self._watched.add(sample.request.id)
+        return per_token
 
     def retire(self, group: Group) -> RequestOutput:
         """Close the account -> its last output."""
         group.event("FINISH")
+        if self.on_retire is not None:
+            self.on_retire(group)
         output = group.output()
         del self._groups[group.id]
         for sample in group.samples:

@@ -100,7 +100,7 @@ class StepLoop:
 
     def end_all(self) -> None:
         """Abort every request, keeping the tokens it has; the outputs come with the next step."""
-        for group in self.ledger.groups():
+        for group in self.ledger.groups:
             self.backlog.append(self.abort(group.id))
 
     def abort(self, request_id: str) -> RequestOutput:

@@ -92,6 +92,22 @@ class Sample:
             stop_reason=request.stop_reason,
         )
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """(tokens, characters) that were handed out in delta mode."""
+        return self._sent_tokens, self._sent_chars
+
+    def resume_at(self, sent: tuple[int, int], *, watched: bool) -> None:
+        """After a load: make the text of the tokens it has anew and hand out in delta mode only what is not `sent`.
+
+        Text does not depend on how the tokens come in, so a stop string may lie across the load.
+        """
+        if self.request.finish_reason is not None:
+            self.close()
+        elif watched:
+            self.advance()
+        self._sent_tokens, self._sent_chars = sent
+
     def has_news(self) -> bool:
         """True when a delta output would carry something."""
         return self._num_seen > self._sent_tokens or self.request.finish_reason is not None
@@ -131,7 +147,8 @@ class Group:
     def event(self, kind: str, **payload: object) -> None:
         self.events.append(RequestEvent(kind, time.monotonic(), payload))
 
-    def output(self) -> RequestOutput:
+    def output(self, mode: StreamMode | None = None) -> RequestOutput:
+        """As it stands, in its own mode (a delta is handed out once); `mode` "cumulative" shows everything again."""
         finished = self.finished
         leader = self.samples[0].request
         self.metrics.num_output_tokens = sum(sample.request.num_output for sample in self.samples)
@@ -145,7 +162,7 @@ class Group:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
-            outputs=[sample.output(self.mode) for sample in self.samples],
+            outputs=[sample.output(mode or self.mode) for sample in self.samples],
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=leader.history.cached_tokens,

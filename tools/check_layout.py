@@ -51,6 +51,7 @@ LAYERS: dict[str, int] = {
     "step_loop": 4,
     "suspension": 4,
     "tracking": 4,
+    "durable": 4,
     "llm": 5,
     "async_llm": 5,
     "server": 5,

@@ -296,6 +296,9 @@ class BatchBuilder:
 
     def _upload_admitted(self, plan: Plan) -> None:
         """Give newly admitted rows every token the host knows, cached prefix included (penalties count them)."""
+        for request in plan.returned:
+            known = torch.tensor(request.tokens, dtype=torch.int32)
+            self.token_pool[request.lease.row, : len(known)] = known.to(self._device.torch, non_blocking=True)  # type: ignore[union-attr]
         for piece in plan.prefill:
             row = piece.request.lease.row  # type: ignore[union-attr]
             if piece.first:

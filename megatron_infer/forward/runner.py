@@ -124,6 +124,9 @@ class ModelRunner:
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""
+        for request in plan.returned:
+            assert request.lease is not None, f"{request.id} came back without a lease"
+            self._sampler.params.set(request.lease.row, request)
         for piece in plan.prefill:
             for request in (piece.request, *piece.forks) if piece.first else piece.forks:
                 assert request.lease is not None, f"{request.id} is planned without a lease"

@@ -100,6 +100,11 @@ class WeightGuard:
         self._pointers = list(map(_POINTER, self._weights))
         self._sums = self._content()
 
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """Checksums of the accepted weights' content, in order."""
+        return tuple(self._sums)
+
     def moved(self) -> bool:
         """True when a weight was updated in place or re-pointed since `accept`."""
         return (

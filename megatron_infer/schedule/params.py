@@ -94,6 +94,14 @@ class SamplingParams:
             values["logit_bias"] = {_id_of_key(key): value for key, value in bias.items()}
         return cls(**values)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as a JSON value: `from_dict` of it, parsed back from JSON or not, equals these parameters."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        if self.logit_bias is not None:
+            plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return plain
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0

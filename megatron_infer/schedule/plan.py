@@ -38,6 +38,8 @@ class Plan:
     prefill: tuple[Slice, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     """(source block, destination block) whole-block copies, to run after this step's forward (forks of n > 1)."""
+    returned: tuple[Request, ...] = ()
+    """Requests that came back with their keys and values: their rows' tokens and parameters go to the device first."""
     num_tokens: int = 0
     sampled: Sequence[Request] = ()
     """Who draws a token, in the order of StepResult.tokens: decode, then per sampling slice its request and forks."""

@@ -27,6 +27,14 @@ def remove_by_arrival(requests: list[Request], request: Request) -> bool:
     return True
 
 
+def number(leader: Request, first: int) -> int:
+    """Give a newcomer and its siblings the arrivals from `first` on -> the next one."""
+    for arrival, member in enumerate((leader, *leader.siblings), start=first):
+        assert member.arrival < 0, f"request {member.id!r} was added before"
+        member.arrival = arrival
+    return first + 1 + len(leader.siblings)
+
+
 class WaitingQueue:
     """Evicted requests by arrival, then the others by arrival; behind each leader the siblings it will fork.
 
@@ -45,6 +53,10 @@ class WaitingQueue:
 
     def append(self, leader: Request) -> None:
         self.line.append(leader)
+        self.wait_behind(leader)
+
+    def wait_behind(self, leader: Request) -> None:
+        """Let a leader's siblings wait for its prefill, wherever the leader itself is."""
         if leader.siblings:
             self._siblings[leader] = list(leader.siblings)
 

@@ -6,10 +6,10 @@ from itertools import islice
 
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule import policy
+from megatron_infer.schedule import policy, returns
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 from megatron_infer.schedule.prompts import Draft, PromptPlanner
-from megatron_infer.schedule.queue import WaitingQueue
+from megatron_infer.schedule.queue import WaitingQueue, number
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.roster import EventHook, Roster, SchedulerStats
 
@@ -56,6 +56,7 @@ class Scheduler:
         )
         self._num_arrivals = 0
         self._num_uncommitted = 0
+        self._returned: list[Request] = []
 
     # ------------------------------------------------------------------ commands, between steps
 
@@ -75,11 +76,17 @@ class Scheduler:
                 f"request {request.id!r} has {len(request.tokens):,} tokens and a limit of {request.max_total:,}; "
                 "it needs one token at least and room to draw another"
             )
-        for member in (request, *request.siblings):
-            assert member.arrival < 0, f"request {member.id!r} was added before"
-            member.arrival = self._num_arrivals
-            self._num_arrivals += 1
+        self._num_arrivals = number(request, self._num_arrivals)
         self.queue.append(request)
+
+    def take_back(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
+        """Let `request` go on after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
+        if not returns.lease_for(self.context, request, computed, like=like, num_shared=num_shared):
+            return False
+        self._num_arrivals = number(request, self._num_arrivals)
+        returns.rejoin(self.queue, self.roster, request)
+        self._returned.append(request)
+        return True
 
     def abort(self, request: Request) -> None:
         """End `request` wherever it stands, keeping the tokens it has; does nothing if it has finished."""
@@ -147,6 +154,7 @@ class Scheduler:
                 self.roster.start_over(request)
                 back.append(request)
         self.queue.restart(back)
+        self._returned += [request for request in plan.returned if request.lease is not None]
         self.context.repeat_table_writes()  # the failed step may have taken them without applying them
 
     def reset_prefix_cache(self) -> int:
@@ -197,6 +205,7 @@ class Scheduler:
             plan = self._plan_step()
         if plan.num_tokens:
             self._num_uncommitted += 1
+            self._returned = []
             stats = self.stats
             stats.steps += 1
             stats.decode_tokens += len(plan.decode)
@@ -250,6 +259,7 @@ class Scheduler:
             decode_starts=starts,
             prefill=tuple(draft.slices),
             copies=tuple(draft.copies),
+            returned=tuple(request for request in self._returned if request.lease is not None),
             num_tokens=self.max_tokens - draft.left,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )

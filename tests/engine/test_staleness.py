@@ -153,7 +153,7 @@ class Harness:
             self.take(self.engine.step())
 
     def abort(self) -> None:
-        live = [group.id for group in self.engine.ledger.groups()]
+        live = [group.id for group in self.engine.ledger.groups]
         if live:
             self.take([self.engine.abort(self.rng.choice(live))])
 

@@ -1,0 +1,1 @@
+"""Requests that outlive their process: saved to a file, loaded from it, kept by snapshots and a journal."""

@@ -1,0 +1,118 @@
+"""Keys and values of saved requests: which blocks a file holds, and how they come back into a cache of other blocks.
+
+A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
+prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from megatron_infer.assembly import Assembly
+from megatron_infer.context.store import StateStore
+from megatron_infer.durable.format import add_tensor
+from megatron_infer.durable.records import SavedKV
+from megatron_infer.schedule.policy import blocks_needed
+from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.scheduler import Scheduler
+
+_SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
+"""Fields of ModelShape that keys and values of one rank depend on."""
+_ROTARY_POSITIONS = 64
+
+
+def model_shape(parts: Assembly) -> dict[str, int | str]:
+    shape = asdict(parts.shape)
+    return {name: shape[name] for name in _SHAPE}
+
+
+def content_digest(parts: Assembly) -> str:
+    """Names the model's content: every parameter's name, dtype, shape and bytes, and how positions enter keys.
+
+    Two engines with equal digests and shapes compute the same keys and values. Reads all weights, a piece at a time.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for name, parameter in sorted(parts.model.named_parameters()):
+        add_tensor(digest, name, parameter)
+    rotary = parts.adopted.rotary_table(_ROTARY_POSITIONS)
+    if rotary is not None:
+        add_tensor(digest, "cos", rotary.cos_PR)
+        add_tensor(digest, "sin", rotary.sin_PR)
+    return digest.hexdigest()
+
+
+def collect(requests: Iterable[Request], store: StateStore) -> tuple[dict[str, SavedKV], Tensor | None]:
+    """Computed KV of the requests that hold some, by id, and the blocks' content [blocks, layers, 2, B, K, H].
+
+    Nothing may be in flight: what was scheduled of a request is then computed.
+    """
+    place: dict[int, int] = {}
+    saved: dict[str, SavedKV] = {}
+    for request in requests:
+        if request.lease is None or not request.scheduled:
+            continue
+        assert not request.in_flight, f"{request.id} has a step in flight"
+        held = request.lease.blocks[: blocks_needed(request.scheduled, store.block_size)]
+        blocks = [place.setdefault(block, len(place)) for block in held]
+        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks)
+    return saved, store.read_blocks(list(place)) if place else None
+
+
+class KVReturn:
+    """Puts saved keys and values back: finds a request room, lets it share what others already brought, and writes.
+
+    Sharing goes by whole blocks of this engine among the leading blocks that two sequences have in common in the file.
+    """
+
+    def __init__(self, blocks_NL2BKH: Tensor, scheduler: Scheduler, store: StateStore) -> None:
+        self._content = blocks_NL2BKH
+        self._scheduler, self._store = scheduler, store
+        self._owner: dict[int, tuple[Request, SavedKV]] = {}
+
+    def take_back(self, request: Request, kv: SavedKV) -> bool:
+        """Let `request` go on where it was; False, and nothing changed, when there is no room."""
+        like, num_shared = self._shares_with(kv)
+        if not self._scheduler.take_back(request, kv.num_tokens, like=like, num_shared=num_shared):
+            return False
+        for block in kv.blocks:
+            self._owner.setdefault(block, (request, kv))
+        self._write(request, kv, num_shared)
+        return True
+
+    def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
+        """Who holds the longest run of this sequence's leading blocks already, and how many tokens to share."""
+        best: Request | None = None
+        run = 0
+        for column, block in enumerate(kv.blocks):
+            owner = self._owner.get(block)
+            if owner is None or owner[1].blocks[: column + 1] != kv.blocks[: column + 1]:
+                break
+            best, run = owner[0], column + 1
+            most = owner[1].num_tokens
+        if best is None:
+            return None, 0
+        size = self._store.block_size
+        num_shared = min(run * self._content.shape[3], kv.num_tokens, most) // size * size
+        return (best, num_shared) if num_shared else (None, 0)
+
+    def _write(self, request: Request, kv: SavedKV, start: int) -> None:
+        """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
+        size, lease = self._store.block_size, request.lease
+        assert lease is not None and start % size == 0
+        if start >= kv.num_tokens:
+            return
+        chosen = self._content[kv.blocks]
+        num_blocks, layers, _, file_size, heads, dim = chosen.shape
+        tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
+        wanted = tokens_L2TKH[:, :, start : kv.num_tokens]
+        count = blocks_needed(wanted.shape[2], size)
+        padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
+        padded[:, :, : wanted.shape[2]] = wanted
+        cut = padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
+        first = start // size
+        self._store.write_blocks(lease.blocks[first : first + count], cut)

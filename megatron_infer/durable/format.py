@@ -1,0 +1,119 @@
+"""One file of saved requests: safetensors with a manifest and a checksum over everything, put in place at once.
+
+    metadata: {"format": FORMAT, "version": "1", "manifest": JSON (ASCII), "checksum": hex}
+    tensors:  what the manifest's writer named, as safetensors stores them
+
+The checksum is blake2b over format, version, manifest and, by name, every tensor's name, dtype, shape and bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_infer.errors import SnapshotError
+
+FORMAT = "megatron_infer.requests"
+VERSION = 1
+_FIELDS = {"format", "version", "manifest", "checksum"}
+
+
+def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put a file in place of what `path` names: after a crash at any moment it holds the old content or all the new."""
+    staged = stage(path, manifest, tensors)
+    try:
+        put_in_place(staged, path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write the content beside `path` and make it durable -> where it is; `put_in_place` then makes it `path`."""
+    text = json.dumps(manifest, separators=(",", ":"))
+    metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text}
+    metadata["checksum"] = _checksum(metadata, tensors)
+    staged = path.with_name(path.name + ".tmp")
+    try:
+        save_file(dict(tensors), staged, metadata=metadata)
+        sync(staged)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    return staged
+
+
+def put_in_place(staged: Path, path: Path) -> None:
+    os.replace(staged, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a directory's entries, reach the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(manifest, tensors) of a whole and undamaged file of this format. Raises SnapshotError, FileNotFoundError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            _refuse_others(path, metadata)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise SnapshotError(path, f"damaged, truncated or not a safetensors file ({error})") from error
+    except UnicodeDecodeError as error:
+        raise SnapshotError(path, "damaged: its header is not UTF-8") from error
+    if _checksum(metadata, tensors) != metadata["checksum"]:
+        raise SnapshotError(path, "damaged: the checksum does not match the content")
+    with contextlib.suppress(json.JSONDecodeError):
+        manifest = json.loads(metadata["manifest"])
+        if isinstance(manifest, dict):
+            return manifest, tensors
+    raise SnapshotError(path, "its manifest is not a JSON object")
+
+
+def _refuse_others(path: Path, metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise SnapshotError(path, f"not a file of saved requests: its format is {metadata.get('format')!r}")
+    version = metadata.get("version", "")
+    if version != str(VERSION):
+        newer = version.isascii() and version.isdigit() and int(version) > VERSION
+        remedy = "; it was written by a newer release, load it with that" if newer else ""
+        raise SnapshotError(path, f"its version is {version!r}, this release reads {str(VERSION)!r}{remedy}")
+    if set(metadata) != _FIELDS:
+        raise SnapshotError(path, f"damaged: its metadata holds {sorted(metadata)}, not {sorted(_FIELDS)}")
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (metadata["format"], metadata["version"], metadata["manifest"]):
+        content = part.encode("utf-8")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    for name in sorted(tensors):
+        add_tensor(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def add_tensor(digest: hashlib.blake2b, name: str, tensor: Tensor, *, chunk: int = 1 << 24) -> None:
+    """Take name, dtype, shape and bytes of a tensor into `digest`, `chunk` elements at a time, from any device."""
+    head = f"{len(name)}:{name} {tensor.dtype} {list(tensor.shape)};"
+    digest.update(head.encode("utf-8"))
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), chunk):
+        piece = flat[start : start + chunk].cpu().contiguous()
+        digest.update(piece.view(torch.uint8).numpy())

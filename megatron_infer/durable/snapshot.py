@@ -1,0 +1,372 @@
+"""Saving an engine's requests to one file and loading them: all of a file or nothing of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.assembly import Assembly
+from megatron_infer.durable import format as file_format
+from megatron_infer.durable.blocks import KVReturn, collect, content_digest, model_shape
+from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
+from megatron_infer.durable.records import (
+    Columns,
+    Inline,
+    SavedKV,
+    SavedRequest,
+    decode_group,
+    decode_output,
+    encode_group,
+    encode_output,
+)
+from megatron_infer.errors import RequestError, SnapshotError
+from megatron_infer.ledger import Ledger
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.policy import stored_tokens
+from megatron_infer.schedule.request import Request
+
+_PROBES = 512
+"""Token ids whose spelling tells one tokenizer from another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load brought."""
+
+    loaded: list[str]
+    """Requests that go on, oldest first."""
+    with_kv: list[str]
+    """Those whose samples all go on where they were, nothing being computed again."""
+    recomputed: dict[str, str]
+    """Those that had begun and whose tokens are computed again, and why."""
+    finished: list[RequestOutput]
+    """Outputs of requests that had finished and that nobody acknowledged: whole ones when they were kept."""
+    notes: list[str]
+    """What else was found, such as a line that a crash cut short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a file holds, checked against the engine: loading it cannot fail any more."""
+
+    path: Path
+    generation: Generation | None
+    """Of the snapshot, when it is kept with a journal."""
+    num_records: int
+    """In the journal."""
+    requests: list[SavedRequest]
+    finished: list[RequestOutput]
+    num_seeds: int
+    num_ids: int
+    weights: Mapping[str, Any]
+    kv: Mapping[str, Any] | None
+    blocks: Tensor | None
+    notes: list[str]
+
+
+class Archive:
+    """Writes and reads files of saved requests for one engine.
+
+    A request's tokens always come back. Its keys and values do when they were saved, shape, dtype and content of the
+    model are the same and there is room; else its tokens are computed again, which draws the same tokens after them.
+    """
+
+    def __init__(self, parts: Assembly, ledger: Ledger) -> None:
+        self._parts, self._ledger = parts, ledger
+        self._digest: tuple[int, str] | None = None
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        path: Path,
+        undelivered: Sequence[RequestOutput],
+        finished: Mapping[str, RequestOutput],
+        *,
+        kv: bool = False,
+    ) -> None:
+        """Write every open request and the `finished` outputs to a file that stands by itself."""
+        file_format.write(path, *self.contents(undelivered, finished, kv=kv))
+
+    def contents(
+        self,
+        undelivered: Sequence[RequestOutput],
+        finished: Mapping[str, RequestOutput],
+        *,
+        kv: bool = False,
+        generation: Generation | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(manifest, tensors) of a file. With kv nothing may be in flight.
+
+        undelivered: outputs that were made and that no caller has seen: their deltas are not handed out yet.
+        """
+        parts, ledger, now = self._parts, self._ledger, time.monotonic()
+        if kv and parts.guard.changed():
+            parts.accept_weights(parts.weight_version + 1)
+        groups, numbers = ledger.groups, Columns()
+        saved, blocks = collect(_open_requests(groups), parts.runner.store) if kv else ({}, None)
+        unsent = _unsent(undelivered)
+        records = {
+            "requests": [
+                encode_group(group, numbers, now=now, unsent=unsent.get(group.id), kv=saved) for group in groups
+            ],
+            "finished": [encode_output(output, numbers, now=now) for output in finished.values()],
+        }
+        manifest = {
+            "num_requests": len(groups),
+            "num_finished": len(finished),
+            "vocab_size": parts.shape.vocab_size,
+            "tokenizer": self._tokenizer_digest(),
+            "num_seeds": parts.intake.num_seeds,
+            "num_ids": parts.intake.num_ids,
+            "weights": {"version": parts.weight_version, "sums": self._weight_sums()},
+            "kv": None if blocks is None else {"shape": model_shape(parts), "content": self._content()},
+            "generation": None if generation is None else generation.as_list(),
+        }
+        tensors = {**numbers.tensors(), "records": _bytes_tensor(json.dumps(records, separators=(",", ":")).encode())}
+        if blocks is not None:
+            tensors["blocks"] = blocks
+        return manifest, tensors
+
+    # ------------------------------------------------------------------ loading
+
+    def read(self, path: Path, *, owed: Iterable[str] = ()) -> Content:
+        """What `path`, and its journal if it is kept with one, hold. Raises SnapshotError; changes nothing.
+
+        owed: ids of finished outputs that the engine still holds, which a file must not bring again.
+        """
+        manifest, tensors = file_format.read(path)
+        try:
+            content = self._decode(path, manifest, tensors)
+        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+            if isinstance(error, SnapshotError):
+                raise
+            raise SnapshotError(path, f"its content cannot be understood ({type(error).__name__}: {error})") from error
+        self._check(content, set(owed))
+        return content
+
+    def put_back(self, content: Content) -> LoadReport:
+        """Take in what `read` gave; nothing may be in flight."""
+        parts, ledger = self._parts, self._ledger
+        if parts.guard.changed():
+            parts.accept_weights(parts.weight_version + 1)
+        same = content.weights["sums"] == self._weight_sums()
+        # Versions only rise: tokens drawn from now on must not carry the version of other weights.
+        parts.raise_version(content.weights["version"] + (not same))
+        parts.intake.num_seeds = max(parts.intake.num_seeds, content.num_seeds)
+        parts.intake.num_ids = max(parts.intake.num_ids, content.num_ids)
+        refused = self._why_no_kv(content)
+        returning = None
+        if content.blocks is not None and refused is None:
+            returning = KVReturn(content.blocks, parts.scheduler, parts.runner.store)
+        for request in content.requests:
+            watched = ledger.enter(request.group)
+            for sample, saved in zip(request.group.samples, request.saved, strict=True):
+                sample.resume_at(saved.sent, watched=watched)
+        back: set[str] = set()
+        for leader, kv in _in_order(content.requests):
+            if returning is not None and kv is not None and returning.take_back(leader, kv):
+                back.update(request.id for request in (leader, *leader.siblings))
+            else:
+                parts.scheduler.add(leader)
+        return _report(content, back, refused or "no room in the cache for what was computed of it")
+
+    # ------------------------------------------------------------------ checks and parts
+
+    def _decode(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
+        tokenizer, now = self._ledger.tokenizer, time.monotonic()
+        for name, here in (
+            ("vocab_size", self._parts.shape.vocab_size),
+            ("tokenizer", self._tokenizer_digest()),
+        ):
+            if manifest[name] != here:
+                raise SnapshotError(path, f"saved with {name} {manifest[name]}, this engine's is {here}")
+        records = json.loads(tensors["records"].numpy().tobytes())
+        numbers = Columns(tensors)
+        requests = [decode_group(one, numbers, tokenizer=tokenizer, now=now) for one in records["requests"]]
+        finished = [decode_output(one, numbers, tokenizer=tokenizer, now=now) for one in records["finished"]]
+        generation = Generation.from_list(manifest["generation"])
+        journal = JournalRecords() if generation is None else read_journal(path, generation)
+        requests, finished = self._replay(journal, requests, finished, now=now)
+        return Content(
+            path=path,
+            generation=generation,
+            requests=requests,
+            finished=finished,
+            num_records=journal.num_records,
+            num_seeds=max(manifest["num_seeds"], journal.num_seeds),
+            num_ids=max(manifest["num_ids"], journal.num_ids),
+            weights=manifest["weights"],
+            kv=manifest["kv"],
+            blocks=tensors.get("blocks"),
+            notes=journal.notes,
+        )
+
+    def _replay(
+        self, journal: JournalRecords, requests: list[SavedRequest], finished: list[RequestOutput], *, now: float
+    ) -> tuple[list[SavedRequest], list[RequestOutput]]:
+        """What has become of a snapshot's requests and outputs, by its journal."""
+        tokenizer, numbers = self._ledger.tokenizer, Inline()
+        live: dict[str, SavedRequest] = {}
+        owed: dict[str, RequestOutput] = {}
+
+        def enter(request_id: str) -> str:
+            if request_id in live or request_id in owed:
+                raise ValueError(f"request {request_id!r} is in it twice")
+            return request_id
+
+        live.update((enter(request.group.id), request) for request in requests)
+        owed.update((enter(output.request_id), output) for output in finished)
+        for kind, data in journal.records:
+            if kind == "accept":
+                request = decode_group(data, numbers, tokenizer=tokenizer, now=now)
+                live[enter(request.group.id)] = request
+            elif kind == "finish":
+                output = decode_output(data, numbers, tokenizer=tokenizer, now=now)
+                live.pop(output.request_id, None)
+                owed[output.request_id] = output
+            else:
+                for request_id in data["ids"]:
+                    owed.pop(request_id, None)
+        return list(live.values()), list(owed.values())
+
+    def _check(self, content: Content, owed: set[str]) -> None:
+        """Refuse what this engine cannot serve, so that nothing is loaded partly."""
+        ids = [*(request.group.id for request in content.requests), *(out.request_id for out in content.finished)]
+        for request_id in ids:
+            if request_id in self._ledger or request_id in owed:
+                raise SnapshotError(content.path, f"request {request_id!r} is in the engine already")
+        for request in content.requests:
+            self._check_request(content, request)
+
+    def _check_request(self, content: Content, saved: SavedRequest) -> None:
+        group, path, limits = saved.group, content.path, self._parts.intake.limits
+        name = f"request {group.id!r}"
+        try:
+            self._parts.intake.check_params(group.params)
+        except RequestError as error:
+            raise SnapshotError(path, f"{name}: {error}") from error
+        leader = group.samples[0].request
+        if leader.max_total > limits.max_sequence_length:
+            raise SnapshotError(
+                path,
+                f"{name} may grow to {leader.max_total:,} tokens, this engine's max_sequence_length is "
+                f"{limits.max_sequence_length:,}; raise it",
+            )
+        stored, room = stored_tokens(leader.max_total), self._parts.context.max_stored_tokens
+        if stored > room:
+            raise SnapshotError(
+                path,
+                f"{name} may grow to {stored:,} stored tokens, this engine's cache holds {room:,} of one sequence; "
+                "raise buffer_size_gb",
+            )
+        for sample in group.samples:
+            request = sample.request
+            wrong = next((token for token in request.tokens if not 0 <= token < limits.vocab_size), None)
+            if wrong is not None:
+                raise SnapshotError(
+                    path, f"{name}: token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
+                )
+            if request.finish_reason is None and not len(request.tokens) < request.max_total:
+                raise SnapshotError(path, f"{name} is unfinished with {len(request.tokens):,} tokens of its limit")
+
+    def _why_no_kv(self, content: Content) -> str | None:
+        """Why saved keys and values cannot be used; None when they can."""
+        if content.kv is None or content.blocks is None:
+            return "saved without keys and values"
+        here = model_shape(self._parts)
+        for name, value in here.items():
+            if content.kv["shape"][name] != value:
+                return f"the model's {name} is {value}, it was {content.kv['shape'][name]}"
+        if content.kv["content"] != self._content():
+            return "the weights differ from those it was computed with"
+        return None
+
+    def _content(self) -> str:
+        """The digest of all weights, made once for each update of them (labels may come twice)."""
+        update = self._parts.num_updates
+        if self._digest is None or self._digest[0] != update:
+            self._digest = (update, content_digest(self._parts))
+        return self._digest[1]
+
+    def _weight_sums(self) -> str:
+        """The weight guard's sums as one text: what tells whether tokens would be drawn by the same weights."""
+        return hashlib.blake2b(repr(self._parts.guard.sums).encode(), digest_size=16).hexdigest()
+
+    def _tokenizer_digest(self) -> str | None:
+        tokenizer = self._ledger.tokenizer
+        if tokenizer is None:
+            return None
+        size = self._parts.shape.vocab_size
+        ids = range(0, size, max(1, size // _PROBES))
+        text = repr([(token, tokenizer.token_str(token)) for token in ids])
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _open_requests(groups: Iterable[Any]) -> list[Request]:
+    return [sample.request for group in groups for sample in group.samples if sample.request.finish_reason is None]
+
+
+def _unsent(undelivered: Iterable[RequestOutput]) -> dict[str, dict[int, tuple[int, int]]]:
+    """By request and sample, (tokens, characters) of outputs that wait to be handed out. Only deltas count on it."""
+    unsent: dict[str, dict[int, tuple[int, int]]] = {}
+    for output in undelivered:
+        held = unsent.setdefault(output.request_id, {})
+        for one in output.outputs:
+            tokens, chars = held.get(one.index, (0, 0))
+            held[one.index] = (tokens + len(one.token_ids), chars + len(one.text))
+    return unsent
+
+
+def _bytes_tensor(content: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+
+
+def _in_order(requests: Sequence[SavedRequest]) -> list[tuple[Request, SavedKV | None]]:
+    """Unfinished sequences by arrival, those of a group that have drawn nothing behind the first of them."""
+    order: list[tuple[int, Request, SavedKV | None]] = []
+    for one in requests:
+        fresh: list[tuple[int, Request, SavedKV | None]] = []
+        for sample, saved in zip(one.group.samples, one.saved, strict=True):
+            request = sample.request
+            if request.finish_reason is None:
+                (order if request.num_output else fresh).append((saved.arrival, request, saved.kv))
+        if fresh:
+            # The one that had begun leads, so that what was computed of the prompt serves all of them.
+            fresh.sort(key=lambda entry: (entry[2] is None, entry[0]))
+            leader = fresh[0]
+            leader[1].siblings = tuple(request for _, request, _ in fresh[1:])
+            order.append((min(arrival for arrival, _, _ in fresh), *leader[1:]))
+    order.sort(key=lambda entry: entry[0])
+    return [(request, kv) for _, request, kv in order]
+
+
+def _report(content: Content, back: set[str], refused: str) -> LoadReport:
+    with_kv: list[str] = []
+    recomputed: dict[str, str] = {}
+    for one in content.requests:
+        begun = [
+            sample.request.id
+            for sample, saved in zip(one.group.samples, one.saved, strict=True)
+            if saved.begun and sample.request.finish_reason is None
+        ]
+        if begun and back.issuperset(begun):
+            with_kv.append(one.group.id)
+        elif begun:
+            recomputed[one.group.id] = refused
+    return LoadReport(
+        loaded=[one.group.id for one in content.requests],
+        with_kv=with_kv,
+        recomputed=recomputed,
+        finished=content.finished,
+        notes=content.notes,
+    )

@@ -1,0 +1,116 @@
+"""Processes that are killed: one that forks engines and reaps them, driven by JSON lines (see test_durable_kill.py).
+
+    in   {"path": ..., "log": ..., "kill_at": null | n, "after_s": null | seconds}       out   {"code": exit code}
+
+A forked engine keeps its requests at `path` and notes in `log` what its caller was told, each note after the call
+returned. With kill_at it kills itself around its n-th system call on files: before it, or halfway through a write.
+With after_s it is killed so long after its first note.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from durable_case import PROMPT, make_engine, make_model
+
+from megatron_infer.schedule.params import SamplingParams
+
+NUM_REQUESTS = 8
+EVERY_STEPS = 4
+
+
+def params_of(index: int) -> SamplingParams:
+    if index % 3 == 2:
+        return SamplingParams(n=2, max_tokens=5 + index, temperature=1.0, ignore_eos=True, logprobs=1)
+    return SamplingParams(max_tokens=3 + 2 * index, temperature=float(index % 2), ignore_eos=True)
+
+
+def prompt_of(index: int) -> list[int]:
+    return PROMPT[index : index + 10 + index]
+
+
+def serve(engine, path: str, note) -> None:
+    """Add requests one by one while others run; store and acknowledge some outputs, abort one."""
+    engine.keep_snapshots(path, every_steps=EVERY_STEPS)
+    note("kept", "")
+    finished = []
+    for index in range(NUM_REQUESTS):
+        note("accepted", engine.add_request(prompt_of(index), params_of(index)))
+        for _ in range(2):
+            finished += [output.request_id for output in engine.step() if output.finished]
+        while finished:
+            note("finished", finished.pop())
+        if index == 5:
+            note("finished", engine.abort("5").request_id)
+            note("acknowledging", "0")
+            engine.acknowledge(["0"])
+            note("acknowledged", "0")
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                note("finished", output.request_id)
+
+
+class Killer:
+    """Counts os.replace, os.fsync and os.pwrite calls and ends the process at the one that was asked for."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.calls, self._kill_at = 0, kill_at
+        for name in ("replace", "fsync", "pwrite"):
+            setattr(os, name, self._counted(name, getattr(os, name)))
+
+    def _counted(self, name: str, real):
+        def call(*args):
+            self.calls += 1
+            if self.calls == self._kill_at:
+                if name == "pwrite":
+                    fd, content, at = args
+                    real(fd, content[: len(content) // 2], at)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return call
+
+
+def run_child(model, order: dict) -> None:
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+
+    def note(kind: str, request_id: str) -> None:
+        os.write(log, json.dumps([kind, request_id]).encode() + b"\n")
+
+    killer = Killer(order["kill_at"])
+    serve(make_engine(model, seed=4, overlap=True), order["path"], note)
+    note("calls", str(killer.calls))
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # no thread of ours is lost in a fork
+    model = make_model()
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            try:
+                run_child(model, order)
+                os._exit(0)
+            except BaseException as error:
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                os._exit(1)
+        if order["after_s"] is not None:
+            deadline = time.monotonic() + 30
+            while not (os.path.exists(order["log"]) and os.path.getsize(order["log"])) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(order["after_s"])
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        print(json.dumps({"code": code}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

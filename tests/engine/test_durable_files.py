@@ -1,0 +1,179 @@
+"""A file of requests that is damaged or foreign is refused whole, with its reason; a good one is replaced at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+import safetensors.torch
+import torch
+import vocabularies
+from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_model, pool_of
+from safetensors import safe_open
+
+from megatron_infer.durable import format as file_format
+from megatron_infer.errors import SnapshotError
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def source(model):
+    engine = make_engine(model)
+    add_all(engine)
+    Collector().step(engine, 5)
+    return engine
+
+
+def refused(engine, path) -> str:
+    """The reason `path` is refused, nothing of the engine being changed."""
+    before = (engine.stats(), engine.parts.intake.num_seeds, engine.parts.intake.num_ids, dict(engine.keeper.owed))
+    with pytest.raises(SnapshotError) as caught:
+        engine.load_requests(path)
+    assert before == (
+        engine.stats(),
+        engine.parts.intake.num_seeds,
+        engine.parts.intake.num_ids,
+        dict(engine.keeper.owed),
+    )
+    return str(caught.value)
+
+
+def test_the_file_says_what_it_is(source, tmp_path):
+    source.save_requests(tmp_path / "requests", kv=True)
+    with safe_open(tmp_path / "requests", framework="pt") as file:
+        metadata = file.metadata()
+        assert set(file.keys()) == {"ints", "floats", "records", "blocks"}
+    assert (metadata["format"], metadata["version"]) == ("megatron_infer.requests", "1")
+    manifest = json.loads(metadata["manifest"])
+    assert (manifest["num_requests"], manifest["vocab_size"]) == (5, VOCAB)
+    assert os.listdir(tmp_path) == ["requests"]
+
+
+def test_every_flipped_bit_is_noticed(model, tmp_path):
+    source, path = make_engine(model), tmp_path / "requests"
+    source.add_request(PROMPT[:3], SamplingParams(max_tokens=4, logprobs=0))
+    Collector().step(source, 2)
+    source.save_requests(path)
+    engine, good = make_engine(model), path.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    chooser = random.Random(0)
+    for at in [*range(header), *chooser.sample(range(header, len(good)), 300)]:
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << chooser.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(SnapshotError):
+            engine.keeper.read(path)
+    path.write_bytes(good)
+    assert engine.load_requests(path).loaded == ["0"]
+
+
+def test_a_flipped_bit_in_keys_and_values_is_noticed(source, model, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path, kv=True)
+    engine, good = make_engine(model), path.read_bytes()
+    chooser = random.Random(1)
+    for _ in range(40):
+        damaged = bytearray(good)
+        damaged[chooser.randrange(len(good))] ^= 1 << chooser.randrange(8)
+        path.write_bytes(damaged)
+        refused(engine, path)
+
+
+def test_a_truncated_or_longer_file_is_refused(source, model, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path)
+    engine, good = make_engine(model), path.read_bytes()
+    lengths = [0, 1, 7, 8, 9, 100, len(good) - 1, *random.Random(2).sample(range(len(good)), 60)]
+    for length in lengths:
+        path.write_bytes(good[:length])
+        assert "damaged" in refused(engine, path)
+    path.write_bytes(good + b"\0")
+    assert "damaged" in refused(engine, path)
+    path.write_bytes(b"no safetensors at all, but long enough to hold a header of some kind")
+    assert "not a safetensors file" in refused(engine, path)
+
+
+def test_other_formats_and_newer_versions_are_refused_by_name(source, model, tmp_path):
+    path, engine = tmp_path / "requests", make_engine(model)
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
+    assert "not a file of saved requests: its format is None" in refused(engine, path)
+    source.save_requests(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    safetensors.torch.save_file(tensors, path, metadata={**metadata, "version": "2"})
+    assert "its version is '2', this release reads '1'; it was written by a newer release" in refused(engine, path)
+    safetensors.torch.save_file(tensors, path, metadata={**metadata, "format": "else"})
+    assert "its format is 'else'" in refused(engine, path)
+    with pytest.raises(FileNotFoundError):
+        engine.load_requests(tmp_path / "nowhere")
+
+
+def test_content_that_makes_no_sense_is_refused_though_its_checksum_is_right(source, model, tmp_path):
+    path, engine = tmp_path / "requests", make_engine(model)
+    source.save_requests(path)
+    manifest, tensors = file_format.read(path)
+
+    def changed(edit) -> str:
+        records = json.loads(tensors["records"].numpy().tobytes())
+        edit(records)
+        content = torch.frombuffer(bytearray(json.dumps(records).encode()), dtype=torch.uint8)
+        file_format.write(path, manifest, {**tensors, "records": content})
+        return refused(engine, path)
+
+    first = lambda records: records["requests"][0]  # noqa: E731
+    assert "'params'" in changed(lambda records: first(records).pop("params"))
+    assert "cannot be understood" in changed(lambda records: first(records).update(prompt_ids=[0, 10**9]))
+    assert "samples" in changed(lambda records: first(records)["samples"].clear())
+    assert "'0' is in it twice" in changed(lambda records: records["requests"].append(first(records)))
+    assert "temperature" in changed(lambda records: first(records)["params"].update(temperature=-1))
+    ints = tensors["ints"].clone()
+    ints[first(json.loads(tensors["records"].numpy().tobytes()))["prompt_ids"][0]] = VOCAB
+    file_format.write(path, manifest, {**tensors, "ints": ints})
+    assert f"request '0': token id {VOCAB} is outside the vocabulary" in refused(engine, path)
+
+
+def test_a_foreign_engine_refuses_naming_what_differs(source, model, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path, kv=True)
+    other = tiny_gpt(vocab_size=160, max_sequence_length=512)
+    assert f"saved with vocab_size {VOCAB}, this engine's is 160" in refused(make_engine(other), path)
+    words = "request '1' may grow to 153 tokens, this engine's max_sequence_length is 150"
+    assert words in refused(make_engine(model, max_sequence_length=150), path)
+    tight = make_engine(model, buffer_size_gb=pool_of(model, 9))
+    assert "request '1' may grow to 152 stored tokens, this engine's cache holds 144" in refused(tight, path)
+    with_text = make_engine(model, tokenizer=vocabularies.byte_level())
+    assert "saved with tokenizer None" in refused(with_text, path)
+
+
+def test_kv_of_another_shape_is_computed_again(source, tmp_path):
+    path = tmp_path / "requests"
+    source.save_requests(path, kv=True)
+    engine = make_engine(make_model(num_query_groups=4))
+    report = engine.load_requests(path)
+    assert not report.with_kv and "num_kv_heads is 4, it was 2" in report.recomputed["0"]
+    Collector().step(engine)
+
+
+@pytest.mark.parametrize("fails", ["save_file", "fsync", "replace"])
+def test_a_save_that_fails_leaves_the_old_file(source, model, tmp_path, monkeypatch, fails):
+    path = tmp_path / "requests"
+    source.save_requests(path)
+    good = path.read_bytes()
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((file_format, "save_file") if fails == "save_file" else (os, fails)), broken)
+    with pytest.raises(OSError, match="No space left"):
+        source.save_requests(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == good and os.listdir(tmp_path) == ["requests"]
+    assert len(make_engine(model).load_requests(path).loaded) == 5

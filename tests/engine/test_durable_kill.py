@@ -1,0 +1,271 @@
+"""SIGKILL at any moment loses no accepted request and no finished one, and the rest goes on with the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import durable_child
+import pytest
+from durable_case import PROMPT, Collector, make_engine, make_model
+
+from megatron_infer.durable.journal import journal_path
+from megatron_infer.errors import DuplicateRequest, SnapshotError, UnknownRequest
+from megatron_infer.schedule.params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model) -> Collector:
+    engine = make_engine(model, seed=4)
+    for index in range(durable_child.NUM_REQUESTS):
+        engine.add_request(durable_child.prompt_of(index), durable_child.params_of(index))
+    return Collector().step(engine)
+
+
+class Victims:
+    """The process that forks engines to be killed."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).parent
+        path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, str(here / "durable_child.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, path: Path, *, kill_at: int | None = None, after_s: float | None = None) -> int:
+        """One engine from begin to end -> its exit code, negative for a signal. Its notes are in `path`.log."""
+        assert self.process.stdin is not None
+        order = {"path": str(path), "log": f"{path}.log", "kill_at": kill_at, "after_s": after_s}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the process that forks engines has died"
+        return json.loads(line)["code"]
+
+
+@pytest.fixture(scope="module")
+def victims():
+    made = Victims()
+    yield made
+    made.process.stdin.close()
+    made.process.wait(20)
+
+
+def notes(path: Path) -> list[list[str]]:
+    log = Path(f"{path}.log")
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def assert_nothing_is_lost(model, path: Path, want: Collector) -> None:
+    told: dict[str, set[str]] = {}
+    for kind, request_id in notes(path):
+        told.setdefault(kind, set()).add(request_id)
+    if not path.exists():
+        assert "kept" not in told
+        make_engine(model).keep_snapshots(path)  # what the kill left is not in the way
+        return
+    accepted, finished = told.get("accepted", set()), told.get("finished", set())
+    gone, maybe_gone = told.get("acknowledged", set()), told.get("acknowledging", set())
+    engine = make_engine(model, seed=4)
+    report = engine.load_requests(path)
+    ended = {output.request_id for output in report.finished}
+    found = {*report.loaded, *ended}
+    assert len(found) == len(report.loaded) + len(ended)
+    assert accepted - maybe_gone <= found <= accepted | {str(len(accepted))}  # one may not have returned
+    assert finished - maybe_gone <= ended and not gone & found
+    engine.keep_snapshots(path)  # and the next process can be killed as well
+    done = Collector()
+    done.take(report.finished)
+    done.step(engine)
+    assert set(done.finished) == found
+    for key, tokens in done.tokens.items():
+        if done.ends[key][0] == "abort":
+            assert tokens == want.tokens[key][: len(tokens)]
+        else:
+            assert tokens == want.tokens[key] and done.ends[key] == want.ends[key]
+    again = make_engine(model).load_requests(path)
+    assert {output.request_id for output in again.finished} == found and not again.loaded
+
+
+def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, victims, tmp_path):
+    assert victims.run(tmp_path / "whole") == 0
+    assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)
+    num_calls = int(next(value for kind, value in notes(tmp_path / "whole") if kind == "calls"))
+    assert num_calls > 40
+    chosen = {*range(1, 9), *random.Random(0).sample(range(9, num_calls + 1), 24)}
+    for kill_at in sorted(chosen):
+        path = tmp_path / f"at{kill_at}"
+        assert victims.run(path, kill_at=kill_at) == -signal.SIGKILL
+        assert_nothing_is_lost(model, path, uninterrupted)
+
+
+def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path):
+    began = time.monotonic()
+    assert victims.run(tmp_path / "whole") == 0
+    took, chooser = time.monotonic() - began, random.Random()
+    for number in range(8):
+        path = tmp_path / str(number)
+        victims.run(path, after_s=chooser.random() * took)
+        assert_nothing_is_lost(model, path, uninterrupted)
+
+
+def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path):
+    path = tmp_path / "requests"
+    engine = make_engine(model)
+    engine.keep_snapshots(path)
+    for _ in range(3):
+        engine.add_request(PROMPT, GREEDY)
+    journal = journal_path(path)
+    good = journal.read_bytes()
+    lines = good.splitlines(keepends=True)
+    assert len(lines) == 4
+    for length in range(len(good) - len(lines[-1]), len(good), 97):
+        journal.write_bytes(good[:length])
+        report = make_engine(model).load_requests(path)
+        assert report.loaded == ["0", "1"]
+        torn = length > len(good) - len(lines[-1])
+        assert len(report.notes) == torn and (not torn or "line 4 is cut short" in report.notes[0])
+    chooser = random.Random(0)
+    for at in range(0, len(good), 29):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << chooser.randrange(8)
+        journal.write_bytes(damaged)
+        number = good[:at].count(b"\n") + 1
+        with pytest.raises(SnapshotError, match=f"damaged in line {number}"):
+            make_engine(model).load_requests(path)
+    damaged = good[:-1] + b"\x0b"
+    for content, words in (
+        (damaged, "damaged in line 4"),
+        (lines[0] + lines[2] + lines[3], "damaged in line 2"),  # a line is missing
+        (b"", "no beginning"),
+    ):
+        journal.write_bytes(content)
+        with pytest.raises(SnapshotError, match=words):
+            make_engine(model).load_requests(path)
+    journal.unlink()
+    with pytest.raises(SnapshotError, match="missing"):
+        make_engine(model).load_requests(path)
+
+
+def test_files_of_different_runs_are_not_mixed(model, tmp_path):
+    for name in ("a", "b"):
+        engine = make_engine(model)
+        engine.keep_snapshots(tmp_path / name)
+        engine.add_request(PROMPT, GREEDY)
+    os.replace(tmp_path / "b.journal", tmp_path / "a.journal")
+    with pytest.raises(SnapshotError, match="of generation 1"):
+        make_engine(model).load_requests(tmp_path / "a")
+
+
+def test_finished_outputs_are_kept_whole_until_they_are_acknowledged(model, tmp_path):
+    path = tmp_path / "requests"
+    want = make_engine(model).generate(PROMPT, GREEDY)[0].outputs[0]
+    engine = make_engine(model)
+    engine.keep_snapshots(path, every_steps=3)
+    for name in ("x", "y"):
+        engine.add_request(PROMPT, GREEDY, request_id=name, stream="delta")
+    engine.add_request(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), request_id="long")
+    with pytest.raises(UnknownRequest, match="'x' has not finished"):
+        engine.acknowledge(["x"])
+    Collector().step(engine, 8)
+    with pytest.raises(DuplicateRequest, match="acknowledge its output"):
+        engine.add_request(PROMPT, GREEDY, request_id="x")
+    for _ in range(2):  # a load takes nothing away
+        report = make_engine(model).load_requests(path)
+        assert {o.request_id: o.outputs[0].token_ids for o in report.finished} == dict.fromkeys("xy", want.token_ids)
+        assert report.loaded == ["long"]
+    assert engine.acknowledge(["x", "x", "unheard of"]) == 1
+    other = make_engine(model)
+    assert [output.request_id for output in other.load_requests(path).finished] == ["y"]
+    with pytest.raises(SnapshotError, match="'long' is in the engine already"):
+        other.load_requests(path)
+    assert engine.acknowledge() == 1
+    engine.add_request(PROMPT, GREEDY, request_id="x")
+    report = make_engine(model).load_requests(path)
+    assert (report.finished, sorted(report.loaded)) == ([], ["long", "x"])
+
+
+def test_files_in_the_way_are_not_overwritten_and_an_ended_keeping_leaves_a_plain_file(model, tmp_path):
+    path = tmp_path / "requests"
+    engine = make_engine(model)
+    engine.keep_snapshots(path)
+    engine.add_request(PROMPT, GREEDY)
+    with pytest.raises(SnapshotError, match="load_requests it first"):
+        make_engine(model).keep_snapshots(path)
+    with pytest.raises(SnapshotError, match="keep_snapshots keeps it"):
+        engine.save_requests(path)
+    Collector().step(engine, 2)
+    engine.keep_snapshots(None)
+    engine.add_request(PROMPT, GREEDY)
+    assert sorted(os.listdir(tmp_path)) == ["requests"]
+    assert make_engine(model).load_requests(path).loaded == ["0"]
+    path.unlink()
+    lone = make_engine(model)
+    lone.keep_snapshots(tmp_path / "lone")
+    lone.add_request(PROMPT, GREEDY)
+    (tmp_path / "lone").unlink()
+    with pytest.raises(SnapshotError, match="without its snapshot"):
+        make_engine(model).keep_snapshots(tmp_path / "lone")
+
+
+def test_a_request_that_cannot_be_written_down_is_not_accepted(model, tmp_path, monkeypatch):
+    path = tmp_path / "requests"
+    engine = make_engine(model)
+    engine.keep_snapshots(path)
+    engine.add_request(PROMPT, GREEDY)
+    real = os.pwrite
+
+    def half(fd: int, content: memoryview, at: int) -> int:
+        real(fd, content[: len(content) // 2], at)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", half)
+    with pytest.raises(OSError, match="No space left"):
+        engine.add_request(PROMPT, GREEDY, request_id="refused")
+    assert engine.stats().num_requests == engine.stats().num_waiting == 1
+    collected = []
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            collected += engine.step()
+    assert not any(output.finished for output in collected)
+    monkeypatch.undo()
+    collected += engine.step()  # the output that could not be written down comes now
+    assert [output.request_id for output in collected if output.finished] == ["0"]
+    report = make_engine(model).load_requests(path)
+    assert ([output.request_id for output in report.finished], report.loaded, report.notes) == (["0"], [], [])
+
+
+def test_loading_while_keeping_keeps_what_was_loaded(model, tmp_path):
+    source = make_engine(model)
+    source.add_request(PROMPT, GREEDY, request_id="moved")
+    source.save_requests(tmp_path / "moved")
+    engine = make_engine(model)
+    engine.keep_snapshots(tmp_path / "kept", fsync=True)
+    engine.load_requests(tmp_path / "moved")
+    assert make_engine(model).load_requests(tmp_path / "kept").loaded == ["moved"]
+
+
+def test_without_keeping_a_step_asks_nobody(model, tmp_path, monkeypatch):
+    engine = make_engine(model)
+    engine.keep_snapshots(tmp_path / "requests")
+    engine.keep_snapshots(None)
+    monkeypatch.setattr(engine.keeper, "stepped", lambda outputs: pytest.fail("asked"))
+    engine.generate(PROMPT, GREEDY)
+    assert engine.ledger.on_retire is None and not engine.keeper.owed
