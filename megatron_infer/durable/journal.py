@@ -107,8 +107,6 @@ class Journal:
         ]
         self._write(b"".join(lines))
         self.num_records += len(lines)
-        if self._fsync:
-            os.fsync(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -121,12 +119,14 @@ class Journal:
         self._staged.unlink(missing_ok=True)
 
     def _write(self, content: bytes) -> None:
-        """At the end of what is known to be written: what a failed write left there is overwritten or cut off."""
+        """At the end of what is known to be written: what a failed write or fsync left there is cut off."""
         view, at = memoryview(content), self._size
         try:
             while view:
                 written = os.pwrite(self._fd, view, at)
                 view, at = view[written:], at + written
+            if self._fsync:
+                os.fsync(self._fd)
         except BaseException:
             os.ftruncate(self._fd, self._size)
             raise

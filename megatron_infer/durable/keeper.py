@@ -146,10 +146,14 @@ class RequestKeeper:
         """Before step() returns `undelivered`."""
         self.flush()
         self._num_steps += 1
-        if self._num_steps >= self._every_steps:
+        if self._num_steps >= self._every_steps and self._has_news():
             self._snapshot(undelivered)
 
     # ------------------------------------------------------------------ its files
+
+    def _has_news(self) -> bool:
+        """False while the engine idles."""
+        return len(self._ledger) > 0 or (self.journal is not None and self.journal.num_records > 0)
 
     def _retired(self, group: Group) -> None:
         output = group.output("cumulative")

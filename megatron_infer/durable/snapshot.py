@@ -159,12 +159,12 @@ class Archive:
         parts, ledger = self._parts, self._ledger
         if parts.guard.changed():
             parts.accept_weights(parts.weight_version + 1)
-        same = content.weights["sums"] == self._weight_sums()
+        refused = self._why_no_kv(content)
+        same = refused is None or content.weights["sums"] == self._weight_sums()
         # Versions only rise: tokens drawn from now on must not carry the version of other weights.
         parts.raise_version(content.weights["version"] + (not same))
         parts.intake.num_seeds = max(parts.intake.num_seeds, content.num_seeds)
         parts.intake.num_ids = max(parts.intake.num_ids, content.num_ids)
-        refused = self._why_no_kv(content)
         returning = None
         if content.blocks is not None and refused is None:
             returning = KVReturn(content.blocks, parts.scheduler, parts.runner.store)
