@@ -139,6 +139,17 @@ def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
 
 
 @pytest.mark.parametrize("how", ["release", "offload"])
+def test_dummy_block_is_zero_again_where_memory_comes_back_dirty(how, monkeypatch):
+    store = make_store(static=True)
+    fill(store)
+    store.release(quiet) if how == "release" else store.offload([1], quiet)
+    # a CPU's fresh pages are zeros, a GPU's memory holds what its last owner left
+    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(float("nan")))
+    store.restore(set(), quiet)
+    assert not store.kv_cache[:, :, store.dummy_block].any()
+
+
+@pytest.mark.parametrize("how", ["release", "offload"])
 def test_nothing_reads_or_writes_a_released_cache(how):
     store = make_store(slots=4)
     fill(store)
