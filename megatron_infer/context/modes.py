@@ -159,11 +159,15 @@ class PinnedRegion:
 
 
 class CudaRegion:
-    """Device memory of torch's allocator: the tensor stays, its storage shrinks to nothing."""
+    """Device memory of torch's allocator: the tensor stays, its storage shrinks to nothing.
+
+    The allocator's cache is emptied before memory is taken, too: a piece of a larger cached segment could not go back.
+    """
 
     addresses_stable = False
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        torch.cuda.empty_cache()
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self._num_bytes = self.tensor.nbytes
 
@@ -176,6 +180,7 @@ class CudaRegion:
         torch.cuda.empty_cache()
 
     def restore(self) -> None:
+        torch.cuda.empty_cache()
         self.tensor.untyped_storage().resize_(self._num_bytes)
 
 

@@ -1,0 +1,551 @@
+"""The large tensors give their memory back and come back as they were, and a failure on the way loses nothing."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.context import memory, modes
+from megatron_infer.context.memory import HostArena, slots_per_chunk
+from megatron_infer.context.store import StateStore
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, StateReleased
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+MIB = 1 << 20
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RSS is read from /proc")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_store(num_blocks=12, *, dtype=torch.float32, device="cpu", static=False, unified=False, slots=0, head_dim=8):
+    if device == "cuda" and static:
+        pytest.importorskip("torch_memory_saver")
+    return StateStore(
+        num_layers=3,
+        num_blocks=num_blocks,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device(device),
+        static_pointers=static,
+        unified_memory=unified,
+        num_host_slots=slots,
+    )
+
+
+def fill(store, seed=0):
+    """Random content in every block but the dummy -> a copy of it all."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = store.kv_cache
+    cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+    cache[:, :, store.dummy_block] = 0
+    return cache.clone()
+
+
+def quiet(what):
+    pass
+
+
+class Recorder:
+    """A tick that raises at its nth call."""
+
+    def __init__(self, fail_at=None, error=TimeoutError):
+        self.said, self.fail_at, self.error = [], fail_at, error
+
+    def __call__(self, what):
+        self.said.append(what)
+        if self.fail_at == len(self.said) - 1:
+            raise self.error(what)
+
+
+def rss():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Chunks and pieces of three of `make_store`'s fp32 blocks, so that small tests cross their borders."""
+    monkeypatch.setattr(memory, "PIECE_BYTES", 3 * 3 * 2 * 4 * 2 * 8 * 4)
+    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocks", [[0, 1, 2], [9, 0, 4, 5, 7, 2, 1], list(range(11)), []], ids=str)
+def test_offloaded_blocks_come_back_bit_equal(dtype, static, blocks, device, small_pieces):
+    store = make_store(dtype=dtype, static=static, device=device)
+    before = fill(store)
+    away = store.offload(blocks, quiet)
+    assert (away.bytes_copied, away.num_blocks) == (len(blocks) * store.block_bytes, len(blocks))
+    back = store.restore(set(blocks), quiet)
+    assert (back.bytes_copied, back.num_blocks) == (len(blocks) * store.block_bytes, len(blocks))
+    kept = [*blocks, store.dummy_block]
+    assert torch.equal(store.kv_cache[:, :, kept].view(torch.uint8), before[:, :, kept].view(torch.uint8))
+    assert store.host_bytes() == 0
+    assert not store.is_released
+
+
+def test_only_the_given_blocks_are_copied():
+    store = make_store()
+    fill(store)
+    store.offload([3, 5], quiet)
+    store.restore({3, 5}, quiet)
+    others = [block for block in range(12) if block not in (3, 5)]
+    assert store.kv_cache[:, :, [3, 5]].all()
+    assert not store.kv_cache[:, :, others].any()
+
+
+def test_blocks_of_requests_aborted_meanwhile_stay_behind():
+    store = make_store()
+    before = fill(store)
+    store.offload([1, 2, 3, 4], quiet)
+    report = store.restore({2, 4}, quiet)
+    assert report.num_blocks == 2 and report.bytes_copied == 2 * store.block_bytes
+    assert torch.equal(store.kv_cache[:, :, [2, 4]], before[:, :, [2, 4]])
+    assert not store.kv_cache[:, :, [1, 3]].any()
+    assert store.host_bytes() == 0
+
+
+def test_asking_for_a_block_that_was_not_offloaded_is_refused_and_harmless():
+    store = make_store()
+    before = fill(store)
+    store.offload([1, 2], quiet)
+    with pytest.raises(AssertionError, match=r"\[7\].*were not offloaded"):
+        store.restore({1, 7}, quiet)
+    store.restore({1, 2}, quiet)
+    assert torch.equal(store.kv_cache[:, :, [1, 2]], before[:, :, [1, 2]])
+
+
+def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
+    store = make_store()
+    fill(store)
+    store.kv_cache[:, :, store.dummy_block] = 7
+    report = store.release(quiet)
+    assert (report.bytes_copied, report.num_blocks, report.bytes_resident, store.host_bytes()) == (0, 0, 0, 0)
+    assert report.bytes_freed >= store.num_bytes
+    store.restore(set(), quiet)
+    assert not store.kv_cache[:, :, store.dummy_block].any()
+
+
+@pytest.mark.parametrize("how", ["release", "offload"])
+def test_dummy_block_is_zero_again_where_memory_comes_back_dirty(how, monkeypatch):
+    store = make_store(static=True)
+    fill(store)
+    store.release(quiet) if how == "release" else store.offload([1], quiet)
+    # a CPU's fresh pages are zeros, a GPU's memory holds what its last owner left
+    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(float("nan")))
+    store.restore(set(), quiet)
+    assert not store.kv_cache[:, :, store.dummy_block].any()
+
+
+@pytest.mark.parametrize("how", ["release", "offload"])
+def test_nothing_reads_or_writes_a_released_cache(how):
+    store = make_store(slots=4)
+    fill(store)
+    store.release(quiet) if how == "release" else store.offload([1], quiet)
+    assert store.is_released
+    for use in (
+        lambda: store.kv_cache,
+        lambda: store.copy_blocks([(0, 1)]),
+        lambda: store.read_blocks([0]),
+        lambda: store.write_blocks([0], torch.zeros(1)),
+        lambda: store.run_moves([("out", 0, 0)]),
+        lambda: store.measure_copy_s_per_block(),
+        lambda: store.release(quiet),
+        lambda: store.offload([0], quiet),
+    ):
+        with pytest.raises(StateReleased, match="resume before"):
+            use()
+    store.restore(set(), quiet)
+    assert store.kv_cache.shape == (3, 2, 12, 4, 2, 8)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_addresses_are_kept_with_static_pointers(static):
+    store = make_store(4096, static=static)
+    held, address = store.kv_cache, store.kv_cache.data_ptr()  # held: else a new mapping may land in the same place
+    assert store.addresses_stable is static
+    for _ in range(3):
+        store.release(quiet)
+        store.restore(set(), quiet)
+        assert (store.kv_cache.data_ptr() == address) is static
+    assert held.data_ptr() == address
+
+
+@LINUX
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("held", [False, True], ids=["", "held"])
+def test_memory_is_back_before_release_returns(static, held):
+    store = make_store(256, static=static, head_dim=2048 * 4)  # 1.5 MiB a block
+    size = store.num_bytes
+    assert size == 384 * MIB and store.resident_bytes() < 2 * store.block_bytes  # untouched pages cost nothing
+    store.kv_cache[:, :, :170].fill_(1.0)
+    touched = 170 * store.block_bytes
+    assert store.resident_bytes() == pytest.approx(touched, rel=0.02)
+    holder = store.kv_cache if held else None  # a step's batch may still look at it
+
+    full = rss()
+    report = store.release(quiet)
+    assert full - rss() > 0.95 * touched
+    assert report.bytes_freed == pytest.approx(touched, rel=0.02)
+    assert (report.bytes_resident, store.resident_bytes()) == (0, 0)
+    assert holder is None or not holder[0, 0, 5].any()
+
+    store.restore(set(), quiet)
+    store.kv_cache[:, :, :170].fill_(2.0)
+    assert rss() > full - 0.05 * touched
+
+    away = store.offload(list(range(20)), quiet)  # the host copy is in the same memory and is counted
+    copied = 20 * store.block_bytes
+    assert full - rss() > 0.95 * (touched - copied) - 4 * MIB
+    assert store.host_bytes() == pytest.approx(copied, rel=0.05)
+    assert away.bytes_freed == pytest.approx(touched - copied, rel=0.02)
+    back = store.restore(set(range(20)), quiet)
+    assert store.host_bytes() == 0
+    assert back.bytes_freed == pytest.approx(0, abs=0.1 * copied)  # the host copy became the pool again
+    assert (store.kv_cache[:, :, :20] == 2.0).all()
+
+
+@LINUX
+@pytest.mark.parametrize("static", [False, True])
+def test_cycles_do_not_grow_memory(static):
+    store = make_store(256, static=static, head_dim=128, slots=64)  # 24 KiB a block
+
+    def cycle(i):
+        store.kv_cache.fill_(i)
+        store.run_moves([("out", block, block) for block in range(64)])
+        store.offload(list(range(128)), quiet) if i % 2 else store.release(quiet)
+        store.restore(set(range(0, 128, 2)) if i % 2 else set(), quiet)
+        store.free_host_slots(range(64))
+
+    for i in range(20):
+        cycle(i)
+    gc.collect()
+    start, mappings = rss(), num_mappings()
+    for i in range(200):
+        cycle(i)
+    gc.collect()
+    assert rss() - start < 2 * MIB
+    assert num_mappings() - mappings < 20
+
+
+def num_mappings():
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # three pieces
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("static", [False, True])
+def test_offload_that_fails_anywhere_changes_nothing(static, error, small_pieces):
+    rehearsal = Recorder()
+    make_store(static=static).offload(BLOCKS, rehearsal)
+    assert len(rehearsal.said) == 4, rehearsal.said
+    for fail_at in range(len(rehearsal.said)):
+        store = make_store(static=static)
+        before, address = fill(store), store.kv_cache.data_ptr()
+        with pytest.raises(error):
+            store.offload(BLOCKS, Recorder(fail_at, error))
+        assert not store.is_released
+        assert store.kv_cache.data_ptr() == address and torch.equal(store.kv_cache, before)
+        assert store.host_bytes() == 0
+        store.offload(BLOCKS, quiet)
+        store.restore(set(BLOCKS), quiet)
+        assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("static", [False, True])
+def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pieces):
+    store = make_store(static=static)
+    before = fill(store)
+    store.offload(BLOCKS, quiet)
+    host_bytes, rehearsal = store.host_bytes(), Recorder()
+    store.restore(set(BLOCKS), rehearsal)
+    assert len(rehearsal.said) == 4, rehearsal.said
+    store.offload(BLOCKS, quiet)
+    for fail_at in range(len(rehearsal.said)):
+        with pytest.raises(error):
+            store.restore(set(BLOCKS), Recorder(fail_at, error))
+        assert store.is_released and store.resident_bytes() == 0
+        assert store.host_bytes() == host_bytes
+        with pytest.raises(StateReleased):
+            _ = store.kv_cache
+    store.restore(set(BLOCKS), quiet)
+    assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
+    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert store.host_bytes() == 0
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_release_that_fails_changes_nothing(static):
+    store = make_store(static=static)
+    before = fill(store)
+    with pytest.raises(TimeoutError):
+        store.release(Recorder(0))
+    assert not store.is_released and torch.equal(store.kv_cache, before)
+
+
+def test_no_memory_at_restore_leaves_it_released(monkeypatch):
+    store = make_store()
+    before = fill(store)
+    store.offload([1, 2], quiet)
+    with monkeypatch.context() as patch:
+        patch.setattr(modes.mmap, "mmap", _no_memory)
+        with pytest.raises(MemoryError, match="the system gives no"):
+            store.restore({1, 2}, quiet)
+        assert store.is_released
+    store.restore({1, 2}, quiet)
+    assert torch.equal(store.kv_cache[:, :, [1, 2]], before[:, :, [1, 2]])
+
+
+def test_no_host_memory_at_offload_leaves_the_pool(monkeypatch, small_pieces):
+    store = make_store()
+    before, calls = fill(store), []
+
+    def second_fails(*args, **kwargs):
+        calls.append(args)
+        return _no_memory() if len(calls) == 2 else mapping(*args, **kwargs)
+
+    mapping = mmap.mmap
+    with monkeypatch.context() as patch:
+        patch.setattr(modes.mmap, "mmap", second_fails)
+        with pytest.raises(MemoryError):
+            store.offload(BLOCKS, quiet)
+    assert not store.is_released and torch.equal(store.kv_cache, before) and store.host_bytes() == 0
+
+
+def _no_memory(*args, **kwargs):
+    raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_do_what_one_after_the_other_would(seed, device, small_pieces):
+    rng, store = random.Random(seed), make_store(9, slots=10, device=device)
+    before = fill(store)
+    pool, host = {block: block for block in range(8)}, {}  # place -> the block of `before` that is in it
+    for _ in range(25):
+        moves = []
+        for _ in range(rng.randint(0, 30)):
+            if host and rng.random() < 0.5:
+                block, slot = rng.randrange(8), rng.choice(list(host))
+                moves.append(("in", block, slot))
+                pool[block] = host[slot]
+            else:
+                block, slot = rng.randrange(8), rng.randrange(10)
+                moves.append(("out", block, slot))
+                host[slot] = pool[block]
+        store.run_moves(moves)
+        for block, content in pool.items():
+            assert torch.equal(store.kv_cache[:, :, block], before[:, :, content]), (moves, block)
+        freed = [slot for slot in range(10) if rng.random() < 0.2]
+        store.free_host_slots(freed)
+        for slot in freed:
+            host.pop(slot, None)
+    assert not store.kv_cache[:, :, store.dummy_block].any()
+    for slot, content in host.items():
+        store.run_moves([("in", 0, slot)])
+        assert torch.equal(store.kv_cache[:, :, 0], before[:, :, content])
+
+
+def test_block_and_slot_reused_within_one_call():
+    store = make_store(4, slots=2)
+    before = fill(store)
+    # 1 leaves, 2's content takes its place through the same slots, 0 comes back where 2 was
+    store.run_moves([("out", 1, 0), ("out", 2, 1), ("in", 1, 1), ("out", 0, 1), ("in", 2, 1), ("in", 0, 0)])
+    assert torch.equal(store.kv_cache[:, :, :3], before[:, :, [1, 2, 0]])
+
+
+def test_swapped_blocks_outlive_a_release():
+    store = make_store(slots=4)
+    before = fill(store)
+    store.run_moves([("out", 5, 2)])
+    store.release(quiet)
+    store.restore(set(), quiet)
+    store.run_moves([("in", 7, 2)])
+    assert torch.equal(store.kv_cache[:, :, 7], before[:, :, 5])
+
+
+def test_host_slots_are_bounded_and_must_hold_something():
+    store = make_store(slots=2)
+    fill(store)
+    with pytest.raises(AssertionError, match="host slot 2 of 2"):
+        store.run_moves([("out", 0, 2)])
+    with pytest.raises(AssertionError, match="hold nothing"):
+        store.run_moves([("in", 0, 1)])
+    store.run_moves([("out", 0, 1)])
+    store.free_host_slots([1])
+    with pytest.raises(AssertionError, match="hold nothing"):
+        store.run_moves([("in", 0, 1)])
+
+
+@LINUX
+def test_chunks_go_back_when_their_last_slot_is_freed():
+    store = make_store(100, slots=96, head_dim=2048 * 4)  # 1.5 MiB a block, 42 slots a chunk
+    store.kv_cache[:, :, :96].fill_(3.0)
+    start = rss()
+    store.run_moves([("out", block, block) for block in range(96)])
+    assert store.host_bytes() == pytest.approx(96 * store.block_bytes, rel=0.01)
+    assert rss() - start > 0.95 * store.host_bytes()
+    store.free_host_slots(range(1, 84))
+    assert store.host_bytes() == pytest.approx((42 + 12) * store.block_bytes, rel=0.01)  # slot 0 holds its chunk
+    store.kv_cache[:, :, 50].zero_()
+    store.run_moves([("in", 50, 0), ("in", 51, 95)])
+    assert (store.kv_cache[:, :, 50:52] == 3.0).all()
+    store.free_host_slots(range(96))
+    assert store.host_bytes() == 0
+    assert rss() - start < 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "slot_bytes, expected", [(MIB, 64), (40 * MIB, 3), (83 * MIB, 3), (3000 * MIB, 1), (7, 9586980)]
+)
+def test_chunks_waste_little_of_a_power_of_two(slot_bytes, expected):
+    assert slots_per_chunk(slot_bytes) == expected
+
+
+def test_last_chunk_is_no_larger_than_its_slots():
+    arena = HostArena((1024,), torch.float32, pinned=False, max_slots=3)
+    pool = torch.arange(4 * 1024.0).view(4, 1024)
+    arena.save([0, 1, 2], pool, [3, 2, 1])
+    assert arena.resident_bytes() == 3 * 4096
+    back = torch.zeros_like(pool)
+    arena.load([2, 0], back, [0, 1])
+    assert torch.equal(back[:2], pool[[1, 3]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_measured_speed_is_positive_and_leaves_no_trace(device):
+    store = make_store(device=device)
+    before = fill(store)
+    assert 0 < store.measure_copy_s_per_block() < 1
+    assert torch.equal(store.kv_cache, before)
+    assert store.host_bytes() == 0
+
+
+def test_cache_restored_in_inference_mode_can_be_written_outside_it():
+    store = make_store(slots=1)
+    fill(store)
+    with torch.inference_mode():
+        store.offload([0], quiet)
+        store.restore({0}, quiet)
+        store.run_moves([("out", 0, 0)])
+    store.kv_cache[:, :, 1].fill_(2)
+    store.run_moves([("in", 1, 0)])
+    assert torch.equal(store.kv_cache[:, :, 1], store.kv_cache[:, :, 0])
+
+
+def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch):
+    monkeypatch.setattr(modes, "DISCARDS_PAGES", False)
+    with pytest.raises(ConfigError, match="set static_kv_memory_pointers=False"):
+        make_store(static=True)
+    store = make_store(slots=2)  # unmapping does it there
+    before = fill(store)
+    store.run_moves([("out", 0, 0)])
+    report = store.offload([1, 2], quiet)
+    assert report.bytes_resident == 0
+    store.restore({1, 2}, quiet)
+    assert torch.equal(store.kv_cache[:, :, [1, 2]], before[:, :, [1, 2]])
+    assert not store.kv_cache[:, :, 0].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
+@pytest.mark.parametrize(
+    "asked, remedy",
+    [
+        ({"static": True}, "pip install torch-memory-saver, or set static_kv_memory_pointers=False"),
+        ({"unified": True}, "set unified_memory_level=0"),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_machine_lacks_is_named_with_its_remedy(asked, remedy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    with pytest.raises(ConfigError, match=remedy):
+        modes.make_region(
+            (2, 2),
+            torch.float32,
+            torch.device("cuda"),
+            static_pointers=asked.get("static", False),
+            unified_memory=asked.get("unified", False),
+        )
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static, dtype):
+    torch.manual_seed(0)
+    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2).to(getattr(torch, dtype))
+    config = InferenceConfig(
+        buffer_size_gb=0.02,
+        block_size_tokens=16,
+        max_sequence_length=160,
+        max_requests=4,
+        static_kv_memory_pointers=static,
+    )
+    prompts = [[3 + i + j for j in range(21)] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    expected = [out.outputs[0].token_ids for out in DynamicInferenceEngine(model, config).generate(prompts, params)]
+
+    engine = DynamicInferenceEngine(model, config)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    store, done, moved, holders = engine.parts.runner._store, {}, set(), []
+    steps = 0
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output.outputs[0].token_ids
+        used = {block for request in engine.parts.scheduler.running for block in request.lease.blocks}
+        holders.append(store.kv_cache)  # the address of memory still mapped cannot come again
+        store.offload(sorted(used), quiet)
+        store.restore(used, quiet)
+        moved.add(store.kv_cache.data_ptr())
+        steps += 1
+    assert [done[key] for key in sorted(done, key=int)] == expected
+    assert len(moved) == (1 if static else steps) and steps > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("static, unified", [(False, False), (True, False), (False, True)])
+def test_device_memory_is_back_before_release_returns(static, unified):
+    store = make_store(256, device="cuda", static=static, unified=unified, head_dim=2048 * 4)
+    before, address = fill(store), store.kv_cache.data_ptr()
+    kept = before[:, :, :20].clone()
+    del before
+    torch.cuda.empty_cache()
+    full = torch.cuda.mem_get_info()[0]
+    report = store.offload(list(range(20)), quiet)
+    freed = torch.cuda.mem_get_info()[0] - full
+    assert report.bytes_freed == (0 if unified else store.num_bytes)
+    assert unified or freed > 0.95 * store.num_bytes
+    with pytest.raises(TimeoutError):
+        store.restore(set(range(20)), Recorder(1))
+    assert store.is_released
+    store.restore(set(range(20)), quiet)
+    assert torch.equal(store.kv_cache[:, :, :20], kept)
+    assert store.addresses_stable is (static or unified)
+    assert not store.addresses_stable or store.kv_cache.data_ptr() == address
+
+
+@pytest.mark.gpu
+def test_two_static_caches_are_released_one_by_one():
+    first, second = make_store(device="cuda", static=True), make_store(device="cuda", static=True)
+    before = fill(second)
+    first.release(quiet)
+    assert torch.equal(second.kv_cache, before)
+    second.release(quiet)
+    first.restore(set(), quiet)
+    second.restore(set(), quiet)
