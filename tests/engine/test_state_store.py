@@ -502,7 +502,7 @@ def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static
     engine = DynamicInferenceEngine(model, config)
     for prompt in prompts:
         engine.add_request(prompt, params)
-    store, done, moved, holders = engine.parts.runner._store, {}, set(), []
+    store, done, moved, holders = engine.parts.runner.store, {}, set(), []
     steps = 0
     while engine.has_unfinished():
         for output in engine.step():
