@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_infer.config import (
+    GIB,
     InferenceConfig,
     ModelShape,
+    PreemptionMode,
     PrefixCachingEvictionPolicy,
     ResolvedSizes,
     refuse_parallel_groups,
@@ -147,6 +149,7 @@ def assemble(
         max_blocks_per_row=sizes.max_blocks_per_row,
         prefix_caching=config.enable_prefix_caching,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+        num_host_slots=num_host_slots(config, sizes),
     )
     parts.scheduler = Scheduler(
         parts.context,
@@ -154,6 +157,7 @@ def assemble(
         chunked_prefill=config.enable_chunked_prefill,
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
+        preemption=config.preemption_mode,
         on_event=on_event,
     )
     parts.runner = make_runner(adopted, config, sizes, chosen, where)
@@ -169,6 +173,13 @@ def assemble(
     return parts
 
 
+def num_host_slots(config: InferenceConfig, sizes: ResolvedSizes) -> int:
+    """Blocks the host holds of evicted requests."""
+    if config.preemption_mode is PreemptionMode.RECOMPUTE:
+        return 0
+    return int(config.swap_buffer_size_gb * GIB // sizes.block_bytes)
+
+
 def make_runner(
     adopted: AdoptedModel, config: InferenceConfig, sizes: ResolvedSizes, chosen: Chosen, where: Device
 ) -> ModelRunner:
@@ -182,6 +193,7 @@ def make_runner(
         head_dim=shape.head_dim,
         dtype=dtype,
         device=where.torch,
+        num_host_slots=num_host_slots(config, sizes),
     )
     builder = BatchBuilder(
         device=where,

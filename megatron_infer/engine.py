@@ -253,7 +253,8 @@ class DynamicInferenceEngine:
     # ------------------------------------------------------------------ one step's parts
     def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> Flight | None:
         try:
-            flight = self.parts.runner.forward(plan, self.parts.context.take_table_writes())
+            context = self.parts.context
+            flight = self.parts.runner.forward(plan, context.take_table_writes(), context.take_moves())
             self.parts.runner.sample(flight)
             return flight
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine

@@ -73,6 +73,7 @@ PURE = (
     "context.prefix",
     "context.slots",
     "context.context",
+    "context.host",
     "context.layout",
     "metrics.core",
 )

@@ -40,6 +40,10 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
+    def num_exclusive(self, blocks: list[int]) -> int:
+        """How many of `blocks` have one reference only."""
+        return list(map(self._refs.__getitem__, blocks)).count(1)
+
     def alloc(self, n: int) -> list[int]:
         """`n` blocks with one reference each; blank ones first, then cached ones, oldest first."""
         blocks = self.try_alloc(n)

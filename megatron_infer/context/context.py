@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.host import HostSlots, Move, Swapped
 from megatron_infer.context.prefix import chain
 from megatron_infer.context.slots import SlotPool
 
@@ -41,6 +42,7 @@ class DynamicInferenceContext:
         max_blocks_per_row: int,
         prefix_caching: bool = False,
         keep_cached: bool = False,
+        num_host_slots: int = 0,
     ) -> None:
         assert block_size >= 1 and max_blocks_per_row >= 1, f"block_size {block_size}, per row {max_blocks_per_row}"
         self.num_blocks = num_blocks
@@ -49,6 +51,8 @@ class DynamicInferenceContext:
         self.max_blocks_per_row = max_blocks_per_row
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, keep_cached=prefix_caching and keep_cached)
+        self.host = HostSlots(num_host_slots) if num_host_slots else None
+        """Host memory for blocks of sequences that wait; None: there is none, and nothing is ever swapped."""
         self._rows = SlotPool(num_rows)
         self._leases: dict[int, Lease] = {}
         self._table_writes: list[tuple[int, int, int]] = []
@@ -179,6 +183,73 @@ class DynamicInferenceContext:
             unref(block)
         self._rows.give_back(lease.row)
 
+    def num_exclusive_blocks(self, lease: Lease) -> int:
+        """Blocks that nobody else references: what its release would free."""
+        return self.pool.num_exclusive(lease.blocks)
+
+    def swap_out(self, lease: Lease, num_tokens: int) -> Swapped | None:
+        """Move the first `num_tokens` tokens of `lease`, all of them computed, to the host and release the lease.
+
+        None, and nothing changes, when the host has no room. Steps of the lease must not be in flight.
+        """
+        if self.host is None:
+            return None
+        blocks = lease.blocks[: -(-num_tokens // self.block_size)]
+        swapped = self.host.store(blocks, num_tokens=num_tokens, digests=lease.digests, root=lease.root)
+        if swapped is not None:
+            self.release(lease)
+        return swapped
+
+    def swap_in(self, swapped: Swapped, *, capacity: int, headroom: int = 0) -> Lease | None:
+        """A lease that holds what `swapped` held, with room for `capacity` tokens; the host slots are given back.
+
+        None, and nothing changes, without a free row or when less than `headroom` blocks would be left. Leading blocks
+        whose content is published on the device are shared. The others are published by the next `commit`, that is
+        once their content has arrived for sure.
+        """
+        assert self.host is not None and capacity >= swapped.num_tokens, f"{capacity} for {swapped.num_tokens} tokens"
+        hits: list[int] = []
+        for digest in swapped.digests:
+            block = self.pool.lookup(digest)
+            if block is None:
+                break
+            hits.append(block)
+        need = -(-capacity // self.block_size) - len(hits)
+        assert need + len(hits) <= self.max_blocks_per_row, (
+            f"{capacity} tokens need more than {self.max_blocks_per_row}"
+        )
+        num_cached = sum(not self.pool.refs(block) for block in hits)
+        if need > self.pool.num_free - num_cached - headroom:
+            return None
+        row = self._rows.take()
+        if row is None:
+            return None
+        for block in hits:
+            self.pool.share(block)
+        blocks = hits + self.pool.alloc(need)
+        for column in range(len(hits), len(swapped.slots)):
+            self.host.fetch(swapped, column, blocks[column])
+        self.host.drop(swapped)
+        lease = Lease(
+            row=row,
+            blocks=blocks,
+            capacity=len(blocks) * self.block_size,
+            cached=swapped.num_tokens,
+            digests=swapped.digests[: len(hits)],
+            root=swapped.root,
+        )
+        self._issue(lease)
+        return lease
+
+    def drop_swapped(self, swapped: Swapped) -> None:
+        """Give back its host slots: what they hold is lost."""
+        assert self.host is not None
+        self.host.drop(swapped)
+
+    def take_moves(self) -> list[Move]:
+        """Moves since the last call: execute them in order before the next forward (see `HostSlots`)."""
+        return self.host.take_moves() if self.host is not None else []
+
     def forget_all(self) -> None:
         """Drop all cached content: no later admission hits anything computed before."""
         self.pool.forget_all()
@@ -211,6 +282,8 @@ class DynamicInferenceContext:
                 assert column_of.setdefault(block, column) == column, f"block {block} is held at two positions"
         self.pool.check(held)
         self._rows.check([lease.row for lease in self._leases.values()])
+        if self.host is not None:
+            self.host.check(self.block_size)
 
     def _issue(self, lease: Lease) -> None:
         self._leases[lease.row] = lease

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.plan import Slice
+from megatron_infer.schedule.pressure import Pressure
 from megatron_infer.schedule.queue import WaitingQueue
 from megatron_infer.schedule.request import Request
 from megatron_infer.schedule.roster import Roster
@@ -31,6 +32,7 @@ class PromptPlanner:
         context: DynamicInferenceContext,
         queue: WaitingQueue,
         roster: Roster,
+        pressure: Pressure,
         *,
         max_tokens: int,
         chunked_prefill: bool,
@@ -38,6 +40,7 @@ class PromptPlanner:
         self._context = context
         self._queue = queue
         self._roster = roster
+        self._pressure = pressure
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
 
@@ -70,9 +73,11 @@ class PromptPlanner:
 
     def _try_admit(self, draft: Draft, request: Request, root: bytes) -> bool:
         """Lease all that the known tokens of `request` need and plan its first slice; False: nothing changed."""
+        if request in self._pressure.swapped:
+            return self._bring_back(draft, request)
         context, total = self._context, len(request.tokens)
         need = policy.blocks_needed(total, context.block_size)
-        headroom = policy.admission_headroom(self._roster.num_running, context.num_blocks)
+        headroom = self._headroom()
         if not context.prefix_caching and need > context.num_free_blocks - headroom:
             return False
         # Prompt logprobs need every position computed; once a token is drawn they are complete.
@@ -89,6 +94,18 @@ class PromptPlanner:
         self._roster.enter(request, lease)
         self._take_slice(draft, request, n, first=True)
         return True
+
+    def _bring_back(self, draft: Draft, request: Request) -> bool:
+        """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
+        remaining = len(request.tokens) - self._pressure.swapped[request].num_tokens
+        n = policy.chunk_size(remaining, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        if not n or not self._pressure.swap_in(request, headroom=self._headroom()):
+            return False
+        self._take_slice(draft, request, n, first=True)
+        return True
+
+    def _headroom(self) -> int:
+        return policy.admission_headroom(self._roster.num_running, self._context.num_blocks)
 
     def _take_slice(self, draft: Draft, request: Request, n: int, *, first: bool) -> None:
         """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""

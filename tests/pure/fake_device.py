@@ -10,11 +10,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from megatron_infer.config import PreemptionMode
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_digest
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.queue import arrival_of
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
 
@@ -49,21 +51,25 @@ def make_group(name, tokens, max_new, n, **kwargs):
 
 
 class FakeDevice:
-    """Token rows, block table and flat cache; the table is known from the context's journal only."""
+    """Token rows, block table, flat cache, host slots; knows table and moves from the context's journals only."""
 
-    def __init__(self, context, num_positions):
+    def __init__(self, context, num_positions, num_host_slots):
         self.context = context
         self.size = context.block_size
         self.kv = [None] * (context.num_blocks * self.size)
         self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
+        self.host = [None] * num_host_slots
         self.num_copies = 0
+        self.num_moves = 0
         self.num_computed = 0
 
     def run(self, plan: Plan, version: int, root: bytes) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
+        for move in self.context.take_moves():
+            self._move(*move)
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         for piece in plan.prefill:
             row = piece.request.lease.row
@@ -89,6 +95,15 @@ class FakeDevice:
             ]
             self.num_copies += 1
         return drawn
+
+    def _move(self, direction, block, slot):
+        place = slice(block * self.size, (block + 1) * self.size)
+        if direction == "out":
+            self.host[slot] = self.kv[place]
+        else:
+            assert direction == "in" and self.host[slot] is not None, f"{direction} from slot {slot}: {self.host}"
+            self.kv[place] = self.host[slot]
+        self.num_moves += 1
 
     def _write(self, pieces, version):
         written = set()
@@ -124,6 +139,15 @@ class FakeDevice:
         return self.table[row][position // self.size] * self.size + position % self.size
 
 
+@dataclass(frozen=True)
+class Swap:
+    """What an evicted request may do instead of being computed anew."""
+
+    slots: int = 0
+    mode: PreemptionMode = PreemptionMode.AUTO
+    costs: policy.CostModel = field(default_factory=policy.CostModel)
+
+
 @dataclass
 class World:
     """Scheduler, context and device under one step loop, checking all books after every step."""
@@ -137,6 +161,7 @@ class World:
     caching: bool = False
     keep_cached: bool = False
     overlap: bool = False
+    swap: Swap = field(default_factory=Swap)
     version: int = 0
     steps: int = 0
     previous: tuple | None = None
@@ -153,8 +178,9 @@ class World:
             max_blocks_per_row=self.num_blocks,
             prefix_caching=self.caching,
             keep_cached=self.keep_cached,
+            num_host_slots=self.swap.slots,
         )
-        self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2)
+        self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
         self.scheduler = Scheduler(
             self.context,
             max_tokens=self.max_tokens,
@@ -162,8 +188,10 @@ class World:
             paused_block_limit=self.paused_limit,
             root=self.root(),
             version=self.version,
+            preemption=self.swap.mode,
             on_event=self._on_event,
         )
+        self.scheduler.costs = self.swap.costs
 
     def root(self):
         return root_digest(model="fake", weight_version=self.version)
@@ -172,11 +200,17 @@ class World:
         self.events.append((request.id, kind, payload))
         if kind == "evict":
             assert request.in_flight == 0 and request.lease is None
-            older = [*self.scheduler.running, *self.scheduler.paused]
-            assert all(other.arrival < request.arrival for other in older), "evicted someone older than another"
+            others = [*self.scheduler.running, *self.scheduler.paused]
+            assert not others or min(map(arrival_of, others)) < request.arrival, "evicted the oldest of several"
+            assert (payload["how"] == "swap") == (request in self.scheduler.pressure.swapped)
 
     def kinds(self, name=None):
         return [kind for request, kind, _ in self.events if name in (None, request)]
+
+    def begun(self, request):
+        """Tokens it had when it was admitted last: cached ones or those that came back from the host."""
+        admitted = next(p for name, kind, p in reversed(self.events) if kind == "admit" and name == request.id)
+        return admitted["cached_tokens"] + admitted.get("swapped_tokens", 0)
 
     def add(self, request):
         self.scheduler.add(request)
@@ -224,6 +258,7 @@ class World:
         moment = rng.choice(["before", "early", "late"])
         if plan.num_tokens and moment == "early":
             self.context.take_table_writes()  # lost
+            self.context.take_moves()
         elif plan.num_tokens and moment == "late":
             self.device.run(plan, self.version, self.scheduler.root)
         self.commit_previous()
@@ -239,6 +274,8 @@ class World:
         self.check()
         assert self.context.num_free_rows == self.num_rows
         assert self.context.num_free_blocks == self.num_blocks
+        assert not self.scheduler.pressure.swapped
+        assert self.context.host is None or self.context.host.num_free == self.swap.slots
         for request in self.requests:
             self.check_tokens(request)
 
@@ -293,6 +330,7 @@ class World:
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
         assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
+        assert set(scheduler.pressure.swapped) <= set(scheduler.waiting)
         overtaken = scheduler.queue.overtaken
         assert all(count <= policy.MAX_OVERTAKEN for count in overtaken.values())
         assert set(overtaken) <= set(scheduler.queue.line)
@@ -306,6 +344,8 @@ class World:
 
     def _check_plan(self, plan):
         pieces = plan.prefill
+        if self.scheduler.paused:
+            assert not self.context.num_free_blocks, "someone is paused beside a free block"
         assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
         everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
         assert len(set(everyone)) == len(everyone)
@@ -317,8 +357,9 @@ class World:
             expected += (piece.request, *piece.forks) if piece.samples else ()
             known = len(piece.request.tokens)
             assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
-            assert piece.first == (piece.start == piece.request.history.cached_tokens)
-            whole = known - piece.request.history.cached_tokens
+            begun = self.begun(piece.request)
+            assert piece.first == (piece.start == begun)
+            whole = known - begun
             assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)
@@ -338,7 +379,16 @@ def random_world(rng: random.Random) -> World:
         caching=caching,
         keep_cached=caching and rng.random() < 0.6,
         overlap=rng.random() < 0.6,
+        swap=Swap(
+            slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
+            mode=rng.choice(list(PreemptionMode)),
+            costs=random_costs(rng),
+        ),
     )
+
+
+def random_costs(rng: random.Random) -> policy.CostModel:
+    return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
 
 
 def random_leader(world: World, rng: random.Random, stem, name) -> Request | None:

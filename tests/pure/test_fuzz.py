@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import VOCAB, random_leader, random_world
+from fake_device import VOCAB, random_costs, random_leader, random_world
 
 from megatron_infer.schedule.request import FinishReason
 
@@ -31,7 +31,8 @@ def run_schedule(seed, totals):
         assert world.steps < 4000, f"seed {seed} does not end"
     world.drain()
     totals.update(world.scheduler.stats.as_dict())
-    totals.update(overlap=world.overlap, copies=world.device.num_copies, schedules=1)
+    totals.update(overlap=world.overlap, copies=world.device.num_copies, moves=world.device.num_moves, schedules=1)
+    totals[f"swapped {world.swap.mode.value}"] += world.scheduler.stats.swapped_in
     computed = world.scheduler.stats.decode_tokens + world.scheduler.stats.prefill_tokens
     assert world.device.num_computed >= computed - world.max_tokens * totals["failed"]
     return world
@@ -58,6 +59,8 @@ def disturb(world, rng, totals):
         totals["failed"] += 1
     elif kind < 0.10:
         world.break_next = True
+    elif kind < 0.12:
+        world.scheduler.costs = random_costs(rng)
     world.check()
 
 
@@ -75,6 +78,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "paused",
         "resumed",
         "evicted",
+        "recomputed_tokens",
         "forked",
         "copies",
         "prefix_hits",
@@ -83,6 +87,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "new weights",
     ):
         assert totals[what] > 20, f"{what}: {totals[what]} times only"
+    assert totals["swapped auto"] > 10 and totals["swapped swap"] > 10 and not totals["swapped recompute"], totals
     for status in ("waiting", "running", "running in flight", "paused"):
         assert totals[f"abort {status}"] > 3, f"abort {status}: {totals}"
 
