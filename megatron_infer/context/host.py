@@ -47,6 +47,14 @@ class HostSlots:
     def num_free(self) -> int:
         return self._pool.num_free
 
+    def has_room(self, num_blocks: int, digests: list[bytes]) -> bool:
+        """Whether `store` would find slots for so many blocks, the leading ones with these digests."""
+        pool = self._pool
+        missing = num_blocks
+        if missing > pool.num_free:
+            missing -= sum(pool.lookup(digest) is not None for digest in digests)
+        return missing <= pool.num_free
+
     def store(self, blocks: Sequence[int], *, num_tokens: int, digests: list[bytes], root: bytes) -> Swapped | None:
         """Keep the content of `blocks`; None (nothing changed) when the host lacks slots."""
         pool = self._pool

@@ -71,10 +71,10 @@ class CostModel:
         return 2 * num_blocks * self.copy_s_per_block
 
 
-def eviction_price(seconds: float, *, num_freed: int, num_evictions: int, steps_paused: int) -> float:
-    """What a freed block costs when a request is evicted that takes `seconds` to come back.
+def eviction_price(seconds: float, *, num_gained: int, num_evictions: int, steps_paused: int) -> float:
+    """What a block costs when a request is evicted that takes `seconds` to come back and leaves `num_gained` of use.
 
     It rises with every earlier eviction and with the time the request is paused by now, so that the load spreads.
     Example: 0.8 s for 4 blocks is 0.2 s a block, and 0.4 s for the same request after one eviction.
     """
-    return seconds / num_freed * (1 + num_evictions) * (1 + steps_paused / PATIENCE_STEPS)
+    return seconds / num_gained * (1 + num_evictions) * (1 + steps_paused / PATIENCE_STEPS)

@@ -88,7 +88,7 @@ class Pressure:
 
     def break_deadlock(self) -> None:
         """Evict one of the paused, who all wait for blocks of each other; one that frees nothing if all are such."""
-        victims = self._victims(()) or sorted(self._roster.paused, key=arrival_of)[:0:-1]
+        victims = self._victims((), num_needed=1) or sorted(self._roster.paused, key=arrival_of)[:0:-1]
         assert victims, f"alone, {self._roster.paused[0].id!r} does not fit the pool"
         self.evict(victims[0])
 
@@ -108,7 +108,7 @@ class Pressure:
         """Take memory from the cheapest until `stuck` are served or may stay paused -> those of them who are stuck."""
         live, count = self._roster.live(), self._context.num_exclusive_blocks
         coming = sum(count(request.lease) for request in live if request.lease and is_ending(request))
-        for victim in self._victims(doomed):
+        for victim in self._victims(doomed, num_needed=len(stuck)):
             if len(stuck) <= coming or self._num_blocks(stuck) <= self.paused_block_limit:
                 break
             if victim in stuck:
@@ -124,8 +124,11 @@ class Pressure:
             self._doomed.append(victim)
         return stuck
 
-    def _victims(self, doomed: Collection[Request]) -> list[Request]:
-        """Whose eviction would free blocks, by price, the younger first; those in `doomed` before the others."""
+    def _victims(self, doomed: Collection[Request], *, num_needed: int) -> list[Request]:
+        """Whose eviction would free blocks, by price, the younger first; those in `doomed` before the others.
+
+        Blocks freed beyond those needed would go to newcomers: they do not make a victim cheaper.
+        """
         live = self._roster.live()
         oldest = min(live, key=arrival_of)
         priced = []
@@ -135,17 +138,17 @@ class Pressure:
             assert request.lease is not None
             num_freed = self._context.num_exclusive_blocks(request.lease)
             if num_freed:
-                price = self._price(request, num_freed)
+                price = self._price(request, min(num_freed, num_needed))
                 priced.append((request not in doomed, price, -request.arrival, request))
         return [request for *_, request in sorted(priced)]
 
-    def _price(self, request: Request, num_freed: int) -> float:
+    def _price(self, request: Request, num_gained: int) -> float:
         now = self._roster.stats.steps
         return policy.eviction_price(
             self.costs.swap_s(self._num_stored(request))
             if self._prefers_swap(request)
             else self.costs.recompute_s(request.scheduled),
-            num_freed=num_freed,
+            num_gained=num_gained,
             num_evictions=request.history.num_evictions,
             steps_paused=now - self._paused_since.get(request, now),
         )
@@ -199,14 +202,15 @@ class Pressure:
             swapped.root = b""
 
     def _prefers_swap(self, request: Request) -> bool:
-        """Whether the host is the way for `request`; it may turn out to be full all the same."""
+        """Whether the host is the way for `request` and has room for it."""
         host, mode = self._context.host, self._preemption
         if host is None or mode is PreemptionMode.RECOMPUTE:
             return False
-        if mode is PreemptionMode.SWAP:
-            return True
+        assert request.lease is not None
         num_blocks = self._num_stored(request)
-        return num_blocks <= host.num_free and self.costs.swap_s(num_blocks) < self.costs.recompute_s(request.scheduled)
+        if mode is PreemptionMode.AUTO and self.costs.swap_s(num_blocks) >= self.costs.recompute_s(request.scheduled):
+            return False
+        return host.has_room(num_blocks, request.lease.digests)
 
     def _num_stored(self, request: Request) -> int:
         return policy.blocks_needed(request.scheduled, self._context.block_size)

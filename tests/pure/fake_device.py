@@ -16,6 +16,7 @@ from megatron_infer.context.prefix import root_digest
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.pressure import is_ending
 from megatron_infer.schedule.queue import arrival_of
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
@@ -198,6 +199,8 @@ class World:
 
     def _on_event(self, request, kind, payload):
         self.events.append((request.id, kind, payload))
+        if kind == "pause":
+            assert not is_ending(request), "paused although its last token is in flight"
         if kind == "evict":
             assert request.in_flight == 0 and request.lease is None
             others = [*self.scheduler.running, *self.scheduler.paused]

@@ -87,6 +87,8 @@ def test_content_that_is_on_the_host_already_is_held_once():
     shared = first.blocks[:2]
     assert second.blocks[:2] == shared
     one = context.swap_out(first, 9)
+    assert context.host.num_free == 1 and context.host.has_room(3, second.digests)
+    assert not context.host.has_room(3, second.digests[:1]), "two blocks would be new"
     two = context.swap_out(second, 9)
     assert two.slots[:2] == one.slots[:2] and two.slots[2] != one.slots[2]
     assert len(context.take_moves()) == 4 and books(context) == (8, 4, 0)

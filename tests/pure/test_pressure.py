@@ -44,8 +44,8 @@ def hows(world):
 # ------------------------------------------------------------------ whom
 
 
-def test_price_is_seconds_per_freed_block_and_rises_with_evictions_and_with_the_pause():
-    base = {"num_freed": 4, "num_evictions": 0, "steps_paused": 0}
+def test_price_is_seconds_per_block_gained_and_rises_with_evictions_and_with_the_pause():
+    base = {"num_gained": 4, "num_evictions": 0, "steps_paused": 0}
     assert policy.eviction_price(0.8, **base) == pytest.approx(0.2)
     assert policy.eviction_price(0.8, **(base | {"num_evictions": 1})) == pytest.approx(0.4)
     assert policy.eviction_price(0.8, **(base | {"steps_paused": policy.PATIENCE_STEPS})) == pytest.approx(0.4)
@@ -62,6 +62,17 @@ def test_the_victim_is_whoever_costs_least_for_a_freed_block(overlap):
     world.add(endless("c", 12, 20, start=30))
     world.add(endless("d", 16, 20, start=40))
     until(world, lambda: evicted(world))
+    assert evicted(world) == ["b"]
+    world.drain()
+
+
+def test_blocks_beyond_those_needed_do_not_make_a_victim_cheaper():
+    """b and c lose three tokens a block, but one block is enough and b loses three in all."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64)
+    for name, num_prompt in (("a", 8), ("b", 3), ("c", 9)):
+        world.add(endless(name, num_prompt, 6, start=num_prompt * 5))
+    world.step()
+    world.step()
     assert evicted(world) == ["b"]
     world.drain()
 
@@ -112,6 +123,44 @@ def test_victim_with_a_step_in_flight_is_paused_and_evicted_when_idle():
     first = evicted(world)[0]
     kinds = [(step_kind, name) for name, step_kind, _ in world.events if name == first]
     assert [kind for kind, _ in kinds][:3] == ["admit", "pause", "evict"]
+
+
+def test_victim_with_room_of_its_own_stays_paused_until_it_is_idle():
+    """a and b need a block, c does not and is the cheapest: it must not go on in between."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
+    world.add(endless("a", 8, 6))
+    world.add(endless("b", 8, 6, start=30))
+    world.add(endless("c", 5, 6, start=40))
+    world.step()
+    world.step()
+    assert [request.id for request in world.scheduler.paused] == list("abc")
+    world.step()
+    assert world.kinds("c") == ["admit", "pause", "evict"] and world.scheduler.num_running == 2
+    world.drain()
+
+
+def test_no_more_are_evicted_than_bring_the_paused_within_the_limit():
+    world = World(num_blocks=4, block_size=4, paused_limit=2, max_tokens=64)
+    for index, name in enumerate("abcd"):
+        world.add(endless(name, 4, 5, start=10 * index))
+    world.step()
+    world.step()
+    assert evicted(world) == ["d"]
+    assert [request.id for request in world.scheduler.paused] == ["b", "c"]
+    world.drain()
+
+
+def test_price_knows_whether_the_host_has_room():
+    """c is the younger, but too large for the host: to get it back would mean to compute it."""
+    costs = CostModel(prefill_s_per_token=1.0, copy_s_per_block=1e-9)
+    world = World(num_blocks=7, block_size=4, paused_limit=0, max_tokens=64, swap=Swap(slots=2, mode=AUTO, costs=costs))
+    world.add(endless("a", 8, 6))
+    world.add(endless("b", 8, 6, start=30))
+    world.add(endless("c", 12, 6, start=40))
+    world.step()
+    world.step()
+    assert evicted(world) == ["b"] and hows(world) == {"swap"}
+    world.drain()
 
 
 def test_victim_that_is_no_longer_needed_goes_on():
@@ -200,6 +249,17 @@ def swapped_world(**kwargs):
     until(world, lambda: world.scheduler.pressure.swapped)
     (request,) = world.scheduler.pressure.swapped
     return world, request
+
+
+def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
+    world, request = swapped_world()
+    monkeypatch.setattr(policy, "admission_headroom", lambda num_live, num_blocks: num_blocks if num_live else 0)
+    world.scheduler.abort(world.scheduler.running[-1])  # there would be room for it
+    while world.scheduler.num_running:
+        assert request in world.scheduler.pressure.swapped
+        world.step()
+    world.drain()
+    assert request.history.num_swaps == 1
 
 
 def test_aborting_a_swapped_request_frees_its_slots():
