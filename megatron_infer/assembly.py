@@ -23,7 +23,7 @@ from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
-from megatron_infer.forward.runner import ModelRunner
+from megatron_infer.forward.runner import Flight, ModelRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
@@ -87,6 +87,18 @@ class Assembly:
         The count of updates is in it: a version label that is used a second time names other weights.
         """
         return root_of(model=self.name, weight_version=self.weight_version, update=self.num_updates)
+
+    def forward(self, plan: Plan) -> Flight:
+        """Launch a step: what the context has journaled since the last one, then the forward."""
+        context = self.context
+        flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
+        self.runner.store.free_host_slots(context.take_freed_slots())
+        return flight
+
+    def finish_moves(self) -> None:
+        """Carry out copies between pool and host that no step has launched yet."""
+        self.runner.store.run_moves(self.context.take_moves())
+        self.runner.store.free_host_slots(self.context.take_freed_slots())
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
@@ -220,6 +232,7 @@ def assemble(
         max_blocks_per_row=sizes.max_blocks_per_row,
         prefix_caching=config.enable_prefix_caching,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+        num_host_slots=num_host_slots(config, sizes),
     )
     parts.scheduler = Scheduler(
         parts.context,
@@ -227,6 +240,7 @@ def assemble(
         chunked_prefill=config.enable_chunked_prefill,
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
+        preemption=config.preemption_mode,
         on_event=on_event,
     )
     parts.runner = make_runner(adopted, config, sizes, chosen, where)
@@ -266,6 +280,13 @@ def register_derived(parts: Assembly) -> None:
     parts.derived.refresh()
 
 
+def num_host_slots(config: InferenceConfig, sizes: ResolvedSizes) -> int:
+    """Blocks the host holds of evicted requests."""
+    if config.preemption_mode is PreemptionMode.RECOMPUTE:
+        return 0
+    return int(config.swap_buffer_size_gb * GIB // sizes.block_bytes)
+
+
 def make_runner(
     adopted: AdoptedModel, config: InferenceConfig, sizes: ResolvedSizes, chosen: Chosen, where: Device
 ) -> ModelRunner:
@@ -281,9 +302,7 @@ def make_runner(
         device=where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,
-        num_host_slots=0
-        if config.preemption_mode is PreemptionMode.RECOMPUTE
-        else int(config.swap_buffer_size_gb * GIB // sizes.block_bytes),
+        num_host_slots=num_host_slots(config, sizes),
     )
     builder = BatchBuilder(
         device=where,

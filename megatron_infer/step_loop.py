@@ -84,8 +84,12 @@ class StepLoop:
         return outputs
 
     def drain(self) -> None:
-        """Commit the step in flight, if there is one; its outputs come with the next step."""
+        """Commit the step in flight, if there is one, and make blocks hold what the books say.
+
+        Outputs come with the next step.
+        """
         self._commit_previous(self.backlog)
+        self.parts.finish_moves()
 
     def stand_still(self, tick: Callable[[str], None]) -> None:
         """Nothing in flight, and the modules back in the mode they were found in: training may follow.
@@ -119,7 +123,7 @@ class StepLoop:
 
     def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> Flight | None:
         try:
-            flight = self.parts.runner.forward(plan, self.parts.context.take_table_writes())
+            flight = self.parts.forward(plan)
             self.parts.runner.sample(flight)
             return flight
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine

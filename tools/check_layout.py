@@ -79,6 +79,8 @@ PURE = (
     "context.prefix",
     "context.slots",
     "context.context",
+    "context.leases",
+    "context.host",
     "context.layout",
     "metrics.core",
 )

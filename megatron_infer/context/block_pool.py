@@ -43,6 +43,10 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
+    def num_exclusive(self, blocks: list[int]) -> int:
+        """How many of `blocks` have one reference only."""
+        return list(map(self._refs.__getitem__, blocks)).count(1)
+
     def alloc(self, n: int) -> list[int]:
         """`n` blocks with one reference each; blank ones first, then cached ones, oldest first."""
         blocks = self.try_alloc(n)
@@ -107,6 +111,10 @@ class BlockPool:
         """The block with this content, held or cached; the caller must `share` it before anything is allocated."""
         block = self._block_of.get(digest)
         return block if block is not None and self._preimage_of[block] == preimage else None
+
+    def content_of(self, block: int) -> tuple[bytes, bytes]:
+        """(digest, preimage) of a published block."""
+        return self._digest_of[block], self._preimage_of[block]
 
     def contents(self) -> dict[int, tuple[bytes, bytes]]:
         """(digest, preimage) of every block that can be found."""

@@ -1,32 +1,17 @@
-"""Which request holds which row and which blocks. Knows token ids and block ids, never requests or tensors."""
+"""Which sequence holds which rows, blocks and host slots, and what they share. Knows ids, never requests or tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
-from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.host import HostSlots, Move, Swapped
+from megatron_infer.context.leases import Lease, LeaseBook
 from megatron_infer.context.prefix import DIGEST_SIZE, digest_of, parent_of, preimage_of
-from megatron_infer.context.slots import SlotPool
+
+__all__ = ["DynamicInferenceContext", "Lease"]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Lease:
-    """What one sequence holds in the context, from admission to release: a row for life and its blocks in order."""
-
-    row: int
-    blocks: list[int]
-    capacity: int
-    """Tokens that fit: len(blocks) * block_size."""
-    cached: int
-    """Leading tokens whose keys and values were there at admission (prefix hit) or fork."""
-    digests: list[bytes]
-    """Content digests of the leading blocks that were hit or published: a chain that starts at `root`."""
-    root: bytes
-    """Names what its blocks are computed with; b"" once it may publish no more (mixed weights, collision, reset)."""
-
-
-class DynamicInferenceContext:
+class DynamicInferenceContext(LeaseBook):
     """Issues and takes back leases on rows and blocks; every call either succeeds whole or changes nothing.
 
     A block with several references is full and is never written again. `num_blocks` excludes the dummy block.
@@ -41,30 +26,18 @@ class DynamicInferenceContext:
         max_blocks_per_row: int,
         prefix_caching: bool = False,
         keep_cached: bool = False,
+        num_host_slots: int = 0,
     ) -> None:
-        assert block_size >= 1 and max_blocks_per_row >= 1, f"block_size {block_size}, per row {max_blocks_per_row}"
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_rows = num_rows
-        self.max_blocks_per_row = max_blocks_per_row
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_rows=num_rows,
+            max_blocks_per_row=max_blocks_per_row,
+            keep_cached=prefix_caching and keep_cached,
+        )
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks, keep_cached=prefix_caching and keep_cached)
-        self._rows = SlotPool(num_rows)
-        self._leases: dict[int, Lease] = {}
-        self._table_writes: list[tuple[int, int, int]] = []
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.pool.num_free
-
-    @property
-    def num_free_rows(self) -> int:
-        return self._rows.num_free
-
-    @property
-    def max_stored_tokens(self) -> int:
-        """Tokens the largest sequence can keep when it is alone."""
-        return min(self.num_blocks, self.max_blocks_per_row) * self.block_size
+        self.host = HostSlots(num_host_slots) if num_host_slots else None
+        """Host memory for blocks of sequences that wait; None: there is none, and nothing is ever swapped."""
 
     def admit(self, tokens: Sequence[int], *, root: bytes, use_cache: bool = True) -> Lease | None:
         """A lease on a free row with the longest cached prefix of `tokens`; None when no row is free.
@@ -83,8 +56,7 @@ class DynamicInferenceContext:
                 self.pool.share(block)
             lease.blocks = blocks
             lease.capacity = lease.cached = len(blocks) * self.block_size
-        self._leases[row] = lease
-        self._journal(lease)
+        self._issue(lease)
         return lease
 
     def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
@@ -99,29 +71,6 @@ class DynamicInferenceContext:
         for column, block in enumerate(found, start=first):
             self._move(lease, column, block)
         return max(planned, (first + len(found)) * self.block_size)
-
-    def extend(self, lease: Lease, num_tokens: int) -> bool:
-        """Grow `lease` until it can hold `num_tokens` tokens; all or nothing.
-
-        Returns False and changes nothing if the pool lacks blocks (the caller pauses or evicts).
-        """
-        missing = num_tokens - lease.capacity
-        if missing <= 0:
-            return True
-        size = self.block_size
-        need = -(-missing // size)
-        new = self.pool.try_alloc(need)
-        if new is None:
-            return False
-        blocks, row = lease.blocks, lease.row
-        column = len(blocks)
-        assert column + need <= self.max_blocks_per_row, f"{num_tokens} tokens need more than {self.max_blocks_per_row}"
-        for block in new:
-            self._table_writes.append((row, column, block))
-            column += 1
-        blocks += new
-        lease.capacity += need * size
-        return True
 
     def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, tuple[int, int] | None] | None:
         """A second lease on the first `num_tokens` tokens of `lease`: full blocks are shared, a partial tail is not.
@@ -152,8 +101,7 @@ class DynamicInferenceContext:
             digests=lease.digests[:num_full],
             root=lease.root,
         )
-        self._leases[row] = child
-        self._journal(child)
+        self._issue(child)
         return child, copy
 
     def announce(self, lease: Lease, tokens: Sequence[int], planned: int) -> None:
@@ -198,15 +146,6 @@ class DynamicInferenceContext:
             if owner != lease.blocks[column]:
                 self._move(lease, column, owner)
 
-    def release(self, lease: Lease) -> None:
-        """Take back the row and one reference to every block, last block first (see `BlockPool`)."""
-        assert self._leases.get(lease.row) is lease, f"release of a lease on row {lease.row} that is not held"
-        del self._leases[lease.row]
-        unref = self.pool.unref
-        for block in reversed(lease.blocks):
-            unref(block)
-        self._rows.give_back(lease.row)
-
     def forget_all(self) -> int:
         """Nothing computed or planned so far is ever matched again -> free blocks that were cached.
 
@@ -214,45 +153,93 @@ class DynamicInferenceContext:
         """
         for lease in self._leases.values():
             lease.root = b""
+        if self.host is not None:
+            self.host.forget_contents()
         return self.pool.forget_all()
 
     def forget_free(self) -> int:
         """Drop cached content that no lease holds -> blocks dropped; what leases hold can still be hit."""
         return self.pool.forget_free()
 
-    def held_blocks(self) -> list[int]:
-        """Every block some lease holds, once, in order."""
-        return self.pool.held()
+    def swap_out(self, lease: Lease, num_tokens: int) -> Swapped | None:
+        """Move the first `num_tokens` tokens of `lease`, all of them computed, to the host and release the lease.
 
-    def take_table_writes(self) -> list[tuple[int, int, int]]:
-        """(row, column, block) writes since the last call, in order: apply them all and the block tables are right.
-
-        Entries behind a sequence's last block are stale: readers go by its length.
+        None, and nothing changes, when the host has no room. Steps of the lease must not be in flight.
         """
-        writes, self._table_writes = self._table_writes, []
-        return writes
+        if self.host is None:
+            return None
+        blocks = lease.blocks[: -(-num_tokens // self.block_size)]
+        swapped = self.host.store(blocks, num_tokens=num_tokens, contents=self._contents(lease), root=lease.root)
+        if swapped is not None:
+            self.release(lease)
+        return swapped
 
-    def repeat_table_writes(self) -> None:
-        """Journal every lease's blocks again: the reader may have lost the writes it took."""
-        self._table_writes = []
-        for lease in self._leases.values():
-            self._journal(lease)
+    def swap_in(self, swapped: Swapped, *, capacity: int, headroom: int = 0) -> Lease | None:
+        """A lease that holds what `swapped` held, with room for `capacity` tokens; the host slots are given back.
+
+        None, and nothing changes, without a free row or when less than `headroom` blocks would be left. Leading blocks
+        whose content is published on the device are shared. The others are published by the next `commit`, that is
+        once their content has arrived for sure.
+        """
+        assert self.host is not None and capacity >= swapped.num_tokens, f"{capacity} for {swapped.num_tokens} tokens"
+        hits: list[int] = []
+        for digest, preimage in swapped.contents:
+            block = self.pool.lookup(digest, preimage)
+            if block is None:
+                break
+            hits.append(block)
+        need = -(-capacity // self.block_size) - len(hits)
+        assert need + len(hits) <= self.max_blocks_per_row, (
+            f"{capacity} tokens need more than {self.max_blocks_per_row}"
+        )
+        num_cached = sum(not self.pool.refs(block) for block in hits)
+        if need > self.pool.num_free - num_cached - headroom:
+            return None
+        row = self._rows.take()
+        if row is None:
+            return None
+        for block in hits:
+            self.pool.share(block)
+        blocks = hits + self.pool.alloc(need)
+        for column in range(len(hits), len(swapped.slots)):
+            self.host.fetch(swapped, column, blocks[column])
+        self.host.drop(swapped)
+        lease = Lease(
+            row=row,
+            blocks=blocks,
+            capacity=len(blocks) * self.block_size,
+            cached=swapped.num_tokens,
+            digests=[digest for digest, _ in swapped.contents[: len(hits)]],
+            root=swapped.root,
+        )
+        self._issue(lease)
+        return lease
+
+    def host_has_room(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether `swap_out` of so many tokens would find slots now."""
+        num_blocks = -(-num_tokens // self.block_size)
+        host = self.host
+        return host is not None and (num_blocks <= host.num_free or host.has_room(num_blocks, self._contents(lease)))
+
+    def drop_swapped(self, swapped: Swapped) -> None:
+        """Give back its host slots: what they hold is lost."""
+        assert self.host is not None
+        self.host.drop(swapped)
+
+    def take_freed_slots(self) -> Collection[int]:
+        """Host slots that came free since the last call (see `HostSlots.take_freed`)."""
+        return self.host.take_freed() if self.host is not None else ()
+
+    def take_moves(self) -> list[Move]:
+        """Moves since the last call: execute them in order before the next forward (see `HostSlots`)."""
+        return self.host.take_moves() if self.host is not None else []
 
     def check(self) -> None:
-        """Assert that references, rows, capacities and digests agree with the leases issued."""
-        held = [0] * self.num_blocks
-        column_of: dict[int, int] = {}
-        for row, lease in self._leases.items():
-            assert lease.row == row, f"lease on row {lease.row} is booked on row {row}"
-            assert lease.capacity == len(lease.blocks) * self.block_size, f"row {row}: capacity {lease.capacity}"
-            assert len(lease.blocks) <= self.max_blocks_per_row, f"row {row} holds {len(lease.blocks)} blocks"
-            assert len(lease.digests) <= len(lease.blocks), f"row {row}: {len(lease.digests)} digests"
-            for column, block in enumerate(lease.blocks):
-                held[block] += 1
-                assert column_of.setdefault(block, column) == column, f"block {block} is held at two positions"
-        self.pool.check(held)
+        """Assert that rows, blocks, digests and host slots agree with the leases issued and with each other."""
+        super().check()
         self._check_chains()
-        self._rows.check([lease.row for lease in self._leases.values()])
+        if self.host is not None:
+            self.host.check(self.block_size)
 
     def _check_chains(self) -> None:
         """Assert that the block before a published one is published, and that leases hold what their digests name."""
@@ -264,6 +251,10 @@ class DynamicInferenceContext:
         for row, lease in self._leases.items():
             named = [contents[b][0] if b in contents else b"" for b in lease.blocks[: len(lease.digests)]]
             assert not lease.root or named == lease.digests, f"row {row}: its digests name other blocks than it holds"
+
+    def _contents(self, lease: Lease) -> list[tuple[bytes, bytes]]:
+        """(digest, preimage) of its leading published blocks; none once its chain has no meaning any more."""
+        return [self.pool.content_of(block) for block in lease.blocks[: len(lease.digests)]] if lease.root else []
 
     def _find(self, lease: Lease, tokens: Sequence[int]) -> list[int]:
         """Published blocks that go on where the digests of `lease` end, which grow by theirs; never the last token."""
@@ -280,13 +271,3 @@ class DynamicInferenceContext:
             blocks.append(block)
             digests.append(digest)
         return blocks
-
-    def _move(self, lease: Lease, column: int, block: int) -> None:
-        """Hold `block` at `column` in place of the block there."""
-        self.pool.share(block)
-        self.pool.unref(lease.blocks[column])
-        lease.blocks[column] = block
-        self._table_writes.append((lease.row, column, block))
-
-    def _journal(self, lease: Lease) -> None:
-        self._table_writes.extend((lease.row, column, block) for column, block in enumerate(lease.blocks))

@@ -14,17 +14,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_infer.context.host import Move
 from megatron_infer.context.memory import HostArena
 from megatron_infer.context.modes import make_region, wait
 from megatron_infer.errors import StateReleased
 
-Move = tuple[Literal["out", "in"], int, int]
-"""(kind, block, host slot): "out" copies the block to the slot, "in" the slot to the block."""
 Tick = Callable[[str], None]
 """Called with what comes next before every piece of work; it may raise to stop there."""
 NUM_TIMINGS = 5

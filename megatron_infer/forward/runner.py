@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
@@ -94,9 +95,10 @@ class ModelRunner:
         self._sampler, self._device, self._ops = sampler, device, ops
 
     @torch.inference_mode()
-    def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]]) -> Flight:
-        """Enqueue the step's forward; logits exist only for the positions that draw a token."""
+    def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
+        """Enqueue the moves between device and host, then the step's forward; logits exist only where one draws."""
         self._set_rows(plan)
+        self.store.run_moves(moves)
         batch = self.builder.build(plan, table_writes)
         flight = Flight(plan=plan, batch=batch)
         hidden_TD = self._model.hidden(batch)

@@ -22,7 +22,7 @@ class Slice:
     forks: tuple[Request, ...] = ()
     """Siblings (n > 1) that draw their own first token from this slice's last position; their leases exist already."""
     first: bool = False
-    """True for the first slice after an admission: the row's tokens are not on the device yet."""
+    """True for the first slice after an admission or swap-in: the row's tokens are not on the device yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

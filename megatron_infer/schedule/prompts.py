@@ -8,6 +8,7 @@ from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import salted
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.plan import Slice
+from megatron_infer.schedule.pressure import Pressure
 from megatron_infer.schedule.queue import WaitingQueue
 from megatron_infer.schedule.request import Request
 from megatron_infer.schedule.roster import Roster
@@ -37,6 +38,7 @@ class PromptPlanner:
         context: DynamicInferenceContext,
         queue: WaitingQueue,
         roster: Roster,
+        pressure: Pressure,
         *,
         max_tokens: int,
         chunked_prefill: bool,
@@ -44,6 +46,7 @@ class PromptPlanner:
         self._context = context
         self._queue = queue
         self._roster = roster
+        self._pressure = pressure
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
 
@@ -77,9 +80,11 @@ class PromptPlanner:
 
     def _try_admit(self, draft: Draft, request: Request, root: bytes) -> bool:
         """Lease all that the known tokens of `request` need and plan its first slice; False: nothing changed."""
+        if request in self._pressure.swapped:
+            return self._bring_back(draft, request)
         context, total = self._context, len(request.tokens)
         need = policy.blocks_needed(total, context.block_size)
-        headroom = policy.admission_headroom(self._roster.num_running, context.num_blocks)
+        headroom = self._headroom()
         # Before anything is hashed: the last token is never found, so that one block is needed at least.
         if (1 if context.prefix_caching else need) > context.num_free_blocks - headroom:
             return False
@@ -105,6 +110,18 @@ class PromptPlanner:
         planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
         if planned > request.scheduled:
             self._roster.skip(request, planned - request.scheduled)
+
+    def _bring_back(self, draft: Draft, request: Request) -> bool:
+        """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
+        remaining = len(request.tokens) - self._pressure.swapped[request].num_tokens
+        n = policy.chunk_size(remaining, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        if not n or not self._pressure.swap_in(request, headroom=self._headroom()):
+            return False
+        self._take_slice(draft, request, n, first=True)
+        return True
+
+    def _headroom(self) -> int:
+        return policy.admission_headroom(self._roster.num_running, self._context.num_blocks)
 
     def _take_slice(self, draft: Draft, request: Request, n: int, *, first: bool) -> None:
         """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""

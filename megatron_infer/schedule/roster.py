@@ -1,4 +1,4 @@
-"""Requests that hold a lease, and what happens among them when blocks run out: pause, resume, evict."""
+"""Requests that hold a lease: how they come, pause, resume and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.schedule import policy
-from megatron_infer.schedule.queue import WaitingQueue, arrival_of, remove_by_arrival
+from megatron_infer.schedule.queue import arrival_of, remove_by_arrival
 from megatron_infer.schedule.request import Request, Status
 
 EventHook = Callable[[Request, str, dict[str, Any]], None]
@@ -29,6 +29,14 @@ class SchedulerStats:
     paused: int = 0
     resumed: int = 0
     evicted: int = 0
+    recomputed_tokens: int = 0
+    """Tokens that had been computed and were dropped by an eviction."""
+    swapped_out: int = 0
+    """Evictions to the host, and how many came back from there (the others ended or were computed anew)."""
+    swapped_in: int = 0
+    swap_blocks_out: int = 0
+    """Blocks copied to the host, and back; content that is on the other side already is not copied."""
+    swap_blocks_in: int = 0
     prefix_queries: int = 0
     """Admissions that looked for a published prefix; forks count neither here nor below."""
     prefix_hits: int = 0
@@ -44,20 +52,13 @@ class SchedulerStats:
 
 
 class Roster:
-    """Who decodes, who prefills, who is paused: each list oldest first.
-
-    A decoding request that finds no block pauses and keeps what it has, up to `paused_block_limit` blocks of all the
-    paused. Past that the youngest of all gives its memory back. As a request with a step in flight must keep its
-    lease, such a one is paused first and evicted after its commit.
-    """
+    """Who decodes, who prefills, who is paused: each list oldest first. `Pressure` decides on the last."""
 
     def __init__(
         self,
         context: DynamicInferenceContext,
-        queue: WaitingQueue,
         stats: SchedulerStats,
         *,
-        paused_block_limit: int,
         version: int,
         on_event: EventHook | None,
     ) -> None:
@@ -66,10 +67,8 @@ class Roster:
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []
         self.paused: list[Request] = []
-        self.paused_block_limit = paused_block_limit
+        self.stats = stats
         self._context = context
-        self._queue = queue
-        self._stats = stats
         self._on_event = on_event
 
     @property
@@ -87,15 +86,13 @@ class Roster:
 
     def enter(self, request: Request, lease: Lease, *, forked_from: Request | None = None) -> None:
         """Take in a request with a fresh lease; it prefills what is not cached."""
-        request.lease, request.scheduled, request.history.cached_tokens = lease, lease.cached, lease.cached
-        request.status = Status.RUNNING
+        self._book(request, lease)
+        request.history.cached_tokens = lease.cached
         if forked_from is None:
             request.history.computed_anew(self.version, first_token=request.num_output, cached=lease.cached)
         else:
             request.history.forked(forked_from.history, first_token=request.num_output, computed=lease.cached)
-        insort(self.prefilling, request, key=arrival_of)
-        stats = self._stats
-        stats.admitted += 1
+        stats = self.stats
         if forked_from is not None:
             stats.forked += 1
         elif self._context.prefix_caching and request.may_hit:
@@ -107,12 +104,26 @@ class Roster:
 
     def skip(self, request: Request, num_tokens: int) -> None:
         """The next known tokens of `request` need no computation: it holds blocks with them since now."""
-        history, stats = request.history, self._stats
+        history, stats = request.history, self.stats
         stats.prefix_hits += not history.cached_tokens
         stats.prefix_hit_tokens += num_tokens
         stats.prefix_miss_tokens -= num_tokens
         history.cached_tokens += num_tokens
         request.scheduled += num_tokens
+
+    def enter_again(self, request: Request, lease: Lease) -> None:
+        """Take in a request whose keys and values came back from the host; it goes on with them."""
+        self._book(request, lease)
+        request.history.goes_on_with(self.version, first_token=request.num_output, computed=lease.cached)
+        request.history.num_swaps += 1
+        self.stats.swapped_in += 1
+        self.emit(request, "admit", cached_tokens=0, forked=False, swapped_tokens=lease.cached)
+
+    def _book(self, request: Request, lease: Lease) -> None:
+        request.lease, request.scheduled = lease, lease.cached
+        request.status = Status.RUNNING
+        insort(self.prefilling, request, key=arrival_of)
+        self.stats.admitted += 1
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is planned: from here on it takes one token a step."""
@@ -138,75 +149,21 @@ class Roster:
         self.let_go(request)
         request.status, request.scheduled = Status.WAITING, 0
 
-    # ------------------------------------------------------------------ when blocks run out
-
-    def youngest(self) -> Request:
-        return policy.youngest(requests[-1] for requests in (self.decoding, self.prefilling, self.paused) if requests)
-
     def pause(self, request: Request) -> None:
+        """It keeps its memory and waits for a block."""
         assert request.lease is not None
         self.take_off(request)
         request.status = Status.PAUSED
         request.history.num_pauses += 1
         insort(self.paused, request, key=arrival_of)
-        self._stats.paused += 1
+        self.stats.paused += 1
         self.emit(request, "pause", num_blocks=len(request.lease.blocks), num_tokens=request.scheduled)
 
-    def evict(self, request: Request) -> None:
-        assert request.lease is not None
-        num_blocks, num_tokens = len(request.lease.blocks), request.scheduled
-        self.start_over(request)
-        request.history.num_evictions += 1
-        self._queue.put_back(request)
-        self._stats.evicted += 1
-        self.emit(request, "evict", num_blocks=num_blocks, num_tokens=num_tokens)
-
-    def relieve(self) -> None:
-        """At the start of a step: resume whom there is room for, oldest first, and hold the limit for the others."""
-        self._resume()
-        while self.paused and self._num_paused_blocks() > self.paused_block_limit:
-            if not self._evict_youngest():
-                return
-            self._resume()
-
-    def make_room(self, request: Request) -> bool:
-        """Find decoding `request` its next block if it may not pause for one; False: it has to.
-
-        Takes off only requests that are younger than this one.
-        """
-        assert request.lease is not None
-        while self._num_paused_blocks() + len(request.lease.blocks) > self.paused_block_limit:
-            if self.youngest() is request or not self._evict_youngest():
-                return False
-            if self._context.extend(request.lease, request.scheduled + 1):
-                return True
-        return False
-
-    def _evict_youngest(self) -> bool:
-        """Evict the youngest; False while it has a step in flight, after which it will be idle."""
-        victim = self.youngest()
-        if victim.in_flight:
-            if victim.status is Status.RUNNING:
-                self.pause(victim)
-            return False
-        self.evict(victim)
-        return True
-
-    def _resume(self) -> None:
-        """Let the paused go on, oldest first, as far as there are blocks: nobody passes one who still needs some."""
-        while self.paused:
-            request = self.paused[0]
-            assert request.lease is not None
-            if not self._context.extend(
-                request.lease, min(request.scheduled + 1, policy.stored_tokens(request.max_total))
-            ):
-                return
-            del self.paused[0]
-            request.status = Status.RUNNING
-            prefills = policy.is_prefill(request, leads=self._queue.leads(request))
-            insort(self.prefilling if prefills else self.decoding, request, key=arrival_of)
-            self._stats.resumed += 1
-            self.emit(request, "resume")
-
-    def _num_paused_blocks(self) -> int:
-        return sum(request.lease.capacity for request in self.paused if request.lease) // self._context.block_size
+    def resume(self, request: Request, *, leads: bool) -> None:
+        """A paused request has room again; leads: siblings wait for its prefill."""
+        self.take_off(request)
+        request.status = Status.RUNNING
+        prefills = policy.is_prefill(request, leads=leads)
+        insort(self.prefilling if prefills else self.decoding, request, key=arrival_of)
+        self.stats.resumed += 1
+        self.emit(request, "resume")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
+from megatron_infer.config import PreemptionMode
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.errors import RequestError
 from megatron_infer.schedule import policy, returns
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
+from megatron_infer.schedule.pressure import Pressure
 from megatron_infer.schedule.prompts import Draft, PromptPlanner
 from megatron_infer.schedule.queue import WaitingQueue, number
 from megatron_infer.schedule.request import FinishReason, Request, Status
@@ -35,6 +37,7 @@ class Scheduler:
         paused_block_limit: int,
         root: bytes,
         version: int = 0,
+        preemption: PreemptionMode = PreemptionMode.AUTO,
         on_event: EventHook | None = None,
     ) -> None:
         assert max_tokens >= 1, f"max_tokens {max_tokens}"
@@ -43,16 +46,12 @@ class Scheduler:
         self.root = root
         self.stats = SchedulerStats()
         self.queue = WaitingQueue()
-        self.roster = Roster(
-            context,
-            self.queue,
-            self.stats,
-            paused_block_limit=paused_block_limit,
-            version=version,
-            on_event=on_event,
+        self.roster = Roster(context, self.stats, version=version, on_event=on_event)
+        self.pressure = Pressure(
+            context, self.queue, self.roster, paused_block_limit=paused_block_limit, preemption=preemption
         )
         self._prompts = PromptPlanner(
-            context, self.queue, self.roster, max_tokens=max_tokens, chunked_prefill=chunked_prefill
+            context, self.queue, self.roster, self.pressure, max_tokens=max_tokens, chunked_prefill=chunked_prefill
         )
         self._num_arrivals = 0
         self._num_uncommitted = 0
@@ -99,6 +98,7 @@ class Scheduler:
         assert request.arrival >= 0, f"request {request.id!r} was never added"
         if request.status is Status.WAITING:
             self.queue.remove(request)
+            self.pressure.drop(request)
         else:
             self.roster.take_off(request)
             self.queue.stand_in_line(self.queue.take_siblings(request))
@@ -107,7 +107,8 @@ class Scheduler:
     def set_root(self, root: bytes, *, version: int) -> None:
         """Publish and match under `root` from now on: the weights changed, to `version`. Nothing may be in flight.
 
-        Who holds a lease keeps its KV, and publishes no more: its blocks mix weights, whatever root comes later.
+        Who holds a lease or is swapped out keeps its KV, and publishes no more: its blocks mix weights, whatever root
+        comes later.
         """
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
         self.roster.version = version
@@ -116,13 +117,15 @@ class Scheduler:
         if root == self.root:
             return
         self.root = root
+        self.pressure.weights_changed()
         for request in self.roster.live():
             assert request.lease is not None
             request.lease.root = b""
 
     def requeue_all(self) -> None:
-        """Send everyone back to the queue, by arrival, without row or blocks. Nothing may be in flight."""
+        """Send everyone back to the queue, by arrival, without row, blocks or host slots; nothing may be in flight."""
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
+        self.pressure.drop_all()
         live = self.roster.live()
         for request in live:
             self.roster.start_over(request)
@@ -155,7 +158,10 @@ class Scheduler:
                 back.append(request)
         self.queue.restart(back)
         self._returned += [request for request in plan.returned if request.lease is not None]
-        self.context.repeat_table_writes()  # the failed step may have taken them without applying them
+        # The failed step may have taken table writes and moves without executing them. Who was swapped in starts over
+        # with it; what was swapped out may never have arrived.
+        self.context.repeat_table_writes()
+        self.pressure.drop_all()
 
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is ever matched again -> free cached blocks dropped. Steps may be in flight.
@@ -201,7 +207,7 @@ class Scheduler:
         """The next step. num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
         plan = self._plan_step()
         while not plan.num_tokens and self.roster.paused and not self._num_uncommitted:
-            self.roster.evict(self.roster.youngest())
+            self.pressure.break_deadlock()
             plan = self._plan_step()
         if plan.num_tokens:
             self._num_uncommitted += 1
@@ -243,15 +249,15 @@ class Scheduler:
     # ------------------------------------------------------------------ planning
 
     def _plan_step(self) -> Plan:
-        roster = self.roster
-        if roster.paused:
-            roster.relieve()
+        roster, context = self.roster, self.context
+        if roster.paused or context.num_free_blocks < len(roster.decoding):
+            self.pressure.settle()
         decode, starts = self._plan_decode()
         draft = Draft(left=self.max_tokens - len(decode))
         if draft.left and roster.prefilling:
             self._prompts.go_on(draft)
-        # While someone is paused no block is free, or it is promised to whoever is paused.
-        if draft.left and self.queue.line and not roster.paused:
+        # An admission takes a block at least; while someone is paused none is free (see `Pressure.settle`).
+        if draft.left and self.queue.line and context.num_free_blocks:
             self._prompts.admit(draft, root=self.root)
         return Plan(
             step=self.stats.steps,
@@ -265,29 +271,22 @@ class Scheduler:
         )
 
     def _plan_decode(self) -> tuple[list[Request], list[int]]:
-        """One token for each decoding request that has room, oldest first; pauses those for whom there is none."""
+        """One token for each decoding request, oldest first; `Pressure` has seen to it that there is room."""
         decode: list[Request] = []
         starts: list[int] = []
         take, take_start = decode.append, starts.append
-        stuck: list[Request] = []
-        for request in islice(self.roster.decoding, self.max_tokens):  # make_room may take off requests behind this one
+        for request in islice(self.roster.decoding, self.max_tokens):
             start = request.scheduled
             if start >= request.max_total - 1:
                 continue  # its last token is in flight
             lease: Lease = request.lease  # type: ignore[assignment]
-            if (
-                start >= lease.capacity
-                and not self.context.extend(lease, start + 1)
-                and not self.roster.make_room(request)
-            ):
-                stuck.append(request)
-                continue
+            if start >= lease.capacity:
+                grown = self.context.extend(lease, start + 1)
+                assert grown, f"{request.id!r} decodes without a block for its next token"
             request.scheduled = start + 1
             request.in_flight += 1
             take(request)
             take_start(start)
-        for request in stuck:
-            self.roster.pause(request)
         return decode, starts
 
     # ------------------------------------------------------------------ committing

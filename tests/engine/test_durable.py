@@ -86,11 +86,12 @@ def test_paused_and_evicted_requests_are_saved_like_others(model, tmp_path, kv):
     for _ in range(4):
         reference.add_request(PROMPT, params)
     want.step(reference)
-    source = make_engine(model, seed=3, buffer_size_gb=pool_of(model, 14))
+    source = make_engine(model, seed=3, buffer_size_gb=pool_of(model, 14), paused_buffer_size_gb=pool_of(model, 4))
     for _ in range(4):
         source.add_request(PROMPT, params)
     seen = Collector()
-    while not source.stats().num_paused:
+    while not (source.stats().num_paused and source.stats().counters["evicted"]):
+        assert source.has_unfinished(), "nobody was paused beside an evicted one: the pool is not tight enough"
         seen.step(source, 1)
     source.save_requests(tmp_path / "requests", kv=kv)
     engine = make_engine(model, buffer_size_gb=pool_of(model, 11))

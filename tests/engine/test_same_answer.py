@@ -36,12 +36,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "few_rows": {"max_requests": 4},
     "tiny_pool": {"pool_blocks": 14},
     "tiny_pool_paused": {"pool_blocks": 14, "paused_blocks": 7},
+    "tiny_pool_swap": {"pool_blocks": 14, "preemption_mode": "swap", "swap_buffer_size_gb": 0.05},
 }
 PAIRS = [
     pair
     for pair in itertools.combinations(FEATURES, 2)
     if not {"prefix_lru", "prefix_ref_zero"} <= set(pair)
-    and not {"tiny_pool", "tiny_pool_paused"} <= set(pair)
+    and not all(name.startswith("tiny_pool") for name in pair)
     and not ("block256" in pair and any(name.startswith("tiny_pool") for name in pair))
 ]
 
@@ -123,6 +124,8 @@ def test_tokens_are_the_same_with_the_feature(model, expected, feature, kind):
         assert engine.stats().counters["evicted"] or engine.stats().counters["paused"], (
             "the pool was not tight enough to test"
         )
+    counters = engine.stats().counters
+    assert (counters["swapped_in"] == counters["swapped_out"] > 0) == (feature == "tiny_pool_swap")
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])

@@ -51,6 +51,7 @@ class Harness:
     log: dict[str, list[Piece]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     done: dict[str, Any] = field(default_factory=dict)
+    swaps: Counter = field(default_factory=Counter)
     visited: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,10 @@ class Harness:
             pieces = [(r, start, 1, False) for r, start in zip(plan.decode, plan.decode_starts, strict=True)]
             pieces += [(p.request, p.start, p.n, p.first) for p in plan.prefill]
             for request, start, n, first in pieces:
-                self.log.setdefault(request.id, []).append(Piece(start, n, self.weights, self.label, first))
+                returns = request.history.num_swaps > self.swaps[request.id]  # with the keys and values it had
+                self.swaps[request.id] = request.history.num_swaps
+                begins = first and not returns
+                self.log.setdefault(request.id, []).append(Piece(start, n, self.weights, self.label, begins))
             return forward(plan, *rest)
 
         self.engine.parts.runner.forward = logged
@@ -229,4 +233,4 @@ def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, shar
         visited.update({k: v for k, v in harness.engine.stats().counters.items() if v})
     for what in ("update keep", "update recompute", "silent", "abort", "persist", "offload", "recompute", "mixed"):
         assert visited[what] >= 2, f"{what}: {visited}"
-    assert visited["evicted"] and visited["prefix_hits"] and visited["tokens"] > 100
+    assert visited["evicted"] and visited["swapped_in"] and visited["prefix_hits"] and visited["tokens"] > 100

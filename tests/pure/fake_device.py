@@ -11,11 +11,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron_infer.config import PreemptionMode
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.prefix import root_of
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
+from megatron_infer.schedule.pressure import is_ending
+from megatron_infer.schedule.queue import arrival_of
 from megatron_infer.schedule.request import CacheUse, FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
 
@@ -58,21 +61,25 @@ def make_group(name, tokens, max_new, n, **kwargs):
 
 
 class FakeDevice:
-    """Token rows, block table and flat cache; the table is known from the context's journal only."""
+    """Token rows, block table, flat cache, host slots; knows table and moves from the context's journals only."""
 
-    def __init__(self, context, num_positions):
+    def __init__(self, context, num_positions, num_host_slots):
         self.context = context
         self.size = context.block_size
         self.kv = [None] * (context.num_blocks * self.size)
         self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
+        self.host = [None] * num_host_slots
         self.num_copies = 0
         self.num_computed = self.num_prefilled = 0
+        self.num_moves = 0
 
     def run(self, plan: Plan, version: int) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
+        for move in self.context.take_moves():
+            self._move(*move)
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         for piece in plan.prefill:
             row = piece.request.lease.row
@@ -99,6 +106,15 @@ class FakeDevice:
             ]
             self.num_copies += 1
         return drawn
+
+    def _move(self, direction, block, slot):
+        place = slice(block * self.size, (block + 1) * self.size)
+        if direction == "out":
+            self.host[slot] = self.kv[place]
+        else:
+            assert direction == "in" and self.host[slot] is not None, f"{direction} from slot {slot}: {self.host}"
+            self.kv[place] = self.host[slot]
+        self.num_moves += 1
 
     def _write(self, pieces, version):
         written = set()
@@ -134,6 +150,15 @@ class FakeDevice:
         return self.table[row][position // self.size] * self.size + position % self.size
 
 
+@dataclass(frozen=True)
+class Swap:
+    """What an evicted request may do instead of being computed anew."""
+
+    slots: int = 0
+    mode: PreemptionMode = PreemptionMode.AUTO
+    costs: policy.CostModel = field(default_factory=policy.CostModel)
+
+
 @dataclass
 class Books:
     """What prompts the device must have computed, kept apart from the scheduler's own counters."""
@@ -143,8 +168,12 @@ class Books:
     counts: Counter = field(default_factory=Counter)
     """known: tokens at admissions, forks left out; asked: those of admissions that may hit; waived: never computed."""
 
-    def admit(self, request, *, asks, cached_tokens, forked):
+    def admit(self, request, *, asks, cached_tokens, forked, swapped_tokens=None):
         known = len(request.tokens)
+        if swapped_tokens is not None:  # back from the host: no admission that asks the prefix cache
+            self.admitted[request] = (known, swapped_tokens)
+            self.counts["known"] += known - swapped_tokens
+            return
         self.admitted[request] = (known, cached_tokens)
         if not forked:
             self.counts["known"] += known
@@ -182,11 +211,11 @@ class World:
     caching: bool = False
     keep_cached: bool = False
     overlap: bool = False
+    swap: Swap = field(default_factory=Swap)
     version: int = 0
     steps: int = 0
     previous: tuple | None = None
     break_next: bool = False
-    requests: list = field(default_factory=list)
     events: list = field(default_factory=list)
     versions: dict = field(default_factory=dict)
     books: Books = field(default_factory=Books)
@@ -199,8 +228,9 @@ class World:
             max_blocks_per_row=self.num_blocks,
             prefix_caching=self.caching,
             keep_cached=self.keep_cached,
+            num_host_slots=self.swap.slots,
         )
-        self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2)
+        self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
         self.scheduler = Scheduler(
             self.context,
             max_tokens=self.max_tokens,
@@ -208,8 +238,14 @@ class World:
             paused_block_limit=self.paused_limit,
             root=self.root(),
             version=self.version,
+            preemption=self.swap.mode,
             on_event=self._on_event,
         )
+        self.scheduler.pressure.costs = self.swap.costs
+
+    @property
+    def requests(self):
+        return list(self.versions)
 
     def root(self):
         return root_of(model="fake", weight_version=self.version)
@@ -220,11 +256,14 @@ class World:
             self.books.admit(request, asks=self.caching and request.may_hit, **payload)
         if kind == "finish":
             self.books.end(request, request.scheduled)
+        if kind == "pause":
+            assert not is_ending(request), "paused although its last token is in flight"
         if kind == "evict":
             self.books.end(request, payload["num_tokens"])
             assert request.in_flight == 0 and request.lease is None
-            older = [*self.scheduler.running, *self.scheduler.paused]
-            assert all(other.arrival < request.arrival for other in older), "evicted someone older than another"
+            others = [*self.scheduler.running, *self.scheduler.paused]
+            assert not others or min(map(arrival_of, others)) < request.arrival, "evicted the oldest of several"
+            assert (payload["how"] == "swap") == (request in self.scheduler.pressure.swapped)
 
     def _scheduled(self):
         return {request: request.scheduled for request in self.scheduler.roster.live()}
@@ -232,9 +271,13 @@ class World:
     def kinds(self, name=None):
         return [kind for request, kind, _ in self.events if name in (None, request)]
 
+    def begun(self, request):
+        """Tokens it had when it was admitted last: cached ones or those that came back from the host."""
+        admitted = next(p for name, kind, p in reversed(self.events) if kind == "admit" and name == request.id)
+        return admitted["cached_tokens"] + admitted.get("swapped_tokens", 0)
+
     def add(self, request):
         self.scheduler.add(request)
-        self.requests += (request, *request.siblings)
         for member in (request, *request.siblings):
             self.versions[member] = []
         return request
@@ -288,6 +331,7 @@ class World:
         plan = self._schedule()
         if plan.num_tokens and moment == "early":
             self.context.take_table_writes()  # lost
+            self.context.take_moves()
         elif plan.num_tokens and moment == "late":
             self.device.run(plan, self.version)
         if moment != "late":
@@ -312,6 +356,8 @@ class World:
         self.check()
         assert self.context.num_free_rows == self.num_rows
         assert self.context.num_free_blocks == self.num_blocks
+        assert not self.scheduler.pressure.swapped
+        assert self.context.host is None or self.context.host.num_free == self.swap.slots
         for request in self.requests:
             self.check_tokens(request)
         self.books.check(self.scheduler.stats, self.device)
@@ -372,6 +418,7 @@ class World:
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
         assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
+        assert set(scheduler.pressure.swapped) <= set(scheduler.waiting)
         overtaken = scheduler.queue.overtaken
         assert all(count <= policy.MAX_OVERTAKEN for count in overtaken.values())
         assert set(overtaken) <= set(scheduler.queue.line)
@@ -385,6 +432,8 @@ class World:
 
     def _check_plan(self, plan):
         pieces = plan.prefill
+        if self.scheduler.paused:
+            assert not self.context.num_free_blocks, "someone is paused beside a free block"
         assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
         everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
         assert len(set(everyone)) == len(everyone)
@@ -418,7 +467,16 @@ def random_world(rng: random.Random) -> World:
         caching=caching,
         keep_cached=caching and rng.random() < 0.6,
         overlap=rng.random() < 0.6,
+        swap=Swap(
+            slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
+            mode=rng.choice(list(PreemptionMode)),
+            costs=random_costs(rng),
+        ),
     )
+
+
+def random_costs(rng: random.Random) -> policy.CostModel:
+    return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
 
 
 def random_leader(world: World, rng: random.Random, stem, name, prompts) -> Request | None:

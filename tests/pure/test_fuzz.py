@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import VOCAB, random_leader, random_world
+from fake_device import VOCAB, random_costs, random_leader, random_world
 
 from megatron_infer.schedule.request import FinishReason
 
@@ -32,7 +32,8 @@ def run_schedule(seed, totals):
         assert world.steps < 4000, f"seed {seed} does not end"
     world.drain()
     totals.update(world.scheduler.stats.as_dict())
-    totals.update(overlap=world.overlap, copies=world.device.num_copies, schedules=1)
+    totals.update(overlap=world.overlap, copies=world.device.num_copies, moves=world.device.num_moves, schedules=1)
+    totals[f"swapped {world.swap.mode.value}"] += world.scheduler.stats.swapped_in
     computed = world.scheduler.stats.decode_tokens + world.scheduler.stats.prefill_tokens
     totals.update(world.books.counts)
     assert world.device.num_computed >= computed - world.max_tokens * totals["failed"]
@@ -64,6 +65,8 @@ def disturb(world, rng, totals):
         dropped, free = world.scheduler.reset_prefix_cache(), world.context.num_free_blocks
         assert world.context.pool.num_cached == 0 and world.context.num_free_blocks == free
         totals.update(resets=1, dropped=dropped)
+    elif kind < 0.13:
+        world.scheduler.pressure.costs = random_costs(rng)
     world.check()
 
 
@@ -81,6 +84,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "paused",
         "resumed",
         "evicted",
+        "recomputed_tokens",
         "forked",
         "copies",
         "prefix_hits",
@@ -90,6 +94,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "dropped",
     ):
         assert totals[what] > 20, f"{what}: {totals[what]} times only"
+    assert totals["swapped auto"] > 10 and totals["swapped swap"] > 10 and not totals["swapped recompute"], totals
     for status in ("waiting", "running", "running in flight", "paused"):
         assert totals[f"abort {status}"] > 3, f"abort {status}: {totals}"
 

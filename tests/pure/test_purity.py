@@ -10,6 +10,7 @@ MODULES = [
     "schedule.params",
     "schedule.policy",
     "schedule.plan",
+    "schedule.pressure",
     "schedule.prompts",
     "schedule.queue",
     "schedule.request",
@@ -17,6 +18,7 @@ MODULES = [
     "schedule.scheduler",
     "context.block_pool",
     "context.context",
+    "context.host",
     "context.prefix",
     "context.slots",
 ]

@@ -1,0 +1,157 @@
+"""Host slots and the moves between device and host: books that add up, content held once, all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_infer.context.context import DynamicInferenceContext
+
+ROOT = b"root"
+SIZE = 4
+
+
+def make(num_blocks=8, num_host_slots=8, num_rows=4, caching=False, keep_cached=False):
+    return DynamicInferenceContext(
+        num_blocks=num_blocks,
+        block_size=SIZE,
+        num_rows=num_rows,
+        max_blocks_per_row=num_blocks,
+        prefix_caching=caching,
+        keep_cached=keep_cached,
+        num_host_slots=num_host_slots,
+    )
+
+
+def lease_of(context, tokens):
+    """A lease on `tokens`, all of them computed and published."""
+    lease = context.admit(tokens, root=ROOT)
+    assert lease is not None and context.extend(lease, len(tokens))
+    context.commit(lease, tokens, len(tokens))
+    return lease
+
+
+def books(context):
+    context.check()
+    return context.num_free_blocks, context.num_free_rows, context.host.num_free
+
+
+def test_what_goes_out_comes_back_column_by_column():
+    context = make()
+    lease = lease_of(context, range(10))
+    blocks = list(lease.blocks)
+    swapped = context.swap_out(lease, 10)
+    assert books(context) == (8, 4, 5)
+    out = context.take_moves()
+    assert [(way, block) for way, block, _ in out] == [("out", block) for block in blocks]
+    assert [slot for _, _, slot in out] == swapped.slots
+    back = context.swap_in(swapped, capacity=13)
+    assert (back.cached, back.capacity, back.root, len(back.blocks)) == (10, 16, ROOT, 4)
+    assert context.take_moves() == [("in", back.blocks[i], swapped.slots[i]) for i in range(3)]
+    assert books(context) == (4, 3, 8)
+    assert [write[2] for write in context.take_table_writes() if write[0] == back.row][-4:] == back.blocks
+
+
+def test_only_blocks_of_computed_tokens_go_out():
+    context = make()
+    lease = lease_of(context, range(4))
+    assert context.extend(lease, 16)
+    context.swap_out(lease, 5)
+    assert len(context.take_moves()) == 2
+
+
+def test_full_host_changes_nothing():
+    context = make(num_host_slots=2)
+    lease = lease_of(context, range(10))
+    before = books(context)
+    assert context.swap_out(lease, 10) is None
+    assert books(context) == before and context.take_moves() == []
+    assert make(num_host_slots=0).swap_out(lease, 10) is None
+
+
+@pytest.mark.parametrize("lacking", ["blocks", "row", "headroom"])
+def test_swap_in_is_all_or_nothing(lacking):
+    context = make(num_rows=2, caching=True, keep_cached=True)
+    swapped = context.swap_out(lease_of(context, range(12)), 12)
+    context.take_moves()
+    lease_of(context, range(100, 124 if lacking == "blocks" else 104))
+    if lacking == "row":
+        lease_of(context, range(200, 204))
+    before = books(context)
+    assert context.swap_in(swapped, capacity=13, headroom=4 if lacking == "headroom" else 0) is None
+    assert books(context) == before and context.take_moves() == []
+
+
+def test_content_that_is_on_the_host_already_is_held_once():
+    context = make(caching=True, num_host_slots=4)
+    first, second = lease_of(context, range(9)), lease_of(context, [*range(8), 77])
+    shared = first.blocks[:2]
+    assert second.blocks[:2] == shared
+    one = context.swap_out(first, 9)
+    assert context.host.num_free == 1 and context.host_has_room(second, 9)
+    assert not context.host.has_room(3, context._contents(second)[:1]), "two blocks would be new"
+    two = context.swap_out(second, 9)
+    assert two.slots[:2] == one.slots[:2] and two.slots[2] != one.slots[2]
+    assert len(context.take_moves()) == 4 and books(context) == (8, 4, 0)
+    context.drop_swapped(one)
+    assert books(context)[2] == 1, "its own tail only: the other still needs the rest"
+    back = context.swap_in(two, capacity=10)
+    assert len(context.take_moves()) == 3 and len(back.blocks) == 3
+    assert books(context)[2] == 4
+
+
+def test_blocks_still_published_on_the_device_are_shared_and_not_copied():
+    context = make(caching=True, keep_cached=True)
+    lease = lease_of(context, range(10))
+    blocks = list(lease.blocks)
+    swapped = context.swap_out(lease, 10)
+    context.take_moves()
+    back = context.swap_in(swapped, capacity=11)
+    assert back.blocks[:2] == blocks[:2] and len(back.digests) == 2
+    assert [move[0] for move in context.take_moves()] == ["in"], "the tail is not published"
+    books(context)
+
+
+def test_cached_blocks_to_be_shared_are_not_counted_as_room():
+    """Three cached blocks hold the content, the fourth column would have to take one of them."""
+    context = make(num_blocks=4, caching=True, keep_cached=True)
+    swapped = context.swap_out(lease_of(context, range(12)), 12)
+    other = lease_of(context, range(50, 54))
+    assert context.num_free_blocks == 3
+    assert context.swap_in(swapped, capacity=13) is None
+    context.release(other)
+    assert context.swap_in(swapped, capacity=13) is not None
+    context.check()
+
+
+def test_what_came_back_is_published_by_the_next_commit_and_not_before():
+    context = make(caching=True)
+    tokens = list(range(9))
+    swapped = context.swap_out(lease_of(context, tokens), 9)
+    back = context.swap_in(swapped, capacity=10)
+    assert back.digests == []
+    early = context.admit([*tokens, 1], root=ROOT)
+    assert early.cached == 0, "content that has not arrived was found"
+    context.release(early)
+    context.commit(back, tokens, 9)
+    late = context.admit([*tokens, 1], root=ROOT)
+    assert late.cached == 8
+    context.check()
+
+
+def test_slot_given_up_by_a_way_back_is_the_target_of_a_later_way_out():
+    context = make(num_host_slots=1, num_blocks=4)
+    swapped = context.swap_out(lease_of(context, range(4)), 4)
+    other = lease_of(context, range(10, 14))
+    assert context.swap_out(other, 4) is None
+    context.swap_in(swapped, capacity=5)
+    assert context.swap_out(other, 4) is not None
+    assert [(way, slot) for way, _, slot in context.take_moves()] == [("out", 0), ("in", 0), ("out", 0)]
+    context.check()
+
+
+def test_check_notices_a_slot_that_leaked():
+    context = make()
+    swapped = context.swap_out(lease_of(context, range(8)), 8)
+    swapped.slots.pop()
+    with pytest.raises(AssertionError, match="8 tokens in slots"):
+        context.check()

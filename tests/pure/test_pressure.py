@@ -1,0 +1,376 @@
+"""What the scheduler promises when blocks run out: who gives way, how it comes back, and that everybody finishes."""
+
+from __future__ import annotations
+
+import pytest
+from fake_device import Swap, World, make_group, make_request
+
+from megatron_infer.config import PreemptionMode
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.policy import CostModel
+from megatron_infer.schedule.request import Status, VersionSpan
+
+RECOMPUTE, SWAP, AUTO = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP, PreemptionMode.AUTO
+NEVER = frozenset()
+SWAPPING = Swap(slots=64, mode=SWAP)
+
+
+def endless(name, num_prompt, max_new, start=10, **kwargs):
+    return make_request(name, [start + i % 50 for i in range(num_prompt)], max_new, stop_ids=NEVER, **kwargs)
+
+
+def crowd(num_prompt=6, max_new=9, names="abc", **kwargs):
+    """Requests of which not all can grow to their end."""
+    world = World(**({"num_blocks": 16, "block_size": 2, "paused_limit": 0, "max_tokens": 32} | kwargs))
+    for name in names:
+        world.add(endless(name, num_prompt, max_new, start=ord(name)))
+    return world
+
+
+def until(world, condition):
+    while not condition():
+        world.step()
+        assert world.scheduler.has_unfinished, "it never came to that"
+
+
+def evicted(world):
+    return [name for name, kind, _ in world.events if kind == "evict"]
+
+
+def hows(world):
+    return {payload["how"] for _, kind, payload in world.events if kind == "evict"}
+
+
+# ------------------------------------------------------------------ whom
+
+
+def test_price_is_seconds_per_block_gained_and_rises_with_evictions_and_with_the_pause():
+    base = {"num_gained": 4, "num_evictions": 0, "steps_paused": 0}
+    assert policy.eviction_price(0.8, **base) == pytest.approx(0.2)
+    assert policy.eviction_price(0.8, **(base | {"num_evictions": 1})) == pytest.approx(0.4)
+    assert policy.eviction_price(0.8, **(base | {"steps_paused": policy.PATIENCE_STEPS})) == pytest.approx(0.4)
+    assert CostModel(prefill_s_per_token=2.0).recompute_s(3) == 6.0
+    assert CostModel(copy_s_per_block=2.0).swap_s(3) == 12.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_victim_is_whoever_costs_least_for_a_freed_block(overlap):
+    """b's last block is nearly empty, c's and d's are full: b loses the fewest tokens for each of its blocks."""
+    world = World(num_blocks=12, block_size=4, paused_limit=0, max_tokens=64, overlap=overlap)
+    world.add(endless("a", 8, 20))
+    world.add(endless("b", 9, 20, start=20))
+    world.add(endless("c", 12, 20, start=30))
+    world.add(endless("d", 16, 20, start=40))
+    until(world, lambda: evicted(world))
+    assert evicted(world) == ["b"]
+    world.drain()
+
+
+def test_blocks_beyond_those_needed_do_not_make_a_victim_cheaper():
+    """b and c lose three tokens a block, but one block is enough and b loses three in all."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64)
+    for name, num_prompt in (("a", 8), ("b", 3), ("c", 9)):
+        world.add(endless(name, num_prompt, 6, start=num_prompt * 5))
+    world.step()
+    world.step()
+    assert evicted(world) == ["b"]
+    world.drain()
+
+
+def test_equal_prices_take_the_youngest():
+    world = crowd(num_prompt=8, max_new=7, names="ab", num_blocks=12)
+    world.add(endless("c", 8, 7))
+    until(world, lambda: evicted(world))
+    assert evicted(world) == ["c"]
+    world.drain()
+
+
+def test_earlier_evictions_protect():
+    world = crowd(num_prompt=8, max_new=7, num_blocks=12)
+    world.requests[2].history.num_evictions = 1
+    until(world, lambda: evicted(world))
+    assert evicted(world) == ["b"]
+    world.drain()
+
+
+def test_who_would_free_nothing_is_no_victim():
+    """g#0 and g#1 share all their blocks when they need their next one: evicting either would free none."""
+    world = World(num_blocks=7, block_size=4, paused_limit=0, max_tokens=64)
+    world.add(endless("a", 8, 4, start=60))
+    world.add(make_group("g", [10 + i for i in range(12)], 9, 2, stop_ids=NEVER))
+    world.add(endless("z", 8, 2, start=80))
+    world.step()
+    assert world.context.num_free_blocks == 0
+    world.step()
+    assert evicted(world) == ["z"]
+    world.drain()
+
+
+def test_deadlock_among_those_who_share_all_their_blocks_is_broken():
+    world = World(num_blocks=3, block_size=4, paused_limit=3, max_tokens=64)
+    world.add(make_group("g", [10 + i for i in range(12)], 1, 2, stop_ids=NEVER))
+    world.drain()
+    tight = World(num_blocks=4, block_size=4, paused_limit=4, max_tokens=64)
+    tight.add(endless("a", 4, 9, start=60))
+    tight.add(make_group("g", [10 + i for i in range(12)], 3, 2, stop_ids=NEVER))
+    tight.drain()
+    assert evicted(tight)
+
+
+def test_victim_with_a_step_in_flight_is_paused_and_evicted_when_idle():
+    world = crowd(overlap=True)
+    world.drain()
+    first = evicted(world)[0]
+    kinds = [(step_kind, name) for name, step_kind, _ in world.events if name == first]
+    assert [kind for kind, _ in kinds][:3] == ["admit", "pause", "evict"]
+
+
+def test_victim_with_room_of_its_own_stays_paused_until_it_is_idle():
+    """a and b need a block, c does not and is the cheapest: it must not go on in between."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
+    world.add(endless("a", 8, 6))
+    world.add(endless("b", 8, 6, start=30))
+    world.add(endless("c", 5, 6, start=40))
+    world.step()
+    world.step()
+    assert [request.id for request in world.scheduler.paused] == list("abc")
+    world.step()
+    assert world.kinds("c") == ["admit", "pause", "evict"] and world.scheduler.num_running == 2
+    world.drain()
+
+
+def test_no_more_are_evicted_than_bring_the_paused_within_the_limit():
+    world = World(num_blocks=4, block_size=4, paused_limit=2, max_tokens=64)
+    for index, name in enumerate("abcd"):
+        world.add(endless(name, 4, 5, start=10 * index))
+    world.step()
+    world.step()
+    assert evicted(world) == ["d"]
+    assert [request.id for request in world.scheduler.paused] == ["b", "c"]
+    world.drain()
+
+
+def test_price_knows_whether_the_host_has_room():
+    """c is the younger, but too large for the host: to get it back would mean to compute it."""
+    costs = CostModel(prefill_s_per_token=1.0, copy_s_per_block=1e-9)
+    world = World(num_blocks=7, block_size=4, paused_limit=0, max_tokens=64, swap=Swap(slots=2, mode=AUTO, costs=costs))
+    world.add(endless("a", 8, 6))
+    world.add(endless("b", 8, 6, start=30))
+    world.add(endless("c", 12, 6, start=40))
+    world.step()
+    world.step()
+    assert evicted(world) == ["b"] and hows(world) == {"swap"}
+    world.drain()
+
+
+def test_victim_that_is_no_longer_needed_goes_on():
+    """The oldest finishes in the very step after which the victim would have gone."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
+    world.add(endless("a", 4, 4))
+    world.add(endless("b", 8, 9, start=30))
+    world.add(endless("c", 8, 9, start=40))
+    world.step()
+    world.step()
+    b = world.requests[1]
+    assert world.scheduler.paused, "nobody lacked a block"
+    world.scheduler.abort(world.requests[0])
+    world.drain()
+    assert b.history.num_evictions == 0
+
+
+def test_a_request_about_to_end_is_waited_for():
+    """With overlap a's last token is in flight when b needs a block: b waits one step instead of evicting c."""
+    world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
+    world.add(endless("a", 6, 2))
+    world.add(endless("b", 7, 3, start=30))
+    world.add(endless("c", 5, 3, start=40))
+    world.drain()
+    assert evicted(world) == [] and world.scheduler.stats.paused == 1
+
+
+# ------------------------------------------------------------------ how it comes back
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_swapped_request_goes_on_where_it_was(overlap, caching):
+    world = crowd(overlap=overlap, caching=caching, swap=SWAPPING)
+    world.drain()
+    stats = world.scheduler.stats
+    assert hows(world) == {"swap"} and stats.swapped_in == stats.swapped_out == stats.evicted > 0
+    assert world.device.num_computed == 3 * (6 + 8), "something was computed twice"
+    assert stats.recomputed_tokens == 0
+    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_moves > 0
+    assert sum(request.history.num_swaps for request in world.requests) == stats.swapped_in
+
+
+def test_request_swapped_in_mid_prefill_continues_its_prefill():
+    world = World(num_blocks=8, block_size=2, paused_limit=0, max_tokens=4, chunked=True, swap=SWAPPING)
+    world.add(endless("a", 2, 15))
+    world.step()
+    long = world.add(endless("b", 12, 3, start=40))
+    until(world, lambda: long in world.scheduler.pressure.swapped)
+    assert long.num_output == 0 and 0 < world.scheduler.pressure.swapped[long].num_tokens < 12
+    world.drain()
+    assert world.device.num_computed == 2 + 14 + 12 + 2
+
+
+def test_auto_takes_what_is_cheaper_and_the_engine_may_change_its_mind():
+    cheap, dear = CostModel(copy_s_per_block=1e-9), CostModel(copy_s_per_block=1e9)
+    world = crowd(swap=Swap(slots=64, mode=AUTO, costs=cheap))
+    world.drain()
+    assert hows(world) == {"swap"}
+    world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
+    world.drain()
+    assert hows(world) == {"recompute"} and not world.device.num_moves
+    world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
+    world.scheduler.pressure.costs = cheap
+    world.drain()
+    assert hows(world) == {"swap"}
+
+
+@pytest.mark.parametrize("mode", [SWAP, AUTO])
+def test_full_host_means_recompute(mode):
+    world = crowd(swap=Swap(slots=2, mode=mode, costs=CostModel(copy_s_per_block=1e-9)))
+    world.drain()
+    assert hows(world) == {"recompute"}
+    assert world.scheduler.stats.recomputed_tokens == sum(p["num_tokens"] for _, k, p in world.events if k == "evict")
+
+
+def test_recompute_mode_ignores_the_host():
+    world = crowd(swap=Swap(slots=64, mode=RECOMPUTE))
+    world.drain()
+    assert hows(world) == {"recompute"}
+
+
+def swapped_world(**kwargs):
+    """Somebody is on the host, its way out done."""
+    world = crowd(swap=SWAPPING, **kwargs)
+    until(world, lambda: world.scheduler.pressure.swapped)
+    (request,) = world.scheduler.pressure.swapped
+    return world, request
+
+
+def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
+    world, request = swapped_world()
+    monkeypatch.setattr(policy, "admission_headroom", lambda num_live, num_blocks: num_blocks if num_live else 0)
+    world.scheduler.abort(world.scheduler.running[-1])  # there would be room for it
+    while world.scheduler.num_running:
+        assert request in world.scheduler.pressure.swapped
+        world.step()
+    world.drain()
+    assert request.history.num_swaps == 1
+
+
+def test_aborting_a_swapped_request_frees_its_slots():
+    world, request = swapped_world()
+    assert world.context.host.num_free < 64
+    world.scheduler.abort(request)
+    world.check()
+    assert world.context.host.num_free == 64
+    world.drain()
+
+
+def test_swapped_request_keeps_its_kv_over_new_weights_and_publishes_no_more():
+    world, request = swapped_world(caching=True, keep_cached=True)
+    num_drawn = request.num_output
+    world.new_weights(keep=True)
+    until(world, lambda: request.lease is not None)
+    assert request.lease.root == b"" and request.history.num_swaps == 1
+    assert request.history.spans == [VersionSpan(0, 0, 0, 0), VersionSpan(num_drawn, 1, 0, 1)]
+    world.drain()
+
+
+def test_requeue_all_drops_what_is_on_the_host():
+    world, request = swapped_world()
+    world.new_weights(keep=False)
+    world.check()
+    assert world.context.host.num_free == 64 and request.status is Status.WAITING
+    world.drain()
+    assert request.history.num_swaps == 0
+
+
+@pytest.mark.parametrize("moment", ["way out", "way back"])
+def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
+    world = crowd(swap=SWAPPING)
+    stats = world.scheduler.stats
+    while True:
+        before = stats.swapped_out if moment == "way out" else stats.swapped_in
+        plan = world.scheduler.schedule()
+        if (stats.swapped_out if moment == "way out" else stats.swapped_in) > before:
+            break
+        tokens = world.device.run(plan, world.version)
+        for request in plan.sampled:
+            world.versions[request].append(world.version)
+        world.previous = (plan, tokens, world.version)
+        for request in plan.sampled:
+            world.versions[request].pop()
+        world.commit_previous()
+    assert world.context.take_moves(), "nothing was to be moved"
+    world.context.take_table_writes()
+    world.device.host = [None] * 64
+    world.scheduler.cancel(plan)
+    world.check()
+    assert world.context.host.num_free == 64
+    world.drain()
+
+
+def test_moves_wait_for_a_step_that_is_launched():
+    """A plan without tokens runs nothing: what it wants moved is moved before the next step that does run."""
+    world = crowd(swap=SWAPPING)
+    until(world, lambda: world.scheduler.num_running == 3)
+    assert world.context.take_moves() == []
+    world.scheduler.pressure.evict(world.scheduler.running[-1])
+    assert len(world.context.host._moves) > 0
+    world.drain()
+
+
+# ------------------------------------------------------------------ nobody starves
+
+
+@pytest.mark.parametrize("demand", [2, 4, 8])
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("limit", [0, 12])
+def test_everyone_finishes_however_much_is_asked_of_the_pool(demand, mode, overlap, limit):
+    """Demand: blocks of all requests at their end, in multiples of the pool. `drain` compares tokens with the oracle
+    and wants rows, blocks and host slots back."""
+    num_blocks, size = 48, 4
+    world = World(
+        num_blocks=num_blocks,
+        block_size=size,
+        num_rows=64,
+        max_tokens=64,
+        chunked=True,
+        paused_limit=limit,
+        caching=demand == 4,
+        keep_cached=demand == 4,
+        overlap=overlap,
+        swap=Swap(slots=24, mode=mode, costs=CostModel(copy_s_per_block=0.8e-4)),
+    )
+    asked = index = 0
+    while asked < demand * num_blocks:
+        num_prompt, max_new = 5 + 7 * index % 19, 8 + 11 * index % 31
+        world.add(endless(f"r{index}", num_prompt, max_new, start=index))
+        asked += policy.blocks_needed(num_prompt + max_new - 1, size)
+        index += 1
+    world.drain()
+    stats = world.scheduler.stats
+    assert stats.evicted == sum(request.history.num_evictions for request in world.requests) == len(evicted(world))
+    assert stats.evicted > 0 and stats.admitted == index + stats.evicted
+    assert stats.swapped_in == stats.swapped_out and stats.swapped_out <= stats.evicted
+    assert bool(stats.swapped_out) == (mode is not RECOMPUTE)
+    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_moves
+    order = [int(name[1:]) for name, kind, _ in world.events if kind == "finish"]
+    overtaken = [sum(later > name for later in order[:place]) for place, name in enumerate(order)]
+    assert max(overtaken) <= 20, f"{max(overtaken)} younger requests finished before one"
+
+
+def test_oldest_request_runs_in_every_step_from_its_admission_to_its_end():
+    world = crowd(num_prompt=4, max_new=20, names="abcdefgh", num_blocks=20)
+    oldest = world.requests[0]
+    world.step()
+    for _ in range(19):
+        assert oldest in world.step().decode
+    assert oldest.finish_reason is not None
+    world.drain()
