@@ -35,6 +35,7 @@ from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.scheduler import Scheduler
+from megatron_infer.speeds import SpeedMeter
 
 log = logging.getLogger("megatron_infer")
 
@@ -73,6 +74,8 @@ class Assembly:
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
         self.runner: ModelRunner
+        self.speeds: SpeedMeter | None = None
+        """Only where swapping is a choice; elsewhere the unit of the prices does not matter."""
         self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
         check_writer(config.metrics_writer)
         self._training: list[torch.nn.Module] = []
@@ -245,6 +248,9 @@ def assemble(
     )
     parts.runner = make_runner(adopted, config, sizes, chosen, where)
     register_derived(parts)
+    if parts.context.host is not None:
+        parts.speeds = SpeedMeter(parts.runner.store)
+        parts.scheduler.pressure.costs = parts.speeds.costs
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,

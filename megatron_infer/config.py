@@ -51,8 +51,6 @@ _E = TypeVar("_E", bound=Enum)
 
 CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 """KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CUDA_SWAP_GIB = 4.0
-"""Host memory there for evicted requests. On a CPU the pool is host memory already: a larger pool does more."""
 CPU_STEP_TOKENS = 512
 """Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
 
@@ -329,7 +327,7 @@ def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
     if is_cuda:
-        return common | {"swap_buffer_size_gb": CUDA_SWAP_GIB}
+        return common
     return common | {
         "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
         "block_size_tokens": 64,
@@ -345,8 +343,6 @@ def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: 
         base.pop("prefix_caching_eviction_policy")
     if asked.get("enable_chunked_prefill") is False:
         base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
-    if asked.get("preemption_mode") == PreemptionMode.RECOMPUTE:
-        base.pop("swap_buffer_size_gb", None)
     requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
     if isinstance(tokens, int) and "max_requests" in base:
         base["max_requests"] = min(base["max_requests"], tokens)

@@ -78,7 +78,10 @@ class StepLoop:
         self.num_steps += 1
         for listener in self.listeners:
             listener.on_step(self.num_steps, outputs)
-        parts.report(plan, time.perf_counter() - started, num_requests=len(self.ledger), step=self.num_steps)
+        seconds = time.perf_counter() - started
+        if parts.speeds is not None and parts.speeds.take(plan, seconds):
+            parts.scheduler.pressure.costs = parts.speeds.costs
+        parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
         if self.is_idle:
             parts.leave_inference()
         return outputs

@@ -48,6 +48,7 @@ LAYERS: dict[str, int] = {
     "ledger": 4,
     "controls": 4,
     "lifecycle": 4,
+    "speeds": 4,
     "step_loop": 4,
     "suspension": 4,
     "tracking": 4,

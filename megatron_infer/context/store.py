@@ -26,6 +26,7 @@ from megatron_infer.errors import StateReleased
 Tick = Callable[[str], None]
 """Called with what comes next before every piece of work; it may raise to stop there."""
 NUM_TIMINGS = 5
+MOVE_SMOOTHING = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,8 @@ class StateStore:
         self._trial = HostArena(block_shape, dtype, pinned=pinned, max_slots=1)
         self._slot_of: dict[int, int] = {}
         self._is_released = False
+        self.copy_s_per_block = 0.0
+        """Seconds to move one block to the host or back, as last seen; 0.0: nobody has asked or moved yet."""
         self._zero_dummy()
 
     @property
@@ -188,6 +191,7 @@ class StateStore:
         """
         if not moves:
             return
+        started = time.perf_counter()
         pool_NX = self._pool_NX()
         for group in _groups(moves):
             # No target comes twice in a group, so its order is free: by slot, neighbours are copied as one.
@@ -195,6 +199,9 @@ class StateStore:
             slots, blocks = [slot for _, _, slot in group], [block for _, block, _ in group]
             copy = self._swapped.save if group[0][0] == "out" else self._swapped.load
             copy(slots, pool_NX, blocks)
+        if self._device.type == "cpu":  # elsewhere they have only been enqueued
+            reading = (time.perf_counter() - started) / len(moves)
+            self.copy_s_per_block += MOVE_SMOOTHING * (reading - self.copy_s_per_block)
 
     def free_host_slots(self, slots: Iterable[int]) -> None:
         """Drop what these slots hold; slots that were never written are fine."""

@@ -4,7 +4,7 @@
 
 All requests arrive at once, with prompts and lengths drawn from a fixed seed; demand is the blocks all of them hold at
 their end, in multiples of the pool. `equal` compares their tokens with those of a pool that holds everybody.
-Completion is seconds from the start to a request's last token. Prices are the scheduler's defaults, not measured ones.
+Completion is seconds from the start to a request's last token. Prices are those the engine measures on the way.
 """
 
 from __future__ import annotations

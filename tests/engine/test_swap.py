@@ -1,0 +1,134 @@
+"""Evicted requests that wait in host memory: prices are measured, memory comes back, suspends between lose nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.policy import CostModel
+from megatron_infer.testing.tiny import tiny_gpt
+
+BLOCK_GIB = 16 * 2 * 2 * 2 * 16 * 4 / 2**30
+"""B x (K, V) x layers x kv heads x head dim x fp32."""
+PROMPTS = [list(range(i + 4, i + 40)) for i in range(8)]
+PARAMS = SamplingParams(temperature=0.9, top_k=30, max_tokens=40, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
+
+
+def make_engine(model: torch.nn.Module, *, blocks: int = 12, swap: int = 64, **settings: Any) -> DynamicInferenceEngine:
+    config = InferenceConfig(
+        buffer_size_gb=(blocks + 1) * BLOCK_GIB + 1e-9,
+        swap_buffer_size_gb=swap * BLOCK_GIB + 1e-9 if swap else 0,
+        block_size_tokens=16,
+        max_sequence_length=128,
+        max_requests=8,
+        max_tokens=256,
+        check_invariants=True,
+        seed=5,
+        **settings,
+    )
+    return DynamicInferenceEngine(model, config)
+
+
+def answers(engine: DynamicInferenceEngine, disturb: Any = None) -> dict[str, tuple[list[int], list[float]]]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    done = {}
+    while engine.has_unfinished():
+        if disturb is not None:
+            disturb(engine)
+        for output in engine.step():
+            if output.finished:
+                sample = output.outputs[0]
+                values = [entry[t].logprob for t, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+                done[output.request_id] = (sample.token_ids, values)
+    return done
+
+
+@pytest.fixture(scope="module")
+def expected(model: torch.nn.Module) -> dict[str, tuple[list[int], list[float]]]:
+    return answers(make_engine(model, blocks=100, swap=0))
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("caching", [False, True], ids=["", "prefix cache"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, expected, mode, caching, overlap):
+    prefix = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"} if caching else {}
+    engine = make_engine(model, preemption_mode="swap", overlap=overlap, **prefix)
+    away = {"suspends": 0, "swapped": 0}
+
+    def suspend(engine: DynamicInferenceEngine) -> None:
+        waiting = len(engine.parts.scheduler.pressure.swapped)
+        if waiting and away["suspends"] < 5 and engine.num_steps % 7 == 0:
+            with engine.suspended(mode):
+                assert engine.parts.runner.store.is_released == (mode != "persist")
+            away["suspends"] += 1
+            away["swapped"] += waiting
+
+    got = answers(engine, suspend)
+    assert {k: v[0] for k, v in got.items()} == {k: v[0] for k, v in expected.items()}
+    for name, (_, values) in got.items():
+        assert values == pytest.approx(expected[name][1], abs=1e-5)
+    counters = engine.stats().counters
+    assert away["suspends"] >= 2 and counters["swapped_out"] >= 2
+    assert (counters["swapped_in"] > 0) or mode == "recompute"
+    assert engine.parts.context.host.num_free == engine.parts.context.host.num_slots
+    engine.drain()
+    assert engine.parts.runner.store.host_bytes() == 0, "host memory of requests that are gone is still held"
+
+
+def test_prices_are_what_was_measured(model):
+    engine = make_engine(model)
+    first = engine.parts.scheduler.pressure.costs
+    assert first.copy_s_per_block > 0 and first.copy_s_per_block != CostModel().copy_s_per_block
+    assert first.prefill_s_per_token == CostModel().prefill_s_per_token, "no step has told yet"
+    answers(engine)
+    costs = engine.parts.scheduler.pressure.costs
+    assert costs.prefill_s_per_token != first.prefill_s_per_token and costs.prefill_s_per_token > 0
+    assert make_engine(model, swap=0).parts.speeds is None
+
+
+@pytest.mark.parametrize(("prefill", "swaps"), [(10.0, True), (0.0, False)])
+def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, swaps, monkeypatch):
+    engine = make_engine(model)
+    monkeypatch.setattr(engine.parts.speeds, "take", lambda plan, seconds: False)
+    engine.parts.scheduler.pressure.costs = CostModel(prefill_s_per_token=prefill, copy_s_per_block=1e-3)
+    got = answers(engine)
+    counters = engine.stats().counters
+    assert counters["evicted"] > 2 and (counters["swapped_out"] > 0) == swaps
+    assert (counters["recomputed_tokens"] == 0) == swaps
+    assert {k: v[0] for k, v in got.items()} == {k: v[0] for k, v in expected.items()}
+
+
+def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
+    engine = make_engine(model, preemption_mode="swap")
+    runner, failures = engine.parts.runner, 0
+    forward = runner.forward
+
+    def interrupted(plan: Any, writes: Any, moves: Any = ()) -> Any:
+        nonlocal failures
+        if moves and failures < 3:
+            failures += 1
+            raise KeyboardInterrupt  # before a single copy was made
+        return forward(plan, writes, moves)
+
+    runner.forward = interrupted
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    done = {}
+    while engine.has_unfinished():
+        try:
+            done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        except KeyboardInterrupt:
+            continue
+    assert failures == 3 and done == {k: v[0] for k, v in expected.items()}
