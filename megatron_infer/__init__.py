@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from megatron_infer.config import PreemptionMode as PreemptionMode
     from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+    from megatron_infer.durable.snapshot import LoadReport as LoadReport
     from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from megatron_infer.lifecycle import EngineState as EngineState
     from megatron_infer.llm import LLM as LLM
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
+    from megatron_infer.schedule.request import VersionSpan as VersionSpan
+    from megatron_infer.suspension import MemoryReport as MemoryReport
 
 __version__ = "0.1.0"
 
@@ -29,15 +33,19 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "DynamicInferenceEngine": "engine",
+    "EngineState": "lifecycle",
     "InferenceConfig": "config",
     "KVCacheManagementMode": "config",
     "LLM": "llm",
+    "LoadReport": "durable.snapshot",
     "MambaInferenceStateConfig": "config",
+    "MemoryReport": "suspension",
     "PrefixCachingCoordinatorPolicy": "config",
     "PreemptionMode": "config",
     "PrefixCachingEvictionPolicy": "config",
     "RequestOutput": "outputs",
     "SamplingParams": "schedule.params",
+    "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }
 

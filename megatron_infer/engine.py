@@ -223,11 +223,13 @@ class DynamicInferenceEngine(EngineControls):
     def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on."""
         if kv:
+            self.lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
             self.drain()
         self.keeper.save(path, self.loop.backlog, kv=kv)
 
     def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is."""
+        self.lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
         content = self.keeper.read(path)
         self.drain()
         return self.keeper.put_back(content, self.loop.backlog)

@@ -386,6 +386,21 @@ def test_static_pointers_keep_the_address_and_memory_really_goes(model):
     assert answers(run(engine, "greedy", 1)) == answers(run(make_engine(model), "greedy", 1))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_two_hundred_cycles_do_not_grow_the_process(model, mode):
+    engine, sizes = make_engine(model, kv_cache_management_mode=mode), []
+    for number in range(200):
+        if not engine.has_unfinished():
+            for prompt, params in workload("greedy")[:4]:
+                engine.add_request(prompt, params, stream="final")
+        with engine.suspended() as report:
+            sizes.append(report.process_bytes_after)
+        if number % 2:
+            engine.step()
+    drift = max(sizes[-20:]) - max(sizes[40:60])
+    assert drift < 4 << 20, f"{drift:,} bytes more after 200 cycles than after 50: {sizes[::20]}"
+
+
 def test_offload_moves_what_is_live_and_not_the_pool(model):
     engine = make_engine(model, buffer_size_gb=0.25, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
     engine.parts.runner.store.kv_cache.fill_(0.5)

@@ -87,6 +87,29 @@ def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, ex
     assert engine.parts.runner.store.host_bytes() == 0, "host memory of requests that are gone is still held"
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("demand", [2, 4, 8])
+def test_everyone_finishes_with_the_same_tokens_however_small_the_pool(model, demand, mode):
+    """Each request ends with 5 blocks; the pool has 13."""
+    count, blocks = 13 * demand // 5 + 1, 13
+    prompts = [list(range(i % 50 + 4, i % 50 + 40)) for i in range(count)]
+
+    def run(engine: DynamicInferenceEngine) -> tuple[list[Any], dict[str, int]]:
+        return engine.generate(prompts, PARAMS), engine.stats().counters
+
+    swap = {} if mode == "recompute" else {"preemption_mode": mode}
+    tight = make_engine(model, blocks=blocks, swap=0 if mode == "recompute" else 64, paused_buffer_size_gb=0, **swap)
+    want, calm = run(make_engine(model, blocks=8 * 5 + 1, swap=0))
+    got, counters = run(tight)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert calm["evicted"] == 0 < counters["evicted"] == sum(o.metrics.num_evictions for o in got)
+    assert counters["finished"] == count and counters["paused"] - counters["resumed"] <= counters["evicted"]
+    assert counters["swapped_in"] == counters["swapped_out"] <= counters["evicted"]
+    assert (counters["swapped_out"] > 0) or mode != "swap"
+    assert (counters["recomputed_tokens"] > 0) == (counters["evicted"] > counters["swapped_out"])
+    assert tight.stats().num_free_blocks == blocks
+
+
 def test_prices_are_what_was_measured(model):
     engine = make_engine(model)
     first = engine.parts.scheduler.pressure.costs
