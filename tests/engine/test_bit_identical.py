@@ -44,7 +44,14 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 """Settings, and whether the engine is suspended with recomputation every few steps."""
 Answer = tuple[list[int], torch.Tensor]
-MODELS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"params_dtype": torch.bfloat16}}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+GATED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"params_dtype": torch.bfloat16},
+    "fp32 experts": {**MOE, **GATED},
+    "bf16 experts": {**MOE, **GATED, "params_dtype": torch.bfloat16},
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
