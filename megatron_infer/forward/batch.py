@@ -29,6 +29,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("q_len", "int32", "R"),
     ("kv_len", "int32", "R"),
     ("table_row", "int32", "R"),
+    ("num_prompt_queries", "int32", "R"),
     ("cu_q", "int32", "R1"),
     ("token", "int64", "T"),
 )
@@ -202,6 +203,7 @@ class BatchBuilder:
             kv_len=host["kv_len"][:num_rows],
             cu_q=host["cu_q"][: num_rows + 1],
             table_row=host["table_row"][:num_rows],
+            num_prompt_queries=host["num_prompt_queries"][:num_rows],
             q_len_R=mirror["q_len"][:num_rows],
             kv_len_R=mirror["kv_len"][:num_rows],
             cu_q_R1=mirror["cu_q"][: num_rows + 1],
@@ -245,6 +247,7 @@ class BatchBuilder:
         host["token"][:num_decode] = (self._decode_rows << ROW_SHIFT) | starts
         host["table_row"][:num_decode] = self._decode_rows
         host["q_len"][:num_decode] = 1
+        host["num_prompt_queries"][:num_decode] = 0
         host["kv_len"][:num_decode] = starts + 1
         host["cu_q"][: num_decode + 1] = (
             _ARANGE[: num_decode + 1] if num_decode < _ARANGE.size else np.arange(num_decode + 1)
@@ -264,6 +267,7 @@ class BatchBuilder:
             host["token"][offset:end] = np.arange(piece.start, piece.start + piece.n) | lease.row << ROW_SHIFT
             host["table_row"][i] = lease.row
             host["q_len"][i] = piece.n
+            host["num_prompt_queries"][i] = min(max(piece.request.prompt_len - piece.start, 0), piece.n)
             host["kv_len"][i] = piece.start + piece.n
             host["cu_q"][i + 1] = end
             if piece.samples:

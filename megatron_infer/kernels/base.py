@@ -72,6 +72,9 @@ class StepMetadata:
     """[rows + 1] token offsets."""
     table_row: np.ndarray
     """Row of `block_table` that belongs to each sequence."""
+    num_prompt_queries: np.ndarray
+    """Leading queries of the row that are positions of its request's prompt; the others are of its output. 0 in decode
+    rows. On the host alone."""
     q_len_R: Tensor
     kv_len_R: Tensor
     cu_q_R1: Tensor
@@ -110,6 +113,8 @@ class AttentionBackend(Protocol):
         of the same step fills (a shared prefix). Only a decode row (the first num_decode) is read by itself alone.
         q, k, v may be strided views of one fused projection (last dim contiguous); they may be overwritten.
         Query i of row r sits at position kv_len[r] - q_len[r] + i and sees keys 0 .. that position (within `window`).
+        The native backend attends prompt positions one way and output positions another, whatever row they come in, so
+        that a position's answer has the same bits however the work was cut; the others agree within rounding.
         """
         ...
 

@@ -178,7 +178,7 @@ class _StepStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _I) for name in ("num_tokens", "num_rows", "num_decode", "threads")),
-        *((name, _P) for name in ("q_len", "kv_len", "cu_q", "table_row", "block_table")),
+        *((name, _P) for name in ("q_len", "kv_len", "cu_q", "table_row", "num_prompt_queries", "block_table")),
         ("table_stride", _I),
         *((name, _P) for name in ("kv_pos", "cos", "sin")),
         ("rotary_stride", _I),
@@ -242,7 +242,7 @@ class NativePagedAttention:
         s = self._step_struct
         s.num_tokens, s.num_rows, s.num_decode = step.num_tokens, step.num_rows, step.num_decode
         s.threads = torch.get_num_threads()
-        for name in ("q_len", "kv_len", "cu_q", "table_row"):
+        for name in ("q_len", "kv_len", "cu_q", "table_row", "num_prompt_queries"):
             array = getattr(step, name)
             assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
             setattr(s, name, array.ctypes.data)

@@ -61,7 +61,7 @@ class LeanExperts:
             self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", num_ranks=1)
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
-        probs_TE, chosen_TE = self._choose(x_TD)
+        probs_TE, chosen_TE = self._choose(ops, x_TD)
         out_TD = torch.zeros_like(x_TD) if self.shared is None else self._shared(ops, x_TD)
         for expert, lean in enumerate(self.experts):
             tokens = chosen_TE[:, expert].nonzero().flatten()
@@ -77,10 +77,12 @@ class LeanExperts:
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
         return out_TD
 
-    def _choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
         router, config = self.router, self.router.config
-        logits_TE = gating_logits(router, x_TD)
+        # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
+        plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
+        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD)
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
         return self.route(
@@ -99,14 +101,19 @@ class LeanExperts:
         assert self.shared is not None
         out_TD = self.shared.run(ops, x_TD)
         if self.shared_module.use_shared_expert_gate:
-            out_TD = out_TD * torch.sigmoid(F.linear(x_TD, self.shared_module.gate_weight))
+            # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on how many tokens come along.
+            gate_T1 = ops.linear(x_TD, self.shared_module.gate_weight)
+            out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 
     def weights(self) -> Iterator[Tensor]:
+        yield self.router.weight
         for expert in self.experts:
             yield from expert.weights()
         if self.shared is not None:
             yield from self.shared.weights()
+            if self.shared_module.use_shared_expert_gate:
+                yield self.shared_module.gate_weight
 
 
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:

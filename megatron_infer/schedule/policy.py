@@ -50,8 +50,8 @@ def admission_headroom(num_live: int, num_blocks: int) -> int:
 
 
 def is_prefill(request: Request, *, leads: bool) -> bool:
-    """Whether more than one known token is to be computed; a leader's last token is part of its prompt slice."""
-    return leads or len(request.tokens) - request.scheduled > 1
+    """Whether it goes on in a slice: a prompt to its last token, a leader, or several known tokens to compute."""
+    return leads or request.scheduled < request.prompt_len or len(request.tokens) - request.scheduled > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,10 +149,10 @@ def test_suspended_equals_uninterrupted(model, situation, overlap, kind):
         done = run(engine, kind, n, suspender)
         assert suspender.count >= (1 if situation == "idle" else 2), f"{situation} was met {suspender.count} times"
         assert answers(done) == answers(plain), mode
-        if mode == "recompute" or overlap:
+        if engine.parts.chosen.attention.name != "native" and (mode == "recompute" or overlap):
             assert torch.allclose(logprobs(done), logprobs(plain), rtol=0, atol=1e-5), mode
         else:
-            assert torch.equal(logprobs(done), logprobs(plain)), f"{mode}: the same batches gave other bits"
+            assert torch.equal(logprobs(done), logprobs(plain)), f"{mode}: other bits"
         assert (suspender.copied > 0) == (mode == "offload" and situation != "idle")
 
 

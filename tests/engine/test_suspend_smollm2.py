@@ -78,5 +78,5 @@ def test_real_answers_are_those_of_an_undisturbed_run(llm, kind):
                     for s in (mine, other)
                 )
                 assert torch.allclose(values, wanted, rtol=0, atol=2e-5)
-                if mode != "recompute":
+                if mode != "recompute" or llm.engine.parts.chosen.attention.name == "native":
                     assert torch.equal(values, wanted), f"{mode}: other bits"

@@ -49,7 +49,10 @@ def make_case(
     num_padding: int = 0,
     seed: int = 0,
 ) -> Case:
-    """rows: (q_len, kv_len), decode rows first. Blocks are scattered; the last block of the cache is the dummy."""
+    """rows: (q_len, kv_len), decode rows first. Blocks are scattered; the last block of the cache is the dummy.
+
+    Every other slice, from the first on, is of a prompt; the last query of the others is of the output.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -87,6 +90,7 @@ def make_case(
         kv_len=kv_len,
         cu_q=cu_q,
         table_row=table_row,
+        num_prompt_queries=prompt_queries(q_len, num_decode),
         q_len_R=torch.from_numpy(q_len),
         kv_len_R=torch.from_numpy(kv_len),
         cu_q_R1=torch.from_numpy(cu_q),
@@ -108,6 +112,11 @@ def make_case(
     )
     fused = randn(num_tokens, num_kv_heads * (group_size + 2) * head_dim)
     return Case(spec, meta, fused, randn(2, 2, num_blocks, block_size, num_kv_heads, head_dim), layer=1)
+
+
+def prompt_queries(q_len: np.ndarray, num_decode: int) -> np.ndarray:
+    rows = np.arange(len(q_len)) - num_decode
+    return np.where(rows < 0, 0, np.where(rows % 2, q_len - 1, q_len)).astype(np.int32)
 
 
 def check_case(backend: AttentionBackend, case: Case) -> None:

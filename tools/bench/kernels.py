@@ -53,16 +53,17 @@ def make_step(rows: list[tuple[int, int]], dtype: torch.dtype) -> tuple[StepMeta
         kv_pos.append(ids[row].long()[position // BLOCK] * BLOCK + position % BLOCK)
     q_len, kv_len = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
-    table_row = np.arange(len(rows), dtype=np.int32)
+    table_row, num_decode = np.arange(len(rows), dtype=np.int32), sum(n == 1 for n, _ in rows)
     angle = torch.rand(int(cu_q[-1]), HEAD)
     meta = StepMetadata(
         num_tokens=int(cu_q[-1]),
         num_rows=len(rows),
-        num_decode=sum(n == 1 for n, _ in rows),
+        num_decode=num_decode,
         q_len=q_len,
         kv_len=kv_len,
         cu_q=cu_q,
         table_row=table_row,
+        num_prompt_queries=np.where(np.arange(len(rows)) < num_decode, 0, q_len).astype(np.int32),
         q_len_R=torch.from_numpy(q_len),
         kv_len_R=torch.from_numpy(kv_len),
         cu_q_R1=torch.from_numpy(cu_q),

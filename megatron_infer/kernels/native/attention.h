@@ -1,4 +1,10 @@
 // What Python hands to the attention kernels: three structs of 8-byte fields, mirrored in cpu_native.py.
+//
+// Nothing the scheduler does may change an answer, to the bit. The two kernels sum in different orders, so what decides
+// between them is the position alone: prompt positions always go to prefill.cpp, output positions to decode.cpp.
+//   prompt  whole, in chunks (of one token too), after a prefix hit, anew after an eviction   -> prefill_rows
+//   output  one a step as it is drawn, or many in a slice when they are computed anew         -> decode_rows
+// Each sums a query's keys in an order that its position and the window fix, not what else is in the step.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +17,7 @@ namespace mi {
 
 struct Step {  // once a step
     int64_t num_tokens, num_rows, num_decode, threads;
-    const int32_t *q_len, *kv_len, *cu_q, *table_row, *block_table;
+    const int32_t *q_len, *kv_len, *cu_q, *table_row, *num_prompt_queries, *block_table;
     int64_t table_stride;
     const int64_t* kv_pos;
     const void *cos, *sin;  // [tokens, rotary_stride] in the activation dtype; null: nothing rotates

@@ -1,4 +1,4 @@
-// Paged attention of rows with one query.
+// Paged attention of output positions, one query at a time: decode rows, and slices that compute drawn tokens anew.
 //
 // Work is cut into items (row, partition of the context, kv head); a thread takes the next item when it is free. The
 // heads of a group share one pass over keys and values. How a context is cut depends on its length alone, so a row's
@@ -16,6 +16,7 @@ constexpr int kStretch = 32;     // keys all heads of an item look at before any
 constexpr int kNear = 16;        // keys fetched into L1 ahead of use
 constexpr int kFar = 64;         // keys fetched into L2 ahead of use
 constexpr int kItemHeads = 16;   // query heads an item handles at most
+constexpr int64_t kPartialBytes = 1 << 25;  // rows are taken in groups whose partial results fit in about this much
 constexpr float kMasked = -1e30f;
 
 // Queries stay bf16 where the CPU multiplies bf16 pairs, and become fp32 elsewhere.
@@ -140,7 +141,7 @@ static void soften(float* s, int n, float scale, float* top, float* mass) {
     *mass = sum_of(sum);
 }
 
-struct DecodeRow {
+struct DecodeRow {  // one query; a slice has one for each of its output positions
     int64_t row, token, first_part;
     int first_key, num_keys, parts;
 };
@@ -274,29 +275,16 @@ struct DecodeTask {
 };
 
 template <class T>
-void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call) {
-    DecodeRow* rows = context.items.get<DecodeRow>(step.num_rows);
-    int64_t count = 0, parts = 0, merged = 0;
-    for (int64_t i = 0; i < step.num_rows; ++i) {
-        if (step.q_len[i] != 1) continue;
-        DecodeRow& row = rows[count++];
-        const int kv_len = step.kv_len[i];
-        row.row = i;
-        row.token = step.cu_q[i];
-        row.first_key = spec.window && kv_len > spec.window ? (int)(kv_len - spec.window) : 0;
-        row.num_keys = kv_len - row.first_key;
-        row.parts = (row.num_keys + kPartition - 1) / kPartition;
-        row.first_part = parts;
-        parts += row.parts;
-        merged += row.parts > 1;
-    }
-    if (!count) return;
+static void run_group(Context& context, const Step& step, const Spec& spec, const Call& call, const DecodeRow* rows,
+                      int64_t count) {
+    const int64_t parts = rows[count - 1].first_part + rows[count - 1].parts;
     // Heads of several groups go together when there are parts enough for all threads: neighbouring memory is then read by
     // one thread. Who computes a head does not change its result.
     const int64_t group = spec.group, heads = spec.num_kv * group;
     const int64_t fitting = kItemHeads / group, few = parts < 4 * step.threads ? 1 : spec.num_kv;
     const int64_t chunk_heads = group > kItemHeads ? kItemHeads : group * (fitting < few ? fitting : few);
     const int64_t chunks = (heads + chunk_heads - 1) / chunk_heads;
+    const bool merged = parts > count;
     float* partials = merged ? context.partials.get<float>(parts * heads * (spec.head_dim + 2)) : nullptr;
     int* arrivals = context.arrivals.get<int>(count * chunks);
     std::memset(arrivals, 0, count * chunks * sizeof(int));
@@ -315,6 +303,31 @@ void decode_rows(Context& context, const Step& step, const Spec& spec, const Cal
     };
     const int64_t items = parts * chunks;
     parallel((int)(items < step.threads ? items : step.threads), body);
+}
+
+template <class T>
+void decode_rows(Context& context, const Step& step, const Spec& spec, const Call& call) {
+    DecodeRow* rows = context.items.get<DecodeRow>(step.num_tokens);
+    const int64_t budget = kPartialBytes / (int64_t)sizeof(float) / (spec.num_kv * spec.group * (spec.head_dim + 2));
+    int64_t count = 0, parts = 0;
+    auto add = [&](int64_t i, int64_t token, int kv_len) {
+        DecodeRow& row = rows[count++];
+        row.row = i;
+        row.token = token;
+        row.first_key = spec.window && kv_len > spec.window ? (int)(kv_len - spec.window) : 0;
+        row.num_keys = kv_len - row.first_key;
+        row.parts = (row.num_keys + kPartition - 1) / kPartition;
+        row.first_part = parts;
+        parts += row.parts;
+        if (parts < budget) return;
+        run_group<T>(context, step, spec, call, rows, count);
+        count = parts = 0;
+    };
+    for (int64_t i = 0; i < step.num_decode; ++i) add(i, step.cu_q[i], step.kv_len[i]);
+    for (int64_t i = step.num_decode; i < step.num_rows; ++i)
+        for (int j = step.num_prompt_queries[i]; j < step.q_len[i]; ++j)
+            add(i, step.cu_q[i] + j, step.kv_len[i] - step.q_len[i] + j + 1);
+    if (count) run_group<T>(context, step, spec, call, rows, count);
 }
 
 template void decode_rows<float>(Context&, const Step&, const Spec&, const Call&);

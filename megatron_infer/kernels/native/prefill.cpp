@@ -1,5 +1,7 @@
-// Paged attention of rows with several queries: tiles of queries against packed tiles of keys, softmax as it goes.
+// Paged attention of prompt positions: tiles of queries against packed tiles of keys, softmax as it goes.
 //
+// Key tiles begin at multiples of kTile, and what a tile adds to a query that does not see it is exactly nothing: a query's
+// result depends on its position alone, not on the chunk it comes in (attention.h says why that matters).
 // 1. every token's key is rotated and appended;  2. keys and values of each (row, kv head) are packed once into panels the
 // inner loop can stream;  3. each (row, kv head, tile of queries) walks the key tiles it can see. The heads of a group are
 // rows of one tile, so keys and values are read once for all of them.
@@ -68,7 +70,8 @@ static void multiply(const bf16* a, int a_stride, const bf16* b, int steps, floa
 
 struct PrefillRow {
     int64_t row, token, packed;  // packed: offset of this row's panels, in elements
-    int q_len, first_position;   // of the first query
+    int q_len, first_position;   // of its prompt queries, which come first
+    int kv_len;                  // keys the last of them sees
     int first_key, num_tiles;    // packed keys start here, on a tile boundary
     int64_t first_pack_item, first_item;
     int query_tiles;
@@ -107,7 +110,7 @@ struct PrefillTask {
     void pack_tile(const PrefillRow& row, int64_t head, int tile) const {
         Op* keys = packed + row.packed + (head * row.num_tiles + tile) * tile_size();
         Op* values = keys + (int64_t)kTile * dim;
-        const int begin = row.first_key + tile * kTile, kv_len = step.kv_len[row.row];
+        const int begin = row.first_key + tile * kTile, kv_len = row.kv_len;
         const int n = kv_len - begin < kTile ? kv_len - begin : kTile;
         if (n < kTile) std::memset(keys, 0, tile_size() * sizeof(Op));
         const int32_t* table = step.block_table + step.table_row[row.row] * step.table_stride;
@@ -229,6 +232,9 @@ struct PrefillTask {
             mass += e;
         }
         s.mass[r] += sum_of(mass);
+        // What is masked got e^-87, and the keys there differ with the chunk. In the sum of all weights it vanishes.
+        std::memset(weight, 0, begin * sizeof(Op));
+        std::memset(weight + end, 0, (kTile - end) * sizeof(Op));
     }
 };
 
@@ -293,17 +299,18 @@ void prefill_rows(Context& context, const Step& step, const Spec& spec, const Ca
     if ((int64_t)context.scratch.size() < step.threads) context.scratch = std::vector<Buffer>(step.threads);
 
     const int64_t budget = kPackedBytes / (int64_t)sizeof(typename Operand<T>::type);
-    for (int64_t i = 0; i < step.num_rows;) {
+    for (int64_t i = step.num_decode; i < step.num_rows;) {
         int64_t count = 0, elements = 0, pack_items = 0, items = 0;
         for (; i < step.num_rows && elements < budget; ++i) {
-            if (step.q_len[i] == 1) continue;
+            if (!step.num_prompt_queries[i]) continue;
             PrefillRow& row = rows[count++];
             row.row = i;
             row.token = step.cu_q[i];
-            row.q_len = step.q_len[i];
+            row.q_len = step.num_prompt_queries[i];
             row.first_position = step.kv_len[i] - step.q_len[i];
+            row.kv_len = row.first_position + row.q_len;
             row.first_key = task.first_visible(row.first_position) / kTile * kTile;
-            row.num_tiles = (step.kv_len[i] - row.first_key + kTile - 1) / kTile;
+            row.num_tiles = (row.kv_len - row.first_key + kTile - 1) / kTile;
             row.packed = elements;
             row.first_pack_item = pack_items;
             row.first_item = items;

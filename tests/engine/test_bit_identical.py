@@ -1,0 +1,148 @@
+"""Nothing the scheduler does changes an answer to the bit: log probabilities are torch.equal, in fp32 and in bf16."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+VOCAB = 128
+BLOCK = 16
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": BLOCK,
+    "max_sequence_length": 320,
+    "max_requests": 16,
+    "max_tokens": 512,
+    "check_invariants": True,
+}
+MAX_SUSPENDS = 6
+"""Who is set back every few steps without end would never finish."""
+PREFIX = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 24}
+TINY_POOL = {"pool_blocks": 22}
+WAYS: dict[str, tuple[dict[str, Any], bool]] = {
+    "alone": ({"max_requests": 1}, False),
+    "chunked": (CHUNKED, False),
+    "chunks of 1": ({"enable_chunked_prefill": True, "max_tokens": 1, "max_requests": 1}, False),
+    "prefix": (PREFIX, False),
+    "tiny pool": (TINY_POOL, False),
+    "overlap": ({"overlap": True}, False),
+    "suspended": ({}, True),
+    "suspended, overlap": ({"overlap": True}, True),
+    "suspended, chunked": (CHUNKED, True),
+    "all of it": ({**PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
+}
+"""Settings, and whether the engine is suspended with recomputation every few steps."""
+Answer = tuple[list[int], torch.Tensor]
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+GATED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"params_dtype": torch.bfloat16},
+    "fp32 experts": {**MOE, **GATED},
+    "bf16 experts": {**MOE, **GATED, "params_dtype": torch.bfloat16},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request) -> torch.nn.Module:
+    model = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2, **MODELS[request.param])
+    name = make_engine(model).parts.chosen.attention.name
+    if name != "native":
+        pytest.skip(f"attention runs on {name}, which promises rounding only")
+    return model
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    settings = {**BASE, **settings}
+    pool = settings.pop("pool_blocks", None)
+    if pool is not None:
+        item = next(model.parameters()).element_size()
+        block = BLOCK * 2 * 2 * 2 * 16 * item  # B x (K, V) x layers x kv heads x head dim
+        settings["buffer_size_gb"] = (pool + 1) * block / 2**30 + 1e-9
+    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+
+
+def workload(kind: str) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts to past 128 tokens (a tile of keys), one of them with its output past 256 (a partition)."""
+    rng = random.Random(5)
+    stem = [rng.randrange(4, VOCAB) for _ in range(120)]
+    work = []
+    for i, (shared, own, drawn) in enumerate([(0, 1, 30), (48, 17, 40), (120, 30, 120), (48, 3, 25), (120, 9, 30)] * 2):
+        prompt = stem[:shared] + [rng.randrange(4, VOCAB) for _ in range(own)]
+        how: dict[str, Any] = {"temperature": 0.0}
+        if kind == "sampled":
+            how = {"temperature": 0.9, "seed": i, **[{}, {"top_k": 12}, {"top_p": 0.8}][i % 3]}
+        how["prompt_logprobs"] = 0 if i % 2 else None  # the others may hit the prefix cache
+        work.append((prompt, SamplingParams(max_tokens=drawn, ignore_eos=True, logprobs=2, **how)))
+    return work
+
+
+def suspender(engine: DynamicInferenceEngine) -> Callable[[], None]:
+    first = engine.num_steps + 3
+    steps = iter(range(first, first + 9 * MAX_SUSPENDS, 9))
+    due = next(steps)
+
+    def suspend() -> None:
+        nonlocal due
+        if engine.num_steps == due:
+            engine.suspend("recompute")
+            engine.resume()
+            due = next(steps, -1)
+
+    return suspend
+
+
+def run(engine: DynamicInferenceEngine, kind: str, *, suspended: bool = False) -> list[Answer]:
+    """Every request's (tokens, log probabilities of its prompt, its tokens and the likeliest ones)."""
+    work = workload(kind)
+    for i, (prompt, params) in enumerate(work):
+        engine.add_request(prompt, params, request_id=str(i), stream="final")
+    suspend = suspender(engine) if suspended else lambda: None
+    done = {}
+    while engine.has_unfinished():
+        suspend()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [answer(done[str(i)]) for i in range(len(work))]
+
+
+def answer(output: RequestOutput) -> Answer:
+    sample = output.outputs[0]
+    entries = [entry for entry in [*(output.prompt_logprobs or []), *sample.logprobs] if entry is not None]
+    values = [entry[token].logprob for entry in entries for token in sorted(entry)]
+    return sample.token_ids, torch.tensor(values, dtype=torch.float64)
+
+
+def check_same(answers: list[Answer], wanted: list[Answer]) -> None:
+    for i, ((tokens, values), (other, bits)) in enumerate(zip(answers, wanted, strict=True)):
+        assert tokens == other, f"request {i}: other tokens"
+        assert torch.equal(values, bits), f"request {i}: {(values - bits).abs().max()} off"
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> dict[str, list[Answer]]:
+    return {kind: run(make_engine(model), kind) for kind in ("greedy", "sampled")}
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("way", WAYS)
+def test_logprobs_have_the_same_bits(model, plain, way, kind):
+    settings, suspended = WAYS[way]
+    engine = make_engine(model, **settings)
+    check_same(run(engine, kind, suspended=suspended), plain[kind])
+    counters = engine.stats().counters
+    assert counters["evicted"] or "pool_blocks" not in settings, "the pool was not tight enough to test"
+    if "enable_prefix_caching" in settings:
+        before = counters["prefix_hit_tokens"]
+        check_same(run(engine, kind, suspended=suspended), plain[kind])
+        assert engine.stats().counters["prefix_hit_tokens"] > before
