@@ -78,13 +78,16 @@ class Recorder:
         assert self._engine is not None
         group = self._engine.ledger.get(request_id)
         assert group is not None, f"request {request_id!r} was announced before its account was opened"
+        request = group.samples[0].request
+        salt = {"salt": request.cache.salt} if request.cache.salt else {}
         self._write(
             kind="add",
             step=step - self._first_step,
             id=request_id,
             tokens=list(token_ids),
-            seed=group.samples[0].request.seed,
+            seed=request.seed,
             params=params_to_dict(params),
+            **salt,
         )
 
     def on_abort(self, request_id: str, step: int) -> None:
@@ -157,7 +160,8 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
                 )
         if event["kind"] == "add":
             params = dataclasses.replace(SamplingParams.from_dict(event["params"]), seed=event["seed"])
-            engine.add_request(event["tokens"], params, request_id=event["id"], stream="final")
+            prompt = {"prompt_token_ids": event["tokens"], "cache_salt": event.get("salt", "")}
+            engine.add_request(prompt, params, request_id=event["id"], stream="final")
         else:
             outputs.append(engine.abort(event["id"]))
     while engine.has_unfinished():

@@ -25,7 +25,11 @@ class FakeEngine:
         request_id = request_id or f"r{self.next_seed}"
         seed = params.seed if params.seed is not None else self.next_seed
         self.next_seed += 1
-        samples = [SimpleNamespace(request=SimpleNamespace(seed=seed + i)) for i in range(params.n)]
+        salt = ""
+        if isinstance(ids, dict):
+            ids, salt = ids["prompt_token_ids"], ids["cache_salt"]
+        cache = SimpleNamespace(salt=salt)
+        samples = [SimpleNamespace(request=SimpleNamespace(seed=seed + i, cache=cache)) for i in range(params.n)]
         self.live[request_id] = SimpleNamespace(
             id=request_id, ids=ids, params=params, stream=stream, samples=samples, count=0
         )

@@ -46,3 +46,16 @@ def test_a_run_with_aborts_replays_under_other_options(model, tmp_path, overlap)
             engine.step()
     assert verify(path, make_engine(model, seed=99)) is None
     assert verify(path, make_engine(model, block_size_tokens=64, enable_chunked_prefill=True, max_tokens=40)) is None
+
+
+def test_salts_are_recorded_and_replayed(model, tmp_path):
+    path, caching = tmp_path / "run.jsonl", {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    engine, ids = make_engine(model, **caching), list(range(5, 60))
+    with Recorder(path) as recorder:
+        recorder.attach(engine)
+        for salt in ("", "a", "b", "a"):
+            engine.generate([{"prompt_token_ids": ids, "cache_salt": salt}], SamplingParams(max_tokens=3, seed=1))
+    hits = engine.stats().counters["prefix_hit_tokens"]
+    again = make_engine(model, **caching)
+    assert verify(path, again) is None
+    assert again.stats().counters["prefix_hit_tokens"] == hits == 48, "it shared more than the recorded run did"
