@@ -161,20 +161,19 @@ class Suspension:
         return mode is not self._mode
 
     def _release_cache(self, mode: KVCacheManagementMode, tick: Callable[[str], None]) -> TagReport:
-        store, context, scheduler = self._parts.runner.store, self._parts.context, self._parts.scheduler
+        store, context = self._parts.runner.store, self._parts.context
         if mode is KVCacheManagementMode.OFFLOAD:
             done = store.offload(context.held_blocks(), tick)
             context.forget_free()
-        elif store.is_released:  # offloaded before
-            freed = store.drop_copy()
-            scheduler.requeue_all()
-            context.forget_all()
-            return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
-        else:
-            done = store.release(tick)
-            scheduler.requeue_all()
-            context.forget_all()
-        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
+            return TagReport(
+                bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
+            )
+        freed = store.drop_copy() if store.is_released else store.release(tick).bytes_freed
+        self._parts.scheduler.requeue_all()
+        context.forget_all()
+        swapped = store.host_bytes()
+        self._parts.finish_moves()  # there are none; slots of what was swapped out give their memory back
+        return TagReport(bytes_freed=freed + swapped - store.host_bytes(), bytes_resident=_resident(store))
 
     def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
         store = self._parts.runner.store
