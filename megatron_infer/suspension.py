@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_infer.assembly import Assembly
@@ -48,12 +48,7 @@ class MemoryReport:
     """Unfinished requests, all of which go on after the resume."""
 
     def to_dict(self) -> dict[str, Any]:
-        names = [name for name in self.__slots__ if name != "tags"]  # type: ignore[attr-defined]
-        tags = {
-            tag: {name: getattr(report, name) for name in report.__slots__}  # type: ignore[attr-defined]
-            for tag, report in self.tags.items()
-        }
-        return {name: getattr(self, name) for name in names} | {"tags": tags}
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [
