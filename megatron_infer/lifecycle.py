@@ -99,7 +99,7 @@ class Transit:
             what, action = self._undo.pop()
             try:
                 action()
-            except Exception as second:  # the others are undone all the same, and the first error is what is told
+            except BaseException as second:  # the others are undone all the same, and the first error is what is told
                 error.add_note(f"undoing {what} failed as well: {type(second).__name__}: {second}")
 
 

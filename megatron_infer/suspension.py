@@ -161,20 +161,28 @@ class Suspension:
         return mode is not self._mode
 
     def _release_cache(self, mode: KVCacheManagementMode, tick: Callable[[str], None]) -> TagReport:
-        store, context, scheduler = self._parts.runner.store, self._parts.context, self._parts.scheduler
+        store, context = self._parts.runner.store, self._parts.context
         if mode is KVCacheManagementMode.OFFLOAD:
-            done = store.offload(context.held_blocks(), tick)
+            done, dropped = store.offload(context.held_blocks(), tick), 0
             context.forget_free()
         elif store.is_released:  # offloaded before
-            freed = store.drop_copy()
-            scheduler.requeue_all()
-            context.forget_all()
+            freed = store.drop_copy() + self._drop_requests()
             return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
         else:
             done = store.release(tick)
-            scheduler.requeue_all()
-            context.forget_all()
-        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
+            dropped = self._drop_requests()
+        return TagReport(
+            bytes_freed=done.bytes_freed + dropped, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
+        )
+
+    def _drop_requests(self) -> int:
+        """Everyone computes anew -> bytes of host memory that evicted requests gave back."""
+        store = self._parts.runner.store
+        before = store.host_bytes()
+        self._parts.scheduler.requeue_all()
+        self._parts.context.forget_all()
+        self._parts.free_host_slots()
+        return before - store.host_bytes()
 
     def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
         store = self._parts.runner.store
