@@ -314,24 +314,25 @@ def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model
 def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(model, monkeypatch):
     engine = make_engine(model)
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or step())
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.4) or step())
 
     async def main() -> None:
         async with make_async(engine) as llm:
             stream = llm.generate(PROMPTS[0], PARAMS)
             await anext(stream)
+            await asyncio.sleep(0.1)  # well within the next step
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(llm.pause(), 0.02)
             assert len((await anext(stream)).outputs[0].token_ids) > 1 and engine.state == "running"
             # Its request gets in, the caller leaves before it hears of it.
             monkeypatch.setattr(engine, "step", step)
             add = engine.add_request
-            monkeypatch.setattr(engine, "add_request", lambda *a, **k: (time.sleep(0.1), add(*a, **k))[1])
+            monkeypatch.setattr(engine, "add_request", lambda *a, **k: (time.sleep(0.5), add(*a, **k))[1])
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(anext(llm.generate(PROMPTS[1], PARAMS, request_id="left")), 0.05)
             async for _ in stream:
                 pass
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.8)
             assert "left" not in engine.ledger
             assert engine.parts.scheduler.stats.finished == 2
             assert len(llm._thread._sinks) == 0
