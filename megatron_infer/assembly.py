@@ -95,12 +95,24 @@ class Assembly:
         """Launch a step: what the context has journaled since the last one, then the forward."""
         context = self.context
         flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
-        self.runner.store.free_host_slots(context.take_freed_slots())
+        self.free_host_slots()
         return flight
 
     def finish_moves(self) -> None:
-        """Carry out copies between pool and host that no step has launched yet."""
-        self.runner.store.run_moves(self.context.take_moves())
+        """Carry out copies between pool and host that no step has launched yet.
+
+        When that fails nobody knows what has arrived: everyone is computed anew.
+        """
+        try:
+            self.runner.store.run_moves(self.context.take_moves())
+        except BaseException:
+            self.scheduler.requeue_all()
+            raise
+        finally:
+            self.free_host_slots()
+
+    def free_host_slots(self) -> None:
+        """Give back host memory of evicted requests that came back or ended."""
         self.runner.store.free_host_slots(self.context.take_freed_slots())
 
     def enter_inference(self) -> None:
@@ -123,9 +135,12 @@ class Assembly:
         return self.guard.changed() if fresh else self.guard.moved()
 
     def accept_weights(self, version: int, tick: Tick = _no_tick) -> None:
-        """The weights are `version` now: rebuild derived copies and retire cached KV; nothing may be in flight."""
-        if not self.derived.is_released:  # else the resume rebuilds them
-            self.derived.refresh(tick)
+        """The weights are `version` now: rebuild derived copies and retire cached KV; nothing may be in flight.
+
+        When it fails, derived copies may be of old and new weights: the next step sees to them again.
+        """
+        self.guard.doubt()
+        self.derived.refresh_held(tick)  # the resume rebuilds what is released
         tick("the weights' checksums")
         self.guard.accept()
         self.weight_version = version
@@ -145,8 +160,8 @@ class Assembly:
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
         if self.shelf is not None and not self.shelf.num_bytes:
-            self.shelf.lay_up(transit.tick)
             transit.undo("laying up the weights", partial(self.shelf.take_down, _no_tick))
+            self.shelf.lay_up(transit.tick)
 
     def take_down_weights(self, transit: Transit) -> None:
         if self.shelf is not None and self.shelf.num_bytes:

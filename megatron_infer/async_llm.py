@@ -156,7 +156,12 @@ class AsyncLLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        added = await asyncio.wrap_future(self._thread.submit(prompt, params, request_id, stream, sink))
+        submitted = self._thread.submit(prompt, params, request_id, stream, sink)
+        try:
+            added = await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._abort_unseen)
+            raise
         finished = False
         try:
             while not finished:
@@ -169,6 +174,11 @@ class AsyncLLM:
         finally:
             if not finished:
                 self._thread.abort(added)
+
+    def _abort_unseen(self, submitted: Future[str]) -> None:
+        """A request that got in although its caller was gone."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._thread.abort(submitted.result())
 
     async def abort(self, request_id: str) -> RequestOutput:
         """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
@@ -200,7 +210,12 @@ class AsyncLLM:
         future = self._thread.call(command)
         waiting = asyncio.wrap_future(future)
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        if not (await asyncio.wait({waiting}, timeout=limit))[0] and future.cancel():
+        try:
+            begun = bool((await asyncio.wait({waiting}, timeout=limit))[0])
+        except asyncio.CancelledError:
+            future.cancel()  # what has not begun is not carried out behind the caller's back
+            raise
+        if not begun and future.cancel():
             raise TransitionTimeout(f"the engine did not get to it within {limit:g} s: it waits for the step under way")
         return await waiting
 

@@ -90,7 +90,13 @@ class EngineControls:
     ) -> Iterator[MemoryReport]:
         """`with engine.suspended(): train()`: resumes whatever the body does. A failed resume is raised, beside the
         body's own error if there was one."""
-        report = self.suspend(mode, tags)
+        before = self.state
+        try:
+            report = self.suspend(mode, tags)
+        except BaseException:  # an interrupt that had to wait until all was suspended
+            if self.state is EngineState.SUSPENDED and before is not EngineState.SUSPENDED:
+                self.resume()
+            raise
         try:
             yield report
         except BaseException as error:

@@ -202,17 +202,19 @@ class DynamicInferenceEngine(EngineControls):
         others: list[RequestOutput] = []
         try:
             while place:
-                for output in self.step():
-                    if output.request_id not in place:
-                        others.append(output)
-                        continue
-                    results[place.pop(output.request_id)] = output
-                    if on_output is not None:
-                        on_output(output)
+                outputs = self.step()
+                others += [output for output in outputs if output.request_id not in place]
+                for output in outputs:
+                    if output.request_id in place:
+                        results[place.pop(output.request_id)] = output
+                        if on_output is not None:
+                            on_output(output)
         finally:
-            self.loop.backlog = others + self.loop.backlog
-            for request_id in place:  # only after an interrupt: leave nothing of this call behind
-                self.abort(request_id)
+            # After an interrupt nothing of this call is left behind, neither requests nor their outputs.
+            self.loop.backlog = [out for out in others + self.loop.backlog if out.request_id not in place]
+            for request_id in place:
+                if request_id in self.ledger:
+                    self.abort(request_id)
         return [output for output in results if output is not None]
 
     def drain(self) -> None:

@@ -8,15 +8,19 @@
     update: RUNNING, PAUSED or SUSPENDED --UPDATING--> the same
 
 A transition that fails (an error, a deadline passed, an interrupt) undoes what it did and leaves the state it began in.
+Ctrl-C takes effect at the next tick, where everything can be undone, or once the transition is complete.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from megatron_infer.errors import InferenceError, TransitionFailed, TransitionTimeout, WrongState
 
@@ -66,6 +70,34 @@ Observer = Callable[[str], None]
 """Told what a transition is about to do or wait for; one that raises makes the transition fail there."""
 
 
+class HeldInterrupt:
+    """Keeps SIGINT from coming between two pieces of work, such as memory that went and the note that it did."""
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, Any], Any] | None = None
+        self._pending: tuple[int, Any] | None = None
+
+    def hold(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):  # others get no signals
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
+
+    def deliver(self) -> None:
+        """Let the handler found by `hold` have what has come since; it may raise."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._handler is not None:
+            self._handler(*pending)
+
+    def let_go(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        self.deliver()
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._pending = number, frame
+
+
 @dataclass(slots=True)
 class Transit:
     """A transition under way."""
@@ -77,11 +109,13 @@ class Transit:
     timeout_s: float
     clock: Callable[[], float]
     observers: list[Observer]
+    interrupt: HeldInterrupt = field(default_factory=HeldInterrupt)
     waits_for: str = "its turn"
     _undo: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
 
     def tick(self, what: str) -> None:
-        """Before each piece of work: says what is waited for, and raises when the time is up."""
+        """Before each piece of work: says what is waited for, and raises when the time is up or Ctrl-C was pressed."""
+        self.interrupt.deliver()
         if self.clock() > self.deadline:
             raise TransitionTimeout(
                 f"{self.command} took longer than {self.timeout_s:g} s; it was at: {self.waits_for}; next was: {what}"
@@ -99,7 +133,7 @@ class Transit:
             what, action = self._undo.pop()
             try:
                 action()
-            except Exception as second:  # the others are undone all the same, and the first error is what is told
+            except BaseException as second:  # the others are undone all the same, and the first error is what is told
                 error.add_note(f"undoing {what} failed as well: {type(second).__name__}: {second}")
 
 
@@ -149,18 +183,28 @@ class Lifecycle:
             clock=self._clock,
             observers=self.observers,
         )
-        self.state, self._transit = rule.via, transit
+        transit.interrupt.hold()
         try:
-            yield transit
-        except BaseException as error:
-            transit.roll_back(error)
-            self.state, self._transit = source, None
-            if isinstance(error, WrongState) or not isinstance(error, Exception):
+            self.state, self._transit = rule.via, transit
+            try:
+                yield transit
+            except BaseException as error:
+                transit.roll_back(error)
+                self.state, self._transit = source, None
+                _tell(transit, error)
                 raise
-            told = f"{command}() failed at: {transit.waits_for}; the engine is {source.name} again, as before the call"
-            if isinstance(error, TransitionTimeout):
-                error.args = (f"{error}; the engine is {source.name} again, as before the call",)
-                raise
-            detail = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
-            raise TransitionFailed(f"{told}: {detail}") from error
-        self.state, self._transit = transit.target, None
+            self.state, self._transit = transit.target, None
+        finally:
+            transit.interrupt.let_go()
+
+
+def _tell(transit: Transit, error: BaseException) -> None:
+    """Say of a failed transition where it failed and that nothing has changed. WrongState and interrupts pass."""
+    if isinstance(error, WrongState) or not isinstance(error, Exception):
+        return
+    again = f"the engine is {transit.source.name} again, as before the call"
+    if isinstance(error, TransitionTimeout):
+        error.args = (f"{error}; {again}",)
+        return
+    detail = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
+    raise TransitionFailed(f"{transit.command}() failed at: {transit.waits_for}; {again}: {detail}") from error

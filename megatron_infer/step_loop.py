@@ -44,35 +44,48 @@ class StepLoop:
         self.backlog: list[RequestOutput] = []
         """Outputs that the next step hands out."""
         self._overlap, self._check_invariants = overlap, check_invariants
-        self._previous: Flight | None = None
+        self._flights: list[Flight] = []
+        """Launched and not committed, oldest first; two only where an interrupt came between them."""
 
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing in flight; the backlog may still hold outputs."""
-        return not len(self.ledger) and self._previous is None
+        return not len(self.ledger) and not self._flights
 
     def take_backlog(self) -> list[RequestOutput]:
         outputs, self.backlog = self.backlog, []
         return outputs
 
     def step(self) -> list[RequestOutput]:
-        """One step -> outputs of the requests that have news, finished ones marked."""
-        outputs, parts = self.take_backlog(), self.parts
+        """One step -> outputs of the requests that have news, finished ones marked.
+
+        When it is interrupted, what it would have handed out comes with the next one.
+        """
+        outputs = self.take_backlog()
+        try:
+            self._step(outputs)
+        except BaseException:
+            self.backlog = outputs + self.backlog
+            raise
+        return outputs
+
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        parts = self.parts
         if self.is_idle:
             parts.leave_inference()
-            return outputs
+            return
         started = time.perf_counter()
         parts.enter_inference()
+        self._commit(outputs, leave=1)
         if parts.weights_differ():
-            self._commit_previous(outputs)
+            self._commit(outputs)
             parts.accept_weights(parts.weight_version + 1)
         plan = parts.scheduler.schedule()
-        flight = self._launch(plan, outputs) if plan.num_tokens else None
-        self._commit_previous(outputs)
-        self._previous = flight
+        launched = bool(plan.num_tokens) and self._launch(plan, outputs)
+        self._commit(outputs, leave=int(launched))
         # What was launched for requests that ended is let go at once.
         if not self._overlap or not len(self.ledger):
-            self._commit_previous(outputs)
+            self._commit(outputs)
         if self._check_invariants:
             parts.context.check()
         self.num_steps += 1
@@ -84,14 +97,13 @@ class StepLoop:
         parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
         if self.is_idle:
             parts.leave_inference()
-        return outputs
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one, and make blocks hold what the books say.
 
         Outputs come with the next step.
         """
-        self._commit_previous(self.backlog)
+        self._commit(self.backlog)
         self.parts.finish_moves()
 
     def stand_still(self, tick: Callable[[str], None]) -> None:
@@ -99,7 +111,7 @@ class StepLoop:
 
         tick: called while the device is waited for; may raise, and then the step stays in flight.
         """
-        while self._previous is not None and not self._previous.is_done():
+        while not all(flight.is_done() for flight in self._flights):
             tick("the step in flight")
             time.sleep(POLL_S)
         self.drain()
@@ -120,39 +132,48 @@ class StepLoop:
                 sample.close()
         for listener in self.listeners:
             listener.on_abort(request_id, self.num_steps)
-        return self.ledger.retire(group)
+        output = self.ledger.retire(group)
+        if self.is_idle:  # nobody has a reason to step again
+            self.parts.leave_inference()
+        return output
 
     # ------------------------------------------------------------------ one step's parts
 
-    def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> Flight | None:
+    def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> bool:
+        """Whether the step is on its way."""
         try:
             flight = self.parts.forward(plan)
             self.parts.runner.sample(flight)
-            return flight
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
-            self._commit_previous(outputs)
+            self._commit(outputs)
             self._fail(
                 plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
             )
-            return None
+            return False
         except BaseException:  # an interrupt: the step is undone, its requests are computed anew later
-            self._commit_previous(self.backlog)
+            self._commit(outputs)
             self.parts.scheduler.cancel(plan)
             raise
+        self._flights.append(flight)
+        return True
 
-    def _commit_previous(self, outputs: list[RequestOutput]) -> None:
-        """Read the step in flight, apply it, and append what it brought to `outputs`."""
-        flight, self._previous = self._previous, None
-        if flight is None:
-            return
-        plan, drawn, scheduler = flight.plan, flight.read(), self.parts.scheduler
-        broken = [plan.sampled[index] for index in drawn.bad]
-        for request in broken:
-            self.ledger.set_error(request, FailedStep("the model's logits are not finite; check its weights and dtype"))
-            scheduler.finish(request, FinishReason.ERROR)
-        alive = self.ledger.alive(plan)
-        ended = scheduler.commit(plan, drawn.result)
-        outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
+    def _commit(self, outputs: list[RequestOutput], *, leave: int = 0) -> None:
+        """Read the steps in flight but for the last `leave`, apply them, and append what they brought to `outputs`.
+
+        An interrupt of the wait for the device leaves the step in flight.
+        """
+        while len(self._flights) > leave:
+            flight, scheduler = self._flights[0], self.parts.scheduler
+            plan, drawn = flight.plan, flight.read()
+            del self._flights[0]
+            broken = [plan.sampled[index] for index in drawn.bad]
+            for request in broken:
+                error = FailedStep("the model's logits are not finite; check its weights and dtype")
+                self.ledger.set_error(request, error)
+                scheduler.finish(request, FinishReason.ERROR)
+            alive = self.ledger.alive(plan)
+            ended = scheduler.commit(plan, drawn.result)
+            outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
 
     def _fail(self, plan: Plan, error: InferenceError, outputs: list[RequestOutput]) -> None:
         """End the requests of a step whose forward raised; everything else goes on."""

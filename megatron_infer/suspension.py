@@ -164,11 +164,16 @@ class Suspension:
                 bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
             )
         freed = store.drop_copy() if store.is_released else store.release(tick).bytes_freed
+        return TagReport(bytes_freed=freed + self._drop_requests(), bytes_resident=_resident(store))
+
+    def _drop_requests(self) -> int:
+        """Everyone computes anew -> bytes of host memory that evicted requests gave back."""
+        store = self._parts.runner.store
+        before = store.host_bytes()
         self._parts.scheduler.requeue_all()
-        context.forget_all()
-        swapped = store.host_bytes()
-        self._parts.finish_moves()  # there are none; slots of what was swapped out give their memory back
-        return TagReport(bytes_freed=freed + swapped - store.host_bytes(), bytes_resident=_resident(store))
+        self._parts.context.forget_all()
+        self._parts.free_host_slots()
+        return before - store.host_bytes()
 
     def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
         store = self._parts.runner.store

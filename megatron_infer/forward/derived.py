@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_infer.errors import StaleCache
@@ -46,10 +46,12 @@ class DerivedCaches:
 
     def refresh(self, tick: Callable[[str], None] = lambda what: None) -> None:
         """Rebuild all; when one fails, those before it are new and those after it are not: call it again."""
-        for cache in self._caches.values():
-            tick(f"rebuilding {cache.name}")
-            cache.refresh()
+        self._rebuild(self._caches.values(), tick)
         self.is_released = False
+
+    def refresh_held(self, tick: Callable[[str], None] = lambda what: None) -> None:
+        """Rebuild what is there now: all but what `release` gave back."""
+        self._rebuild((cache for cache in self._caches.values() if self._is_held(cache)), tick)
 
     def release(self, tick: Callable[[str], None] = lambda what: None) -> None:
         """Give back what can be given back; nothing may run until `refresh`."""
@@ -64,10 +66,19 @@ class DerivedCaches:
         stale = [
             f"{cache.name} ({difference})"
             for cache in self._caches.values()
-            if (cache.release is None or not self.is_released) and (difference := cache.differs()) is not None
+            if self._is_held(cache) and (difference := cache.differs()) is not None
         ]
         if stale:
             raise StaleCache(
                 f"derived from other weights than the model has: {', '.join(stale)}; say that weights changed "
                 "(set_weight_version or refresh_weights), and register a refresh that rebuilds it"
             )
+
+    def _is_held(self, cache: DerivedCache) -> bool:
+        return cache.release is None or not self.is_released
+
+    @staticmethod
+    def _rebuild(caches: Iterable[DerivedCache], tick: Callable[[str], None]) -> None:
+        for cache in caches:
+            tick(f"rebuilding {cache.name}")
+            cache.refresh()

@@ -45,9 +45,9 @@ class WeightShelf:
             kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
             kept.copy_(_bytes_of(storage))
             shelf.append((storage, kept))
+        self._shelf = shelf  # first: whatever comes between, `take_down` brings all of them back
         for storage, _ in shelf:
             storage.resize_(0)
-        self._shelf = shelf
 
     @torch.no_grad()
     def take_down(self, tick: Callable[[str], None]) -> None:
@@ -92,13 +92,18 @@ class WeightGuard:
         self.accept()
 
     def accept(self) -> None:
-        """Take the present weights as known."""
-        self._weights = self._present()
+        """Take the present weights as known; interrupted, it has accepted nothing."""
+        weights = self._present()
         # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
-        self._versioned = [weight for weight in self._weights if not weight.is_inference()]
-        self._versions = list(map(_VERSION, self._versioned))
-        self._pointers = list(map(_POINTER, self._weights))
-        self._sums = self._content()
+        versioned = [weight for weight in weights if not weight.is_inference()]
+        versions, pointers = list(map(_VERSION, versioned)), list(map(_POINTER, weights))
+        sums = self._content(weights)
+        self._weights, self._versioned = weights, versioned
+        self._versions, self._pointers, self._sums = versions, pointers, sums
+
+    def doubt(self) -> None:
+        """Until the next `accept` the weights count as moved: what is derived from them may be of two kinds."""
+        self._pointers = []
 
     @property
     def sums(self) -> tuple[int, ...]:
@@ -116,11 +121,11 @@ class WeightGuard:
         """True when any weight differs from what was accepted, however it was written."""
         if list(map(id, self._present())) != list(map(id, self._weights)):
             return True
-        return self.moved() or self._content() != self._sums
+        return self.moved() or self._content(self._weights) != self._sums
 
     def _present(self) -> list[Tensor]:
         return list({id(weight): weight for weight in self._all()}.values())
 
     @torch.no_grad()
-    def _content(self) -> list[int]:
-        return [self._checksum(weight) for weight in self._weights]
+    def _content(self, weights: Iterable[Tensor]) -> list[int]:
+        return [self._checksum(weight) for weight in weights]

@@ -10,6 +10,7 @@ import torch
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
+from megatron_infer.forward.runner import Flight
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.step_loop import FailedStep
 from megatron_infer.testing.tiny import tiny_gpt
@@ -359,3 +360,56 @@ def test_modules_are_found_in_the_mode_they_were_left_in(model):
     engine.generate(PROMPT, SamplingParams(max_tokens=2))
     assert model.training and not model.decoder.layers[0].training and model.decoder.layers[1].training
     model.eval()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["forward", "read"])
+def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatch, overlap, where):
+    """What a step had taken on to hand out, what the step in flight brought, and the step in flight itself."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 4, 9)]
+    expected = [o.outputs[0].token_ids for o in make_engine(model).generate([PROMPT] * 3, params)]
+    engine = make_engine(model, overlap=overlap)
+    for i, one in enumerate(params):
+        engine.add_request(PROMPT, one, request_id=str(i), stream="final")
+    engine.add_request(PROMPT, request_id="gone")
+    owner, name = (Flight, "read") if where == "read" else (engine.parts.runner, "forward")
+    original, calls = getattr(owner, name), [0]
+
+    def interrupted(*args, **options):
+        calls[0] += 1
+        if calls[0] % 2:
+            raise KeyboardInterrupt
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    engine.pause()
+    engine.loop.backlog.append(engine.abort("gone"))
+    engine.unpause()
+    done = {}
+    while engine.has_unfinished() and calls[0] < 100:
+        try:
+            done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        except KeyboardInterrupt:
+            continue
+    assert done == {"gone": [], **{str(i): tokens for i, tokens in enumerate(expected)}}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_generate_leaves_nothing_of_itself_behind(model, monkeypatch, overlap):
+    live = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2).train()
+    engine = make_engine(live, overlap=overlap)
+    forward, calls = engine.parts.runner.forward, [0]
+
+    def interrupted(*args):
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(engine.parts.runner, "forward", interrupted)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 20)]  # one ends in the step in flight
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT] * 2, params)
+    assert not engine.has_unfinished() and live.training
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks

@@ -219,6 +219,52 @@ def test_packed_weights_and_rotary_tables_are_refreshed_and_their_staleness_show
         engine.parts.derived.register(DerivedCache(name="rotary tables", refresh=print, differs=lambda: None))
 
 
+def test_copies_that_stay_over_a_suspend_follow_an_update_within_it(model):
+    engine = make_engine(model)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    kept: dict[str, float] = {}
+    engine.parts.derived.register(
+        DerivedCache(
+            name="a small copy",
+            refresh=lambda: kept.update(sum=weight.sum().item()),
+            differs=lambda: None if kept["sum"] == weight.sum().item() else "its sum",
+        )
+    )
+    engine.refresh_weights()
+    engine.suspend("recompute")
+    engine.resume({"weights"})
+    change(model, 6)
+    engine.set_weight_version(3)
+    engine.verify_weights()
+    change(model, 7)
+    engine.resume()
+    engine.verify_weights()
+    assert engine.stats().weight_version == 4
+
+
+def test_an_update_that_failed_half_way_leaves_no_mix_of_derived_copies(model):
+    """Written through .data under running requests, so that nothing but the failed call tells of it."""
+    engine = make_engine(model)
+    start(engine)
+    for parameter in model.decoder.parameters():
+        parameter.data.mul_(-1.2)
+
+    def full(what: str) -> None:
+        if what == "the weights' checksums":
+            raise MemoryError("planted")
+
+    engine.lifecycle.observers.append(full)
+    with pytest.raises(TransitionFailed, match="planted"):
+        engine.set_weight_version(9)
+    engine.lifecycle.observers.clear()
+    engine.add_request(PROMPTS[0], PARAMS, request_id="new", stream="final")
+    done = finish(engine)
+    engine.verify_weights()
+    fresh = make_engine(model).generate([PROMPTS[0]], PARAMS)[0].outputs[0]
+    assert done["new"].outputs[0].token_ids == fresh.token_ids, "stale KV was served under new weights"
+    assert done["0"].outputs[0].spans[-1][1:] == (1, 0, 1)
+
+
 # ---------------------------------------------------------------------- asyncio
 
 
@@ -261,5 +307,34 @@ def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model
             await asyncio.sleep(0.5)
             assert engine.state == "running"
             stream.cancel()
+
+    asyncio.run(main())
+
+
+def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(model, monkeypatch):
+    engine = make_engine(model)
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.4) or step())
+
+    async def main() -> None:
+        async with make_async(engine) as llm:
+            stream = llm.generate(PROMPTS[0], PARAMS)
+            await anext(stream)
+            await asyncio.sleep(0.1)  # well within the next step
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(llm.pause(), 0.02)
+            assert len((await anext(stream)).outputs[0].token_ids) > 1 and engine.state == "running"
+            # Its request gets in, the caller leaves before it hears of it.
+            monkeypatch.setattr(engine, "step", step)
+            add = engine.add_request
+            monkeypatch.setattr(engine, "add_request", lambda *a, **k: (time.sleep(0.5), add(*a, **k))[1])
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(anext(llm.generate(PROMPTS[1], PARAMS, request_id="left")), 0.05)
+            async for _ in stream:
+                pass
+            await asyncio.sleep(0.8)
+            assert "left" not in engine.ledger
+            assert engine.parts.scheduler.stats.finished == 2
+            assert len(llm._thread._sinks) == 0
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,35 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
     assert answers(run(make_engine(model, overlap=overlap), "greedy", 1, disturb)) == plain
     fewest = 3 if mode == "persist" else 6  # three times each of the steps it has
     assert faults["suspend"] >= fewest and faults["resume"] >= fewest, faults
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, monkeypatch):
+    """The longest single call of a suspend: an interrupt lands right behind it, before it is noted."""
+    plain = answers(run(make_engine(model), "greedy", 1))
+    engine = make_engine(model, static_kv_memory_pointers=static)
+    region, calls = engine.parts.runner.store._region, []
+    release = region.release
+
+    def interrupted() -> None:
+        release()
+        calls.append(signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(region, "release", interrupted)
+
+    def suspend(engine: Engine) -> None:
+        if engine.num_steps == 4:
+            with pytest.raises(KeyboardInterrupt):
+                engine.suspend(mode)
+            assert engine.state == "suspended" and engine.parts.runner.store.is_released
+            engine.resume()
+        elif engine.num_steps == 7:
+            with pytest.raises(KeyboardInterrupt), engine.suspended(mode):
+                raise AssertionError("its body is not for those who pressed Ctrl-C")
+            assert engine.state == "running"
+
+    assert answers(run(engine, "greedy", 1, suspend)) == plain and len(calls) == 2
 
 
 def test_a_failed_suspend_lets_the_engine_run_on_as_if_nothing_was(model):

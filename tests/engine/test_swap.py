@@ -9,6 +9,7 @@ import torch
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import TransitionFailed
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.policy import CostModel
 from megatron_infer.testing.tiny import tiny_gpt
@@ -157,3 +158,45 @@ def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
         except KeyboardInterrupt:
             continue
     assert failures == 3 and done == {k: v[0] for k, v in expected.items()}
+
+
+def until_swapped(engine: DynamicInferenceEngine) -> dict[str, Any]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+    done = {}
+    while not engine.parts.scheduler.pressure.swapped:
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    return done
+
+
+@pytest.mark.parametrize("before", ["", "offload"])
+def test_a_suspend_that_drops_the_cache_drops_what_was_swapped_out_with_it(model, before):
+    engine = make_engine(model, preemption_mode="swap")
+    until_swapped(engine)
+    if before:
+        engine.suspend(before)
+    swapped = engine.parts.runner.store.host_bytes()
+    report = engine.suspend("recompute")
+    assert swapped > 0 == engine.parts.runner.store.host_bytes() == report.tags["kv_cache"].bytes_resident
+    engine.resume()
+
+
+def test_moves_that_fail_on_the_way_to_a_standstill_are_not_taken_as_done(model, expected, monkeypatch):
+    engine = make_engine(model, preemption_mode="swap")
+    done = until_swapped(engine)
+    scheduler, store = engine.parts.scheduler, engine.parts.runner.store
+    victim = scheduler.roster.decoding[-1]
+    scheduler.pressure.evict(victim)  # between two steps, as a plan for which nothing was left to run does
+    run_moves = store.run_moves
+
+    def full(moves: Any) -> None:
+        if moves:
+            raise MemoryError("planted")
+
+    monkeypatch.setattr(store, "run_moves", full)
+    with pytest.raises(TransitionFailed, match="planted"):
+        engine.suspend("offload")
+    monkeypatch.setattr(store, "run_moves", run_moves)
+    while engine.has_unfinished():
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    assert done == {k: v[0] for k, v in expected.items()}

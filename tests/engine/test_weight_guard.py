@@ -93,6 +93,48 @@ def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(mo
     assert shelf.num_bytes == 0
 
 
+def test_an_interrupted_accept_has_accepted_nothing(model):
+    """Else a change that was seen once would never be seen again while requests run."""
+    left = [100]
+
+    def checksum(weight: torch.Tensor) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return content_sum(weight)
+
+    guard = WeightGuard(model.parameters, checksum=checksum)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    left[0] = 2
+    with pytest.raises(KeyboardInterrupt):
+        guard.accept()
+    assert guard.moved()
+    guard.doubt()
+    left[0] = 100
+    assert guard.moved() and guard.changed()
+    guard.accept()
+    assert not guard.moved() and not guard.changed()
+
+
+def test_an_interrupt_while_weights_leave_loses_none(model, monkeypatch):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shelf, left = WeightShelf(lambda: guarded_tensors(model), pinned=False), [2]
+    resize = torch.UntypedStorage.resize_
+
+    def interrupted(storage: torch.UntypedStorage, size: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shelf.lay_up(lambda what: None)
+    shelf.take_down(lambda what: None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_weights_made_in_inference_mode_are_guarded_by_content():
     with torch.inference_mode():
         weight = torch.randn(16, 32)

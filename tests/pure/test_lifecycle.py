@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 
@@ -95,6 +96,24 @@ def test_an_interrupt_passes_through_and_is_undone(life):
         transit.undo("it", lambda: undone.append(1))
         raise KeyboardInterrupt
     assert undone == [1] and life.state is EngineState.RUNNING
+
+
+def test_ctrl_c_waits_for_a_place_where_it_can_be_undone(life):
+    did = []
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), life.transition("suspend") as transit:
+        signal.raise_signal(signal.SIGINT)
+        transit.undo("it", lambda: did.append("undone"))
+        did.append("done")
+        transit.tick("more")
+        did.append("more")
+    assert did == ["done", "undone"] and life.state is EngineState.RUNNING
+    with pytest.raises(KeyboardInterrupt), life.transition("suspend") as transit:
+        transit.tick("the last piece")
+        signal.raise_signal(signal.SIGINT)
+        did.append("complete")
+    assert did[2:] == ["complete"] and life.state is EngineState.SUSPENDED
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_deadline_says_what_was_waited_for(life, clock):
