@@ -79,12 +79,14 @@ class FakeDevice:
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
         for move in self.context.take_moves():
-            self._move(*move)
+            self.move(*move)
+        for request in plan.returned:
+            self._upload(request)
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         for piece in plan.prefill:
             row = piece.request.lease.row
             if piece.first:
-                self.rows[row] = piece.request.tokens + [None] * (len(self.rows[row]) - len(piece.request.tokens))
+                self._upload(piece.request)
             for fork in piece.forks:
                 self.rows[fork.lease.row] = list(self.rows[row])
             pieces.append((piece.request, piece.start, piece.n))
@@ -107,7 +109,22 @@ class FakeDevice:
             self.num_copies += 1
         return drawn
 
-    def _move(self, direction, block, slot):
+    def _upload(self, request):
+        row = request.lease.row
+        self.rows[row] = request.tokens + [None] * (len(self.rows[row]) - len(request.tokens))
+
+    def content(self, lease, num_tokens):
+        """The cache entries of a lease's first tokens."""
+        size = self.size
+        return [self.kv[lease.blocks[p // size] * size + p % size] for p in range(num_tokens)]
+
+    def put(self, lease, entries, *, start):
+        """Write entries from position `start` on, as a load does: between steps."""
+        size = self.size
+        for position in range(start, len(entries)):
+            self.kv[lease.blocks[position // size] * size + position % size] = entries[position]
+
+    def move(self, direction, block, slot):
         place = slice(block * self.size, (block + 1) * self.size)
         if direction == "out":
             self.host[slot] = self.kv[place]
@@ -165,11 +182,14 @@ class Books:
 
     admitted: dict = field(default_factory=dict)
     """Known tokens and cached ones of those whose admission is not over."""
+    returned: set = field(default_factory=set)
+    """Those of them who came back with keys and values instead of being admitted."""
     counts: Counter = field(default_factory=Counter)
     """known: tokens at admissions, forks left out; asked: those of admissions that may hit; waived: never computed."""
 
     def admit(self, request, *, asks, cached_tokens, forked, swapped_tokens=None):
         known = len(request.tokens)
+        self.returned.discard(request)
         if swapped_tokens is not None:  # back from the host: no admission that asks the prefix cache
             self.admitted[request] = (known, swapped_tokens)
             self.counts["known"] += known - swapped_tokens
@@ -178,6 +198,13 @@ class Books:
         if not forked:
             self.counts["known"] += known
             self.counts.update(asked=known * asks, queries=asks)
+
+    def take_back(self, request, computed):
+        """It came back with keys and values: no admission, and its tokens go to the device by themselves."""
+        self.admitted[request] = (len(request.tokens), computed)
+        self.returned.add(request)
+        self.counts["known"] += len(request.tokens) - computed
+        self.counts["taken back"] += 1
 
     def end(self, request, scheduled):
         """Its lease goes, or nothing more is planned under it: known tokens that were not planned never will be."""
@@ -221,6 +248,10 @@ class World:
     books: Books = field(default_factory=Books)
 
     def __post_init__(self):
+        self.build()
+
+    def build(self):
+        """Scheduler, context and device without any requests."""
         self.context = DynamicInferenceContext(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -303,13 +334,14 @@ class World:
     def _schedule(self) -> Plan:
         cached = {request: request.history.cached_tokens for request in self.scheduler.roster.prefilling}
         plan = self.scheduler.schedule()
-        self.books.counts["late hits"] += sum(
+        late_hits = sum(
             request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
         )
+        self.books.counts["late hits"] += late_hits
         for request, start in zip(plan.decode, plan.decode_starts, strict=True):
             # A prompt that paused before its last token goes on as a decode row.
             self.books.counts["waived"] += start < self.books.admitted[request][0]
-        self._check_plan(plan)
+        self._check_plan(plan, late_hits)
         return plan
 
     def commit_previous(self):
@@ -430,10 +462,11 @@ class World:
         members = {*flying.sampled, *(piece.request for piece in flying.prefill)}
         assert all(request.in_flight == (request in members) for request in self.requests)
 
-    def _check_plan(self, plan):
+    def _check_plan(self, plan, late_hits):
         pieces = plan.prefill
         if self.scheduler.paused:
-            assert not self.context.num_free_blocks, "someone is paused beside a free block"
+            assert not any(piece.first for piece in pieces), "an admission took a block that a paused request waits for"
+            assert late_hits or not self.context.num_free_blocks, "someone is paused beside a free block"
         assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
         everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
         assert len(set(everyone)) == len(everyone)
@@ -446,44 +479,49 @@ class World:
             known, cached = self.books.admitted[piece.request]
             assert known == len(piece.request.tokens)
             assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
-            assert piece.first == (piece.start == cached), "its tokens go to the device once"
+            back = piece.request in self.books.returned
+            assert piece.first == (piece.start == cached and not back), "its tokens go to the device once"
             whole = known - cached
-            assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
+            assert self.chunked or piece.n == whole or whole > self.max_tokens or back, "a chunk although it is off"
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
 
 
-def random_world(rng: random.Random) -> World:
-    num_blocks = rng.randint(6, 40)
-    caching = rng.random() < 0.65
-    return World(
-        num_blocks=num_blocks,
-        block_size=rng.choice([1, 2, 4, 8]),
-        num_rows=rng.randint(1, 8),
-        max_tokens=rng.randint(1, 24),
-        chunked=rng.random() < 0.6,
-        paused_limit=rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
-        caching=caching,
-        keep_cached=caching and rng.random() < 0.6,
-        overlap=rng.random() < 0.6,
-        swap=Swap(
+def random_world(rng: random.Random, **fixed) -> World:
+    num_blocks = rng.randint(1, 6) if rng.random() < 0.2 else rng.randint(6, 40)
+    caching = fixed.get("caching", rng.random() < 0.65)
+    fields = {
+        "num_blocks": num_blocks,
+        "block_size": rng.choice([1, 2, 4, 8]),
+        "num_rows": rng.randint(1, 8),
+        "max_tokens": rng.randint(1, 24),
+        "chunked": rng.random() < 0.6,
+        "paused_limit": rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
+        "caching": caching,
+        "keep_cached": caching and rng.random() < 0.6,
+        "overlap": rng.random() < 0.6,
+        "swap": Swap(
             slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
             mode=rng.choice(list(PreemptionMode)),
             costs=random_costs(rng),
         ),
-    )
+    }
+    return World(**(fields | fixed))
 
 
 def random_costs(rng: random.Random) -> policy.CostModel:
     return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
 
 
-def random_leader(world: World, rng: random.Random, stem, name, prompts) -> Request | None:
-    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own."""
+def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo=0.3) -> Request | None:
+    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own.
+
+    echo: how likely its prompt is what another is about to draw, so that blocks appear while it prefills.
+    """
     capacity = world.context.max_stored_tokens
     prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
-    if prompts and rng.random() < 0.3:  # what another request is about to draw: blocks appear while it prefills
+    if prompts and rng.random() < echo:
         prompt = continued(rng.choice(prompts), rng.randint(1, 20), world.version)
     prompts.append(prompt)
     if not world.chunked:
