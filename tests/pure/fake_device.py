@@ -73,6 +73,8 @@ class FakeDevice:
         self.num_copies = 0
         self.num_computed = self.num_prefilled = 0
         self.num_moves = 0
+        self.origins = []
+        """Of the tokens drawn last: weights that drew them, oldest and newest weights of the KV attended to."""
 
     def run(self, plan: Plan, version: int) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
@@ -92,11 +94,12 @@ class FakeDevice:
             pieces.append((piece.request, piece.start, piece.n))
         self._write(pieces, version)
         self.num_prefilled += sum(piece.n for piece in plan.prefill)
-        digests = [self._read(request, start + n, version) for request, start, n in pieces]
-        drawn = [draw(digest, version) for digest in digests[: len(plan.decode)]]
-        for piece, digest in zip(plan.prefill, digests[len(plan.decode) :], strict=True):
-            if piece.samples:
-                drawn += [draw(digest, version)] * (1 + len(piece.forks))
+        reads = [self._read(request, start + n, version) for request, start, n in pieces]
+        for piece, read in zip(plan.prefill, reads[len(plan.decode) :], strict=True):
+            reads += [read] * (piece.samples * (1 + len(piece.forks)))
+        reads = reads[: len(plan.decode)] + reads[len(pieces) :]
+        drawn = [draw(digest, version) for digest, _ in reads]
+        self.origins = [origin for _, origin in reads]
         ends = [start + 1 for start in plan.decode_starts]
         for piece in plan.prefill:
             ends += [piece.start + piece.n] * (piece.samples * (1 + len(piece.forks)))
@@ -158,10 +161,11 @@ class FakeDevice:
         if request.lease.root:
             assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
         kv_versions = [entry[2] for entry in entries]
-        assert request.history.spans[-1][1:] == (version, min(kv_versions), max(kv_versions)), (
+        origin = (version, min(kv_versions), max(kv_versions))
+        assert request.history.spans[-1][1:] == origin, (
             f"{request.id}: {request.history.spans} claims other weights than {kv_versions} under {version}"
         )
-        return expected[-1][1]
+        return expected[-1][1], origin
 
     def _flat(self, row, position):
         return self.table[row][position // self.size] * self.size + position % self.size
@@ -244,7 +248,7 @@ class World:
     previous: tuple | None = None
     break_next: bool = False
     events: list = field(default_factory=list)
-    versions: dict = field(default_factory=dict)
+    origins: dict = field(default_factory=dict)
     books: Books = field(default_factory=Books)
 
     def __post_init__(self):
@@ -276,7 +280,7 @@ class World:
 
     @property
     def requests(self):
-        return list(self.versions)
+        return list(self.origins)
 
     def root(self):
         return root_of(model="fake", weight_version=self.version)
@@ -310,7 +314,7 @@ class World:
     def add(self, request):
         self.scheduler.add(request)
         for member in (request, *request.siblings):
-            self.versions[member] = []
+            self.origins[member] = []
         return request
 
     # ------------------------------------------------------------------ the loop
@@ -319,7 +323,7 @@ class World:
         plan = self._schedule()
         flight = None
         if plan.num_tokens:
-            flight = (plan, self.device.run(plan, self.version), self.version)
+            flight = (plan, self.device.run(plan, self.version), self.device.origins)
         else:
             assert self.previous or not self.scheduler.has_unfinished, "nothing runs and nothing is in flight"
         self.commit_previous()
@@ -334,26 +338,25 @@ class World:
     def _schedule(self) -> Plan:
         cached = {request: request.history.cached_tokens for request in self.scheduler.roster.prefilling}
         plan = self.scheduler.schedule()
-        late_hits = sum(
+        self.books.counts["late hits"] += sum(
             request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
         )
-        self.books.counts["late hits"] += late_hits
         for request, start in zip(plan.decode, plan.decode_starts, strict=True):
             # A prompt that paused before its last token goes on as a decode row.
             self.books.counts["waived"] += start < self.books.admitted[request][0]
-        self._check_plan(plan, late_hits)
+        self._check_plan(plan)
         return plan
 
     def commit_previous(self):
         if self.previous is None:
             return []
-        (plan, tokens, version), self.previous = self.previous, None
+        (plan, tokens, origins), self.previous = self.previous, None
         if self.break_next and plan.sampled:  # its logits are bad: it ends although later steps may count on its token
             self.break_next = False
             self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
-        for request in plan.sampled:
+        for request, origin in zip(plan.sampled, origins, strict=True):
             if request.status is not Status.FINISHED:
-                self.versions[request].append(version)
+                self.origins[request].append(origin)
         ended = self.scheduler.commit(plan, StepResult(tokens))
         assert all(request.status is Status.FINISHED for request in ended)
         return ended
@@ -421,9 +424,14 @@ class World:
     def check_tokens(self, request):
         """Its tokens are those the oracle draws without any cache, up to where it was ended."""
         expected = request.tokens[: request.prompt_len]
-        for version in self.versions[request]:
+        for version, _, _ in self.origins[request]:
             expected.append(draw(prefix_digests(expected)[-1], version))
         assert request.tokens == expected, f"{request.id}: {request.tokens} != {expected}"
+        spans = request.history.spans
+        for index, origin in enumerate(self.origins[request]):
+            told = [span[1:] for span in spans if span.first_token <= index][-1]
+            assert told == origin, f"{request.id}: {spans}, but output token {index} comes from {origin}"
+        assert [span.first_token for span in spans] == sorted({span.first_token for span in spans}), spans
         assert request.finish_reason is not None and request.lease is None and request.in_flight == 0
         output = request.tokens[request.prompt_len :]
         stops = [i for i, token in enumerate(output) if token in request.stop_ids]
@@ -462,11 +470,12 @@ class World:
         members = {*flying.sampled, *(piece.request for piece in flying.prefill)}
         assert all(request.in_flight == (request in members) for request in self.requests)
 
-    def _check_plan(self, plan, late_hits):
+    def _check_plan(self, plan):
         pieces = plan.prefill
         if self.scheduler.paused:
             assert not any(piece.first for piece in pieces), "an admission took a block that a paused request waits for"
-            assert late_hits or not self.context.num_free_blocks, "someone is paused beside a free block"
+            moved = self.caching and pieces  # a prompt that moves to published blocks gives its own back
+            assert moved or not self.context.num_free_blocks, "someone is paused beside a free block"
         assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
         everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
         assert len(set(everyone)) == len(everyone)

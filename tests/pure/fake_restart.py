@@ -31,7 +31,7 @@ def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, k
     for move in world.context.take_moves():
         world.device.move(*move)
     saved = {request: _save(world, request, keeps_kv()) for request in world.requests if request.finish_reason is None}
-    world.versions = {saved[r].heir if r in saved else r: versions for r, versions in world.versions.items()}
+    world.origins = {saved[r].heir if r in saved else r: origins for r, origins in world.origins.items()}
     saved_block_size = world.block_size
     world.num_blocks, world.block_size, world.num_rows = num_blocks, block_size, num_rows
     world.swap, world.version = replace(world.swap, slots=slots), version
