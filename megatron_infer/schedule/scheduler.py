@@ -256,8 +256,8 @@ class Scheduler:
         draft = Draft(left=self.max_tokens - len(decode))
         if draft.left and roster.prefilling:
             self._prompts.go_on(draft)
-        # An admission takes a block at least; while someone is paused none is free (see `Pressure.settle`).
-        if draft.left and self.queue.line and context.num_free_blocks:
+        # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
+        if draft.left and self.queue.line and context.num_free_blocks and not roster.paused:
             self._prompts.admit(draft, root=self.root)
         return Plan(
             step=self.stats.steps,

@@ -73,28 +73,33 @@ class FakeDevice:
         self.num_copies = 0
         self.num_computed = self.num_prefilled = 0
         self.num_moves = 0
+        self.origins = []
+        """Of the tokens drawn last: weights that drew them, oldest and newest weights of the KV attended to."""
 
     def run(self, plan: Plan, version: int) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
         for move in self.context.take_moves():
-            self._move(*move)
+            self.move(*move)
+        for request in plan.returned:
+            self._upload(request)
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         for piece in plan.prefill:
             row = piece.request.lease.row
             if piece.first:
-                self.rows[row] = piece.request.tokens + [None] * (len(self.rows[row]) - len(piece.request.tokens))
+                self._upload(piece.request)
             for fork in piece.forks:
                 self.rows[fork.lease.row] = list(self.rows[row])
             pieces.append((piece.request, piece.start, piece.n))
         self._write(pieces, version)
         self.num_prefilled += sum(piece.n for piece in plan.prefill)
-        digests = [self._read(request, start + n, version) for request, start, n in pieces]
-        drawn = [draw(digest, version) for digest in digests[: len(plan.decode)]]
-        for piece, digest in zip(plan.prefill, digests[len(plan.decode) :], strict=True):
-            if piece.samples:
-                drawn += [draw(digest, version)] * (1 + len(piece.forks))
+        reads = [self._read(request, start + n, version) for request, start, n in pieces]
+        for piece, read in zip(plan.prefill, reads[len(plan.decode) :], strict=True):
+            reads += [read] * (piece.samples * (1 + len(piece.forks)))
+        reads = reads[: len(plan.decode)] + reads[len(pieces) :]
+        drawn = [draw(digest, version) for digest, _ in reads]
+        self.origins = [origin for _, origin in reads]
         ends = [start + 1 for start in plan.decode_starts]
         for piece in plan.prefill:
             ends += [piece.start + piece.n] * (piece.samples * (1 + len(piece.forks)))
@@ -107,7 +112,22 @@ class FakeDevice:
             self.num_copies += 1
         return drawn
 
-    def _move(self, direction, block, slot):
+    def _upload(self, request):
+        row = request.lease.row
+        self.rows[row] = request.tokens + [None] * (len(self.rows[row]) - len(request.tokens))
+
+    def content(self, lease, num_tokens):
+        """The cache entries of a lease's first tokens."""
+        size = self.size
+        return [self.kv[lease.blocks[p // size] * size + p % size] for p in range(num_tokens)]
+
+    def put(self, lease, entries, *, start):
+        """Write entries from position `start` on, as a load does: between steps."""
+        size = self.size
+        for position in range(start, len(entries)):
+            self.kv[lease.blocks[position // size] * size + position % size] = entries[position]
+
+    def move(self, direction, block, slot):
         place = slice(block * self.size, (block + 1) * self.size)
         if direction == "out":
             self.host[slot] = self.kv[place]
@@ -141,10 +161,11 @@ class FakeDevice:
         if request.lease.root:
             assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
         kv_versions = [entry[2] for entry in entries]
-        assert request.history.spans[-1][1:] == (version, min(kv_versions), max(kv_versions)), (
+        origin = (version, min(kv_versions), max(kv_versions))
+        assert request.history.spans[-1][1:] == origin, (
             f"{request.id}: {request.history.spans} claims other weights than {kv_versions} under {version}"
         )
-        return expected[-1][1]
+        return expected[-1][1], origin
 
     def _flat(self, row, position):
         return self.table[row][position // self.size] * self.size + position % self.size
@@ -165,11 +186,14 @@ class Books:
 
     admitted: dict = field(default_factory=dict)
     """Known tokens and cached ones of those whose admission is not over."""
+    returned: set = field(default_factory=set)
+    """Those of them who came back with keys and values instead of being admitted."""
     counts: Counter = field(default_factory=Counter)
     """known: tokens at admissions, forks left out; asked: those of admissions that may hit; waived: never computed."""
 
     def admit(self, request, *, asks, cached_tokens, forked, swapped_tokens=None):
         known = len(request.tokens)
+        self.returned.discard(request)
         if swapped_tokens is not None:  # back from the host: no admission that asks the prefix cache
             self.admitted[request] = (known, swapped_tokens)
             self.counts["known"] += known - swapped_tokens
@@ -178,6 +202,13 @@ class Books:
         if not forked:
             self.counts["known"] += known
             self.counts.update(asked=known * asks, queries=asks)
+
+    def take_back(self, request, computed):
+        """It came back with keys and values: no admission, and its tokens go to the device by themselves."""
+        self.admitted[request] = (len(request.tokens), computed)
+        self.returned.add(request)
+        self.counts["known"] += len(request.tokens) - computed
+        self.counts["taken back"] += 1
 
     def end(self, request, scheduled):
         """Its lease goes, or nothing more is planned under it: known tokens that were not planned never will be."""
@@ -217,10 +248,14 @@ class World:
     previous: tuple | None = None
     break_next: bool = False
     events: list = field(default_factory=list)
-    versions: dict = field(default_factory=dict)
+    origins: dict = field(default_factory=dict)
     books: Books = field(default_factory=Books)
 
     def __post_init__(self):
+        self.build()
+
+    def build(self):
+        """Scheduler, context and device without any requests."""
         self.context = DynamicInferenceContext(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -245,7 +280,7 @@ class World:
 
     @property
     def requests(self):
-        return list(self.versions)
+        return list(self.origins)
 
     def root(self):
         return root_of(model="fake", weight_version=self.version)
@@ -279,7 +314,7 @@ class World:
     def add(self, request):
         self.scheduler.add(request)
         for member in (request, *request.siblings):
-            self.versions[member] = []
+            self.origins[member] = []
         return request
 
     # ------------------------------------------------------------------ the loop
@@ -288,7 +323,7 @@ class World:
         plan = self._schedule()
         flight = None
         if plan.num_tokens:
-            flight = (plan, self.device.run(plan, self.version), self.version)
+            flight = (plan, self.device.run(plan, self.version), self.device.origins)
         else:
             assert self.previous or not self.scheduler.has_unfinished, "nothing runs and nothing is in flight"
         self.commit_previous()
@@ -315,13 +350,13 @@ class World:
     def commit_previous(self):
         if self.previous is None:
             return []
-        (plan, tokens, version), self.previous = self.previous, None
+        (plan, tokens, origins), self.previous = self.previous, None
         if self.break_next and plan.sampled:  # its logits are bad: it ends although later steps may count on its token
             self.break_next = False
             self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
-        for request in plan.sampled:
+        for request, origin in zip(plan.sampled, origins, strict=True):
             if request.status is not Status.FINISHED:
-                self.versions[request].append(version)
+                self.origins[request].append(origin)
         ended = self.scheduler.commit(plan, StepResult(tokens))
         assert all(request.status is Status.FINISHED for request in ended)
         return ended
@@ -389,9 +424,14 @@ class World:
     def check_tokens(self, request):
         """Its tokens are those the oracle draws without any cache, up to where it was ended."""
         expected = request.tokens[: request.prompt_len]
-        for version in self.versions[request]:
+        for version, _, _ in self.origins[request]:
             expected.append(draw(prefix_digests(expected)[-1], version))
         assert request.tokens == expected, f"{request.id}: {request.tokens} != {expected}"
+        spans = request.history.spans
+        for index, origin in enumerate(self.origins[request]):
+            told = [span[1:] for span in spans if span.first_token <= index][-1]
+            assert told == origin, f"{request.id}: {spans}, but output token {index} comes from {origin}"
+        assert [span.first_token for span in spans] == sorted({span.first_token for span in spans}), spans
         assert request.finish_reason is not None and request.lease is None and request.in_flight == 0
         output = request.tokens[request.prompt_len :]
         stops = [i for i, token in enumerate(output) if token in request.stop_ids]
@@ -433,7 +473,9 @@ class World:
     def _check_plan(self, plan):
         pieces = plan.prefill
         if self.scheduler.paused:
-            assert not self.context.num_free_blocks, "someone is paused beside a free block"
+            assert not any(piece.first for piece in pieces), "an admission took a block that a paused request waits for"
+            moved = self.caching and pieces  # a prompt that moves to published blocks gives its own back
+            assert moved or not self.context.num_free_blocks, "someone is paused beside a free block"
         assert plan.num_tokens == len(plan.decode) + sum(piece.n for piece in pieces) <= self.max_tokens
         everyone = [*plan.decode, *(piece.request for piece in pieces), *(f for piece in pieces for f in piece.forks)]
         assert len(set(everyone)) == len(everyone)
@@ -446,44 +488,49 @@ class World:
             known, cached = self.books.admitted[piece.request]
             assert known == len(piece.request.tokens)
             assert piece.n > 0 and piece.samples == (piece.start + piece.n == known)
-            assert piece.first == (piece.start == cached), "its tokens go to the device once"
+            back = piece.request in self.books.returned
+            assert piece.first == (piece.start == cached and not back), "its tokens go to the device once"
             whole = known - cached
-            assert self.chunked or piece.n == whole or whole > self.max_tokens, "a chunk although chunking is off"
+            assert self.chunked or piece.n == whole or whole > self.max_tokens or back, "a chunk although it is off"
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
 
 
-def random_world(rng: random.Random) -> World:
-    num_blocks = rng.randint(6, 40)
-    caching = rng.random() < 0.65
-    return World(
-        num_blocks=num_blocks,
-        block_size=rng.choice([1, 2, 4, 8]),
-        num_rows=rng.randint(1, 8),
-        max_tokens=rng.randint(1, 24),
-        chunked=rng.random() < 0.6,
-        paused_limit=rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
-        caching=caching,
-        keep_cached=caching and rng.random() < 0.6,
-        overlap=rng.random() < 0.6,
-        swap=Swap(
+def random_world(rng: random.Random, **fixed) -> World:
+    num_blocks = rng.randint(1, 6) if rng.random() < 0.2 else rng.randint(6, 40)
+    caching = fixed.get("caching", rng.random() < 0.65)
+    fields = {
+        "num_blocks": num_blocks,
+        "block_size": rng.choice([1, 2, 4, 8]),
+        "num_rows": rng.randint(1, 8),
+        "max_tokens": rng.randint(1, 24),
+        "chunked": rng.random() < 0.6,
+        "paused_limit": rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
+        "caching": caching,
+        "keep_cached": caching and rng.random() < 0.6,
+        "overlap": rng.random() < 0.6,
+        "swap": Swap(
             slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
             mode=rng.choice(list(PreemptionMode)),
             costs=random_costs(rng),
         ),
-    )
+    }
+    return World(**(fields | fixed))
 
 
 def random_costs(rng: random.Random) -> policy.CostModel:
     return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
 
 
-def random_leader(world: World, rng: random.Random, stem, name, prompts) -> Request | None:
-    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own."""
+def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo=0.3) -> Request | None:
+    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own.
+
+    echo: how likely its prompt is what another is about to draw, so that blocks appear while it prefills.
+    """
     capacity = world.context.max_stored_tokens
     prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
-    if prompts and rng.random() < 0.3:  # what another request is about to draw: blocks appear while it prefills
+    if prompts and rng.random() < echo:
         prompt = continued(rng.choice(prompts), rng.randint(1, 20), world.version)
     prompts.append(prompt)
     if not world.chunked:

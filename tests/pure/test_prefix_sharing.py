@@ -119,6 +119,27 @@ def test_other_salt_forbids_late_hits_too():
     assert late.history.cached_tokens == 0
 
 
+def test_block_that_a_late_hit_frees_goes_to_who_is_paused_and_not_to_a_newcomer():
+    world = World(caching=True, chunked=True, num_blocks=6, paused_limit=6, max_tokens=20)
+    world.add(endless("a", prompt(2), 12))
+    paused = world.add(endless("c", prompt(2, start=60), 12))
+    world.step()
+    world.scheduler.max_tokens = 3
+    world.add(endless("b", continued(prompt(2), 9, 0), 1))
+    world.step()
+    world.scheduler.max_tokens = 2  # no room for the rest of b's prompt until a has drawn some of it
+    while paused.scheduled < 4:
+        world.step()
+    late = world.add(endless("d", prompt(2), 3))
+    world.scheduler.max_tokens = 20
+    assert [piece[0] for piece in pieces(world.step())] == ["b"]
+    assert world.kinds("c")[-1] == "pause"
+    assert world.books.counts["late hits"] == 1 and late.status is Status.WAITING
+    world.step()
+    assert paused.status is Status.RUNNING
+    world.drain()
+
+
 # ------------------------------------------------------------------ salt
 
 

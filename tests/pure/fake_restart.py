@@ -1,0 +1,89 @@
+"""A world's requests that go on in another process: in another pool, some with the keys and values they had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from fake_device import Books, World
+
+from megatron_infer.schedule.request import Request, Status
+
+VISITED = ("late hits", "taken back", "shared returns")
+"""Counts that say what a schedule has visited, kept from one process to the next."""
+
+
+@dataclass
+class Saved:
+    """What a file would hold of a request."""
+
+    arrival: int
+    heir: Request
+    """Its successor in the next process."""
+    blocks: list
+    """Those it held, and what was in them; empty when it brings no keys and values."""
+    entries: list
+
+
+def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, keeps_kv) -> None:
+    """Save and load: afterwards `world` is the next process. `keeps_kv()`: whether the next request brings its KV."""
+    world.commit_previous()
+    for move in world.context.take_moves():
+        world.device.move(*move)
+    saved = {request: _save(world, request, keeps_kv()) for request in world.requests if request.finish_reason is None}
+    world.origins = {saved[r].heir if r in saved else r: origins for r, origins in world.origins.items()}
+    saved_block_size = world.block_size
+    world.num_blocks, world.block_size, world.num_rows = num_blocks, block_size, num_rows
+    world.swap, world.version = replace(world.swap, slots=slots), version
+    world.books = Books(counts=Counter({what: world.books.counts[what] for what in VISITED}))
+    world.build()
+    returned: list[Saved] = []
+    for one in _in_order(list(saved.values())):
+        if one.entries and _take_back(world, one, returned, saved_block_size):
+            returned.append(one)
+        else:
+            world.scheduler.add(one.heir)
+    world.check()
+
+
+def _save(world, request, keeps_kv) -> Saved:
+    history = replace(request.history, spans=list(request.history.spans))
+    fields = {"lease": None, "scheduled": 0, "arrival": -1, "siblings": (), "status": Status.WAITING}
+    heir = replace(request, history=history, **fields)
+    if request.lease is None or not keeps_kv:
+        return Saved(request.arrival, heir, [], [])
+    entries = world.device.content(request.lease, request.scheduled)
+    return Saved(request.arrival, heir, list(request.lease.blocks), entries)
+
+
+def _in_order(saved: list[Saved]) -> list[Saved]:
+    """By arrival, those of a group that have drawn nothing behind the first of them that brings KV."""
+    order = [one for one in saved if one.heir.num_output]
+    fresh: dict[str, list[Saved]] = {}
+    for one in saved:
+        if not one.heir.num_output:
+            fresh.setdefault(one.heir.id.partition("#")[0], []).append(one)
+    for members in fresh.values():
+        leader, *others = sorted(members, key=lambda one: (not one.entries, one.arrival))
+        leader.heir.siblings = tuple(one.heir for one in others)
+        order.append(replace(leader, arrival=min(one.arrival for one in members)))
+    return sorted(order, key=lambda one: one.arrival)
+
+
+def _take_back(world, one: Saved, returned: list[Saved], saved_block_size: int) -> bool:
+    """As a load does: whole blocks are shared with the one whose blocks were the same for longest."""
+    like, num_shared = None, 0
+    for other in returned:
+        pairs = zip(one.blocks, other.blocks, strict=False)
+        run = next(
+            (i for i, (own, theirs) in enumerate(pairs) if own != theirs), min(map(len, (one.blocks, other.blocks)))
+        )
+        same = min(run * saved_block_size, len(one.entries), len(other.entries)) // world.block_size * world.block_size
+        if same > num_shared:
+            like, num_shared = other.heir, same
+    if not world.scheduler.take_back(one.heir, len(one.entries), like=like, num_shared=num_shared):
+        return False
+    world.device.put(one.heir.lease, one.entries, start=num_shared)
+    world.books.take_back(one.heir, len(one.entries))
+    world.books.counts["shared returns"] += like is not None
+    return True
