@@ -73,6 +73,8 @@ class Pressure:
         needy = [request for request in roster.decoding if needs_block(request)]
         if not roster.paused and len(needy) <= context.num_free_blocks:
             return
+        # A pause that something else ended (a requeue, a failed step) is over: the next one counts from its own start.
+        self._paused_since = {r: since for r, since in self._paused_since.items() if r.status is Status.PAUSED}
         doomed, self._doomed = {request for request in self._doomed if request.status is Status.PAUSED}, []
         stuck = self._serve([*needy, *(request for request in roster.paused if request not in doomed)])
         if self._num_blocks(stuck) > self.paused_block_limit:

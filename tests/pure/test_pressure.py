@@ -373,3 +373,14 @@ def test_oldest_request_runs_in_every_step_from_its_admission_to_its_end():
         assert oldest in world.step().decode
     assert oldest.finish_reason is not None
     world.drain()
+
+
+def test_a_pause_that_something_else_ended_does_not_make_the_next_one_dearer():
+    world = crowd(paused_limit=30)
+    until(world, lambda: world.scheduler.num_running == 3)
+    since = world.scheduler.pressure._paused_since
+    since.update((request, -1000) for request in world.scheduler.running)  # as a requeue in between leaves them
+    until(world, lambda: world.scheduler.paused)
+    paused = world.scheduler.paused
+    assert [world.scheduler.pressure._paused_since[request] >= 0 for request in paused] == [True] * len(paused)
+    world.drain()
