@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -296,43 +297,69 @@ def test_async_streams_stand_still_and_go_on(model, expected):
 
 def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model, monkeypatch):
     engine = make_engine(model)
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.4) or [])
+    step, begun, gate = engine.step, threading.Event(), threading.Event()
+
+    def gated_step() -> list[Any]:
+        begun.set()
+        gate.wait(20)
+        return step()
+
+    monkeypatch.setattr(engine, "step", gated_step)
 
     async def main() -> None:
         async with make_async(engine) as llm:
-            stream = asyncio.ensure_future(anext(llm.generate(PROMPTS[0], PARAMS)))
-            await asyncio.sleep(0.1)
+            stream = llm.generate(PROMPTS[0], PARAMS, stream="final")
+            answer = asyncio.ensure_future(anext(stream))
+            assert await asyncio.to_thread(begun.wait, 20)
             with pytest.raises(TransitionTimeout, match="step under way"):
                 await llm.pause(timeout_s=0.05)
-            await asyncio.sleep(0.5)
-            assert engine.state == "running"
-            stream.cancel()
+            gate.set()
+            assert (await answer).finished and engine.state == "running"
 
     asyncio.run(main())
 
 
 def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(model, monkeypatch):
     engine = make_engine(model)
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.4) or step())
+    step, begun, gate = engine.step, threading.Event(), threading.Event()
+    gate.set()
+
+    def gated_step() -> list[Any]:
+        begun.set()
+        gate.wait(20)
+        return step()
+
+    monkeypatch.setattr(engine, "step", gated_step)
 
     async def main() -> None:
         async with make_async(engine) as llm:
             stream = llm.generate(PROMPTS[0], PARAMS)
             await anext(stream)
-            await asyncio.sleep(0.1)  # well within the next step
+            gate.clear()
+            begun.clear()
+            assert await asyncio.to_thread(begun.wait, 20)  # a step is under way and stays so
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(llm.pause(), 0.02)
+            gate.set()
             assert len((await anext(stream)).outputs[0].token_ids) > 1 and engine.state == "running"
             # Its request gets in, the caller leaves before it hears of it.
             monkeypatch.setattr(engine, "step", step)
-            add = engine.add_request
-            monkeypatch.setattr(engine, "add_request", lambda *a, **k: (time.sleep(0.5), add(*a, **k))[1])
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(anext(llm.generate(PROMPTS[1], PARAMS, request_id="left")), 0.05)
+            add, entered, left = engine.add_request, threading.Event(), threading.Event()
+
+            def slow_add(*args: Any, **options: Any) -> str:
+                entered.set()
+                left.wait(20)
+                return add(*args, **options)
+
+            monkeypatch.setattr(engine, "add_request", slow_add)
+            caller = asyncio.ensure_future(anext(llm.generate(PROMPTS[1], PARAMS, request_id="left")))
+            assert await asyncio.to_thread(entered.wait, 20)
+            caller.cancel()
+            await asyncio.wait({caller})
+            left.set()
             async for _ in stream:
                 pass
-            await asyncio.sleep(0.8)
+            await asyncio.wrap_future(llm._thread.call(lambda: None))  # whatever was to be done has been done
             assert "left" not in engine.ledger
             assert engine.parts.scheduler.stats.finished == 2
             assert len(llm._thread._sinks) == 0
