@@ -37,7 +37,7 @@ class MemoryReport:
 
     command: str
     mode: str
-    """What became of the KV cache: "persist", "offload" or "recompute"."""
+    """How the KV cache is, or was, away: "persist" (where it was), "offload" or "recompute"."""
     state: str
     seconds: float
     tags: dict[str, TagReport]
@@ -80,7 +80,8 @@ class Suspension:
     def __init__(self, parts: Assembly, loop: StepLoop, lifecycle: Lifecycle) -> None:
         self._parts, self._loop, self._lifecycle = parts, loop, lifecycle
         self._away: set[str] = set()
-        self._mode = parts.config.kv_cache_management_mode
+        self._mode = KVCacheManagementMode.PERSIST
+        """How the cache is away; PERSIST while it is not."""
         self._returns_to = EngineState.RUNNING
 
     @property
@@ -91,7 +92,7 @@ class Suspension:
     def suspend(
         self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
     ) -> MemoryReport:
-        """See `DynamicInferenceEngine.suspend`."""
+        """See `EngineControls.suspend`."""
         wanted = _known(tags)
         chosen = self._parts.config.kv_cache_management_mode if mode is None else _mode(mode)
         cache_leaves = KV_CACHE in wanted and self._leaves(chosen)
@@ -116,17 +117,17 @@ class Suspension:
             if not self._away:
                 self._returns_to = transit.source
             self._away |= wanted
-        return self._report("suspend", meter, reports)
+        return self._report("suspend", self._mode, meter, reports)
 
     def resume(self, *, tags: Iterable[str] | None, timeout_s: float | None) -> MemoryReport:
-        """See `DynamicInferenceEngine.resume`."""
+        """See `EngineControls.resume`."""
         self._lifecycle.require("resume()", EngineState.SUSPENDED)
         wanted = set(self._away) if tags is None else _known(tags)
         if wanted - self._away:
             missing, away = ", ".join(sorted(wanted - self._away)), ", ".join(sorted(self._away))
             raise ConfigError(f"resume(tags={sorted(wanted)}): {missing} not suspended; suspended now: {away}")
         with self._lifecycle.transition("resume", timeout_s=timeout_s) as transit:
-            meter, left = _Meter(self._parts), self._away - wanted
+            meter, left, mode = _Meter(self._parts), self._away - wanted, self._mode
             reports = {tag: TagReport() for tag in TAGS if tag in wanted}
             if WEIGHTS in wanted:
                 before = self._parts.weight_bytes()
@@ -137,9 +138,10 @@ class Suspension:
                 reports[WEIGHTS] = self._settle_weights(transit, reports.get(WEIGHTS, TagReport()))
             if KV_CACHE in wanted:
                 reports[KV_CACHE] = self._restore_cache(transit.tick)
+                self._mode = KVCacheManagementMode.PERSIST
             transit.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
-        return self._report("resume", meter, reports)
+        return self._report("resume", mode, meter, reports)
 
     # ------------------------------------------------------------------ the tags
 
@@ -147,8 +149,6 @@ class Suspension:
         """Whether the cache's memory has to go for `mode`. Raises ConfigError for what cannot be."""
         if mode is KVCacheManagementMode.OFFLOAD and self._parts.config.unified_memory_level:
             raise ConfigError('mode="offload" with unified_memory_level=1: it moves by itself; take "persist"')
-        if KV_CACHE not in self._away:
-            return mode is not KVCacheManagementMode.PERSIST
         if _STRENGTH[mode] < _STRENGTH[self._mode]:
             raise ConfigError(
                 f'mode="{mode.value}": the cache is suspended as "{self._mode.value}" already; resume() first'
@@ -204,10 +204,12 @@ class Suspension:
             bytes_resident=parts.weight_bytes(),
         )
 
-    def _report(self, command: str, meter: _Meter, tags: dict[str, TagReport]) -> MemoryReport:
+    def _report(
+        self, command: str, mode: KVCacheManagementMode, meter: _Meter, tags: dict[str, TagReport]
+    ) -> MemoryReport:
         return MemoryReport(
             command=command,
-            mode=self._mode.value,
+            mode=mode.value,
             state=self._lifecycle.state.value,
             seconds=time.perf_counter() - meter.started,
             tags={tag: tags[tag] for tag in TAGS if tag in tags},

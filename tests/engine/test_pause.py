@@ -295,25 +295,31 @@ def test_async_streams_stand_still_and_go_on(model, expected):
     asyncio.run(main())
 
 
+class GatedStep:
+    """An engine's step that says when it has begun and waits for a gate: no test of a race by the clock."""
+
+    def __init__(self, engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step, self.begun, self.gate = engine.step, threading.Event(), threading.Event()
+        monkeypatch.setattr(engine, "step", self)
+
+    def __call__(self) -> list[Any]:
+        self.begun.set()
+        self.gate.wait(20)
+        return self.step()
+
+
 def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model, monkeypatch):
     engine = make_engine(model)
-    step, begun, gate = engine.step, threading.Event(), threading.Event()
-
-    def gated_step() -> list[Any]:
-        begun.set()
-        gate.wait(20)
-        return step()
-
-    monkeypatch.setattr(engine, "step", gated_step)
+    step = GatedStep(engine, monkeypatch)
 
     async def main() -> None:
         async with make_async(engine) as llm:
             stream = llm.generate(PROMPTS[0], PARAMS, stream="final")
             answer = asyncio.ensure_future(anext(stream))
-            assert await asyncio.to_thread(begun.wait, 20)
+            assert await asyncio.to_thread(step.begun.wait, 20)
             with pytest.raises(TransitionTimeout, match="step under way"):
                 await llm.pause(timeout_s=0.05)
-            gate.set()
+            step.gate.set()
             assert (await answer).finished and engine.state == "running"
 
     asyncio.run(main())
@@ -321,29 +327,22 @@ def test_async_command_behind_a_long_step_times_out_and_is_not_carried_out(model
 
 def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(model, monkeypatch):
     engine = make_engine(model)
-    step, begun, gate = engine.step, threading.Event(), threading.Event()
-    gate.set()
-
-    def gated_step() -> list[Any]:
-        begun.set()
-        gate.wait(20)
-        return step()
-
-    monkeypatch.setattr(engine, "step", gated_step)
+    step = GatedStep(engine, monkeypatch)
+    step.gate.set()
 
     async def main() -> None:
         async with make_async(engine) as llm:
             stream = llm.generate(PROMPTS[0], PARAMS)
             await anext(stream)
-            gate.clear()
-            begun.clear()
-            assert await asyncio.to_thread(begun.wait, 20)  # a step is under way and stays so
+            step.gate.clear()
+            step.begun.clear()
+            assert await asyncio.to_thread(step.begun.wait, 20)  # a step is under way and stays so
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(llm.pause(), 0.02)
-            gate.set()
+            step.gate.set()
             assert len((await anext(stream)).outputs[0].token_ids) > 1 and engine.state == "running"
             # Its request gets in, the caller leaves before it hears of it.
-            monkeypatch.setattr(engine, "step", step)
+            monkeypatch.setattr(engine, "step", step.step)
             add, entered, left = engine.add_request, threading.Event(), threading.Event()
 
             def slow_add(*args: Any, **options: Any) -> str:

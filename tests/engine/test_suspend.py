@@ -285,6 +285,8 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     with pytest.raises(ConfigError, match="did you mean 'offload'"):
         engine.suspend(mode="offlode")
     assert engine.state == "running"
+    only_graphs = engine.suspend(tags={"graphs"})
+    assert (only_graphs.mode, engine.resume().mode) == ("persist", "persist"), "the cache has not moved"
     assert set(engine.suspend(tags={"kv_cache"}).tags) == {"kv_cache"}
     assert engine.parts.chosen.packed.num_weights or not engine.parts.chosen.packed.layout
     assert set(engine.suspend(tags={"weights", "graphs"}).tags) == {"weights", "graphs"}
@@ -292,6 +294,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     assert engine.suspended_tags == {"kv_cache", "weights", "graphs"}
     report = engine.resume({"weights"})
     assert report.state == "suspended" and engine.suspended_tags == {"kv_cache", "graphs"}
+    assert report.mode == "offload", "the cache is away still"
     with pytest.raises(ConfigError, match="weights not suspended"):
         engine.resume({"weights"})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
