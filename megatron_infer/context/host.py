@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from megatron_infer.context.block_pool import BlockPool
 
 Move = tuple[str, int, int]
-"""("out", block, host slot): the block's content goes to the slot; ("in", block, host slot): it comes to the block."""
+"""("out", block, host slot): the block's content goes to the slot; ("in", block, host slot): it comes to the block.
+The same for recurrent states: ("state out", state slot, host state), ("state in", state slot, host state). And
+("state copy", destination, source): one device slot's state to another."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -23,11 +23,45 @@ GIB = 1 << 30
 REQUEST_ROUNDER = 4
 DEFAULT_MAX_TOKENS = 16384
 TOKEN_ID_BYTES = 4
+CACHE_LINE = 64
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_POOL_BLOCKS = 2
 """One block to use and the dummy block."""
 AVAILABLE_SHARE_LIMIT = 0.8
 AVAILABLE_SHARE_CAP = 0.6
 """A buffer above 80 % of the memory that is free leaves too little for weights and activations: it is cut to 60 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """The recurrent state a request keeps on one rank, over all its Mamba layers."""
+
+    num_layers: int
+    """Mamba layers of this rank."""
+    conv_shape: tuple[int, int]
+    """[channels, taps]: the last inputs of the convolution, of one layer."""
+    ssm_shape: tuple[int, int, int]
+    """[heads, head dim, state dim], of one layer."""
+    conv_dtype: str
+    ssm_dtype: str
+
+    @property
+    def conv_bytes(self) -> int:
+        """Of all layers, rounded up to a cache line."""
+        return _lines(self.num_layers * math.prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype])
+
+    @property
+    def ssm_bytes(self) -> int:
+        return _lines(self.num_layers * math.prod(self.ssm_shape) * DTYPE_BYTES[self.ssm_dtype])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one state slot. Example: 24 layers, conv (1792, 4), ssm (24, 64, 128), fp32 -> 19,562,496."""
+        return self.conv_bytes + self.ssm_bytes
+
+
+def _lines(num_bytes: int) -> int:
+    return -(-num_bytes // CACHE_LINE) * CACHE_LINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +85,8 @@ class ModelShape:
     dtype: str
     """"float32" or "bfloat16": the dtype of parameters, activations and cache."""
     num_parameters: int
+    state: StateShape | None = None
+    """None: no layer of this rank keeps a recurrent state."""
 
 
 class SizeRow(NamedTuple):

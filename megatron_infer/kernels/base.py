@@ -8,11 +8,14 @@ P positions, B block size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,20 @@ class AttendSpec:
     rotary_dim: int = 0
     """Leading dims of a head that rotate by the step's cos/sin; 0: this layer does not rotate."""
     rotary_interleaved: bool = False
+
+
+def _none() -> np.ndarray:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCaptures:
+    """States to keep on the way through a slice: after the first `num_tokens[i]` of row `row[i]`'s tokens its state
+    goes to slot `state_slot[i]` too. int32 host arrays, by row, then by num_tokens; 0 < num_tokens < q_len."""
+
+    row: np.ndarray = field(default_factory=_none)
+    num_tokens: np.ndarray = field(default_factory=_none)
+    state_slot: np.ndarray = field(default_factory=_none)
 
 
 class Ops(Protocol):
@@ -50,6 +67,15 @@ class Ops(Protocol):
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         """silu(x[:, :F]) * x[:, F:] -> [T, F]."""
+        ...
+
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        """RMS norm of y * silu(gate) over each run of group_size channels; without a weight only the product.
+
+        gate may be a strided view (last dim contiguous).
+        """
         ...
 
 
@@ -89,6 +115,8 @@ class StepMetadata:
     cos_TR: Tensor | None
     """cos/sin of each token's position in the activation dtype, [T, rotary_dim]; None without rotary embedding."""
     sin_TR: Tensor | None
+    captures: StateCaptures = field(default_factory=StateCaptures)
+    """Recurrent states to keep on the way (see `kernels.ssm.ScanBackend.run`)."""
 
 
 class AttentionBackend(Protocol):
@@ -127,7 +155,13 @@ class StepInputs(Protocol):
     positions_T: Tensor
     token_ids_T: Tensor
 
-    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor: ...
+    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""
+        ...
+
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+        """Mamba layer number `layer` of this rank (see `kernels.ssm.ScanBackend.run`)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,16 @@ class TorchOps:
         gate, up = x_T2F.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        y = F.silu(gate_TM.float()).mul_(y_TM)
+        if weight is None:
+            return y.to(y_TM.dtype)
+        y_TGX = y.view(y.shape[0], -1, group_size)
+        scale = torch.rsqrt_(y_TGX.square().mean(-1, keepdim=True).add_(eps))
+        return y_TGX.mul_(scale).flatten(1).mul_(weight).to(y_TM.dtype)
+
 
 def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleaved: bool) -> Tensor:
     """Rotate the leading `dim` dims of every head, in fp32, rounded once -> a new tensor shaped like x."""

@@ -39,6 +39,16 @@ class ReferenceOps:
         gate, up = x_T2F.double().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x_T2F.dtype)
 
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        gate = gate_TM.double()
+        y = y_TM.double() * gate * torch.sigmoid(gate)
+        if weight is not None:
+            groups = y.unflatten(-1, (-1, group_size))
+            y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.double()
+        return y.to(y_TM.dtype)
+
 
 def rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleaved: bool) -> Tensor:
     """Rotary embedding of the leading `dim` dims of every head, rounded once -> a new tensor.

@@ -23,6 +23,9 @@ class Slice:
     """Siblings (n > 1) that draw their own first token from this slice's last position; their leases exist already."""
     first: bool = False
     """True for the first slice after an admission or swap-in: the row's tokens are not on the device yet."""
+    captures: tuple[tuple[int, int], ...] = ()
+    """(position, state slot): the recurrent state behind that many tokens of the request is kept there, while the step
+    computes them; start < position < start + n, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,9 @@ class Plan:
     prefill: tuple[Slice, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     """(source block, destination block) whole-block copies, to run after this step's forward (forks of n > 1)."""
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(source slot, destination slot) copies of recurrent states, to run after this step's forward: forks, and states
+    kept where a slice ends. No destination comes twice, none is a source."""
     returned: tuple[Request, ...] = ()
     """Requests that came back with their keys and values: their rows' tokens and parameters go to the device first."""
     num_tokens: int = 0
