@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.options import add_config_options, config_from
@@ -15,6 +16,8 @@ from megatron_infer.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_infer.models.hf_config import ModelPlan
 
+STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
+"""Shown only of models with recurrent state; JSON has them always."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -113,8 +116,11 @@ def _biases(layers: Mapping[str, Any], plan: ModelPlan) -> tuple[str, ...]:
 
 
 def as_dict(config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> dict[str, Any]:
-    model = {name: getattr(shape, name) for name in ModelShape.__dataclass_fields__}
-    return {"config": config.to_dict(), "model": model, "sizes": {row.name: row._asdict() for row in sizes.table()}}
+    return {
+        "config": config.to_dict(),
+        "model": asdict(shape),
+        "sizes": {row.name: row._asdict() for row in sizes.table()},
+    }
 
 
 def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> None:
@@ -131,6 +137,8 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     table.add_column("unit", no_wrap=True)
     table.add_column("how it was derived")
     for row in sizes.table():
+        if row.name in STATE_ROWS and shape.state is None:
+            continue
         value, unit = _readable(row.value, row.unit)
         table.add_row(row.name, value, unit, Text(row.how, style="dim"))
     console = Console()
