@@ -55,7 +55,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
 def test_answer_is_found_by_the_next_turn():
     w = world()
     first = finish(w, "turn 1", PROMPT, max_new=12)
-    second = finish(w, "turn 2", first.tokens + [60, 61, 62])
+    second = finish(w, "turn 2", [*first.tokens, 60, 61, 62])
     assert second.history.cached_tokens == 40, "of 42 tokens, 41 of them computed"
 
 
