@@ -39,6 +39,7 @@ LAYERS: dict[str, int] = {
     "context.store": 3,
     "context.memory": 3,
     "context.modes": 3,
+    "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
     "parallel": 4,
