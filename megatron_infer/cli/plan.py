@@ -13,7 +13,7 @@ from megatron_infer.context.layout import GIB, heads_per_rank
 from megatron_infer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_infer.models.hf_config import ModelPlan
+    from megatron_infer.models.model_plan import ModelPlan
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.models.hf_config import ModelPlan, RopeScaling
-from megatron_infer.models.hf_weights import Shard
+from megatron_infer.models.hf_names import Shard
+from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

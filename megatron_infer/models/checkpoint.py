@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.build import ACTIVATIONS, build_model
-from megatron_infer.models.hf_config import ModelPlan, RopeScaling
-from megatron_infer.models.hf_weights import WHOLE, Shard
+from megatron_infer.models.hf_names import WHOLE, Shard
+from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.text.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
