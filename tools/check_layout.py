@@ -24,6 +24,7 @@ MAX_INTERFACE_METHODS = 7
 LAYERS: dict[str, int] = {
     "errors": 0,
     "config": 0,
+    "state_config": 0,
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
     "schedule": 1,
@@ -75,6 +76,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 PURE = (
     "errors",
     "config",
+    "state_config",
     "schedule",
     "context.__init__",
     "context.block_pool",
