@@ -65,7 +65,7 @@ def derives_from_stock_mixer(cls: type) -> bool:
 @functools.cache
 def paged_mixer_class(mixer: type) -> type:
     """The paged subclass of a mixer class; training runs the class's own forward."""
-    return type(f"Paged{mixer.__name__}", (PagedMixer, mixer), {"__doc__": mixer.__doc__})
+    return type(f"Paged{mixer.__name__}", (PagedMixer, mixer), {"__doc__": mixer.__doc__, "__module__": __name__})
 
 
 class GatedRMSNorm(torch.nn.Module):
