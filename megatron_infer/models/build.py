@@ -106,11 +106,6 @@ def transformer_config(
     """
     from megatron_infer.models.mcore_compat import TransformerConfig
 
-    if plan.hybrid is not None and plan.hybrid.residual_in_fp32 and dtype != torch.float32:
-        raise ModelError(
-            f"{plan.name}: residual_in_fp32=true asks for a residual stream in float32 beside {dtype} weights, "
-            "which is not supported; use dtype float32"
-        )
     kwargs = dict(plan.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
     if "window_size" in kwargs:
@@ -209,9 +204,9 @@ def _hybrid(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> Mam
         config,
         norm_groups=hybrid.norm_groups,
         norm_epsilon=hybrid.norm_epsilon,
-        conv_width=hybrid.conv_width,
+        d_conv=hybrid.conv_width,
         conv_bias=hybrid.conv_bias,
-        projection_bias=hybrid.projection_bias,
+        bias=hybrid.projection_bias,
         dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
     )
     model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, rotary_base=plan.rotary_base, **arguments)
