@@ -209,8 +209,10 @@ def _hybrid(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> Mam
         bias=hybrid.projection_bias,
         dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
     )
-    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, rotary_base=plan.rotary_base, **arguments)
-    if plan.position_embedding == "rope":  # a MambaModel has no argument for scaled frequencies
+    rotary = _rope_arguments(plan)
+    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # a MambaModel has neither
+    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
+    if plan.position_embedding == "rope" and (scaled or not _native_rope(plan.rope_scaling)):
         _set_frequencies(model, plan)
     return model
 
