@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,13 +97,6 @@ def _refuse_unsupported(mixer: Any, name: str) -> None:
             raise AdoptionError(f"{name}.norm", "a gated norm with a bias or without a weight")
 
 
-class _Source(NamedTuple):
-    parameter: Callable[[], Tensor | None]
-    """As the module holds it now."""
-    convert: Callable[[Tensor], Tensor]
-    """fp32 and contiguous; the same memory where nothing had to change."""
-
-
 class ScanWeights:
     """What a mixer's scan needs of its live parameters, derived: somebody has to say when they changed.
 
@@ -116,12 +109,13 @@ class ScanWeights:
     def __init__(self, mixer: Any) -> None:
         own: Parameters = mixer._parameters
         conv, weight, bias = mcore.conv_parameters(mixer)
-        self._sources = {
-            "conv_CW": _Source(lambda: conv[weight], lambda w: _plain(w.flatten(1))),
-            "conv_bias_C": _Source(lambda: conv[bias], _plain),
-            "decay_H": _Source(lambda: own["A_log"], lambda log: -torch.exp(log.float())),
-            "skip_H": _Source(lambda: own["D"], _plain),
-            "dt_bias_H": _Source(lambda: own["dt_bias"], _plain),
+        # The modules' own mappings: a parameter that training replaces is seen.
+        self._sources: dict[str, tuple[Parameters, str]] = {
+            "conv_CW": (conv, weight),
+            "conv_bias_C": (conv, bias),
+            "decay_H": (own, "A_log"),
+            "skip_H": (own, "D"),
+            "dt_bias_H": (own, "dt_bias"),
         }
         self._owned: set[str] = set()
         self.weights: SsmWeights
@@ -133,9 +127,9 @@ class ScanWeights:
         owned = set()
         # Not under a caller's inference mode: its tensors could not be written to by a refresh outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            for name, source in self._sources.items():
-                parameter = source.parameter()
-                weights[name] = fresh = None if parameter is None else source.convert(parameter)
+            for name, (parameters, key) in self._sources.items():
+                parameter = parameters[key]
+                weights[name] = fresh = _derived(name, parameter)
                 if parameter is None or fresh is None or _same_memory(parameter, fresh):
                     continue
                 owned.add(name)
@@ -146,19 +140,24 @@ class ScanWeights:
         self.weights, self._owned = SsmWeights(**weights), owned  # type: ignore[arg-type]
 
     def differs(self) -> str | None:
-        """The first that a refresh would change, by name."""
+        """The first parameter that a refresh would take a change of, by name."""
         with torch.no_grad():
-            for name, source in self._sources.items():
-                parameter, kept = source.parameter(), getattr(self.weights, name)
-                if (parameter is None) != (kept is None):
-                    return name
-                if parameter is not None and not _equal(source.convert(parameter), kept):
-                    return name
+            for name, (parameters, key) in self._sources.items():
+                fresh, kept = _derived(name, parameters[key]), getattr(self.weights, name)
+                same = fresh is kept if fresh is None or kept is None else _equal(fresh, kept)
+                if not same:
+                    return key if "conv" not in name or key.startswith("conv") else f"conv1d.{key}"
         return None
 
 
-def _plain(parameter: Tensor) -> Tensor:
-    return parameter.detach().float().contiguous()
+def _derived(name: str, parameter: Tensor | None) -> Tensor | None:
+    """fp32 and contiguous; the parameter's own memory where nothing has to change."""
+    if parameter is None:
+        return None
+    plain = parameter.detach().float().contiguous()
+    if name == "conv_CW":
+        return plain.flatten(1)
+    return -torch.exp(plain) if name == "decay_H" else plain
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
