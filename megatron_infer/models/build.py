@@ -106,11 +106,6 @@ def transformer_config(
     """
     from megatron_infer.models.mcore_compat import TransformerConfig
 
-    if plan.hybrid is not None and plan.hybrid.residual_in_fp32 and dtype != torch.float32:
-        raise ModelError(
-            f"{plan.name}: residual_in_fp32=true asks for a residual stream in float32 beside {dtype} weights, "
-            "which is not supported; use dtype float32"
-        )
     kwargs = dict(plan.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
     if "window_size" in kwargs:
@@ -209,13 +204,15 @@ def _hybrid(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> Mam
         config,
         norm_groups=hybrid.norm_groups,
         norm_epsilon=hybrid.norm_epsilon,
-        conv_width=hybrid.conv_width,
+        d_conv=hybrid.conv_width,
         conv_bias=hybrid.conv_bias,
-        projection_bias=hybrid.projection_bias,
+        bias=hybrid.projection_bias,
         dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
     )
-    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, rotary_base=plan.rotary_base, **arguments)
-    if plan.position_embedding == "rope":  # a MambaModel has no argument for scaled frequencies
+    rotary = _rope_arguments(plan)
+    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # a MambaModel has neither
+    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
+    if plan.position_embedding == "rope" and (scaled or not _native_rope(plan.rope_scaling)):
         _set_frequencies(model, plan)
     return model
 

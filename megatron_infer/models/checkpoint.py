@@ -180,21 +180,22 @@ def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
     """Rotary fields of a plan. A GPTModel keeps its base and percent, a MambaModel leaves the frequencies only."""
     if rope is None:
         return {}
-    dim = 2 * rope.inv_freq.numel()
+    inverse, dim = rope.inv_freq.float().cpu(), 2 * rope.inv_freq.numel()
     base, percent = getattr(model, "rotary_base", None), getattr(model, "rotary_percent", None)
-    inverse = rope.inv_freq.float().cpu()
-    found: dict[str, Any] = {
-        "rotary_base": float(10000 if base is None else base),
-        "rotary_percent": float(dim / model.config.kv_channels if percent is None else percent),
-    }
-    if rope.seq_len_interpolation_factor is not None and base is not None:
-        return found | {"rope_scaling": RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))}
+    if base is None:
+        # the last frequency is base ** (2 / dim - 1); bases are whole numbers
+        base = round(inverse[-1].item() ** (-dim / (dim - 2))) if dim > 2 else 10000
+    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = None
     if rope.seq_len_interpolation_factor is not None:
-        inverse = inverse / float(rope.seq_len_interpolation_factor)
-    plain = 1.0 / (found["rotary_base"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    if torch.equal(plain, inverse):
-        return found
-    return found | {"rope_scaling": RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))}
+        scaling = RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))
+    elif not torch.equal(plain, inverse):
+        scaling = RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))
+    return {
+        "rotary_base": float(base),
+        "rotary_percent": float(dim / model.config.kv_channels if percent is None else percent),
+        "rope_scaling": scaling,
+    }
 
 
 def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelPlan:

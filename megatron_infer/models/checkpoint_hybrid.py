@@ -44,7 +44,6 @@ def hybrid_of_model(model: Any) -> tuple[HybridPlan, dict[str, Any]]:
         projection_bias=bias,
         dt_min=low,
         dt_max=None if high == float("inf") else high,
-        residual_in_fp32=bool(model.decoder.residual_in_fp32),
     )
     return hybrid, _with_heads(fields, config.hidden_size)
 

@@ -27,8 +27,10 @@ _SYMBOLS = {
 }
 """Layer type in a config, with the names of older versions of transformers -> megatron-core's symbol."""
 
-# What these configs carry for initialisation, training or other implementations of the same arithmetic.
+# What these configs carry for initialisation, training or other implementations of the same arithmetic. The paged path
+# keeps the residual stream in fp32 whatever residual_in_fp32 says.
 _HARMLESS = (
+    "residual_in_fp32",
     "rescale_prenorm_residual",
     "time_step_floor",
     "time_step_max",
@@ -90,7 +92,6 @@ def _mamba2(keys: Keys) -> dict[str, Any]:
             projection_bias=bool(keys.get("use_bias", False)),
             dt_min=low,
             dt_max=high,
-            residual_in_fp32=bool(keys.get("residual_in_fp32", True)),
         ),
     }
     return biases(parts)
@@ -155,7 +156,6 @@ def _refuse_nemotron(keys: Keys) -> None:
     keys.require("attention_bias", None, False, why="the modelling file gives attention no biases")
     keys.require("sliding_window", None, why="the modelling file has no sliding windows")
     keys.require("tie_word_embeddings", None, False, why="the modelling file does not tie them")
-    keys.require("residual_in_fp32", None, False, why="the residual stream has the weights' dtype here")
     # The modelling file has no upper limit and takes the lower one from time_step_min.
     if _limits(keys, "time_step_limit") != (0.0, None):
         limit = keys.get("time_step_limit")

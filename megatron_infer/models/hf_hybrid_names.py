@@ -7,6 +7,7 @@ Legend: D hidden, M inner width, G groups, N state dim, H heads, F ffn, W convol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -79,12 +80,11 @@ class HybridNames(LlamaNames):
             last = module.endswith(".linear_fc2")
         else:
             linears = {
-                "*": {
-                    "self_attention.linear_qkv": ("qkv", self._qkv),
-                    "self_attention.linear_proj": ("proj", self._proj),
-                },
-                "-": {"mlp.linear_fc1": ("fc1", self._fc1), "mlp.linear_fc2": ("fc2", self._fc2)},
-            }[symbol]
+                "*self_attention.linear_qkv": ("qkv", self._qkv),
+                "*self_attention.linear_proj": ("proj", self._proj),
+                "-mlp.linear_fc1": ("fc1", self._fc1),
+                "-mlp.linear_fc2": ("fc2", self._fc2),
+            }
             if symbol + module not in linears or kind not in ("weight", "bias"):
                 return None
             short, make = linears[symbol + module]
@@ -130,13 +130,8 @@ class HybridNames(LlamaNames):
         """(where the tensors of an expert are, its width); None for what is no linear of an expert."""
         if part in ("shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"):
             return "shared_experts", self.shared_ffn
-        names = part.split(".")
-        if names[:2] == ["experts", "local_experts"] and names[3:] in (
-            ["linear_fc1", "weight"],
-            ["linear_fc2", "weight"],
-        ):
-            return f"experts.{names[2]}", self.expert_ffn
-        return None, 0
+        found = re.fullmatch(r"experts\.local_experts\.(\d+)\.linear_fc[12]\.weight", part)
+        return (f"experts.{found[1]}", self.expert_ffn) if found else (None, 0)
 
 
 class BambaNames(HybridNames):

@@ -98,17 +98,18 @@ class MixerSubmodules:
     out_proj: Any
 
 
-def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None) -> ModuleSpec:
+def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **mixer_options: Any) -> ModuleSpec:
     """A hybrid stack spec with paged layers that also trains where there is no CUDA, triton or Transformer Engine.
 
     Pass it as MambaModel's `mamba_stack_spec` (HybridModel's `hybrid_stack_spec`). Parameter names are those of
     megatron-core's local modules; distributed checkpoints have the keys of its own Transformer Engine spec.
-    norm_groups: see `mamba.TorchMambaMixer`.
+    norm_groups and the options that megatron-core's mixer takes from no config (d_conv, bias, norm_epsilon, dt_limit,
+    ...): see `mamba.TorchMambaMixer`.
     """
     plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
     mixer = ModuleSpec(
         module=SlottedMambaMixer,
-        params={"norm_groups": norm_groups},
+        params={"norm_groups": norm_groups, **mixer_options},
         submodules=MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
     mamba = MambaLayerSubmodules(

@@ -71,10 +71,12 @@ def paged_mixer_class(mixer: type) -> type:
 class GatedRMSNorm(torch.nn.Module):
     """RMS norm of y * silu(gate) over groups of channels; parameter and checkpoint key as megatron-core's."""
 
-    def __init__(self, width: int, *, group_size: int, dtype: torch.dtype, device: Any, tp_group: Any) -> None:
+    def __init__(
+        self, width: int, *, group_size: int, dtype: torch.dtype, device: Any, tp_group: Any, eps: float = NORM_EPS
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype, device=device))
-        self.eps, self.group_size, self.tp_group = NORM_EPS, group_size, tp_group
+        self.eps, self.group_size, self.tp_group = eps, group_size, tp_group
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(y, gate, self.weight, self.eps, self.group_size)
@@ -90,8 +92,9 @@ class TorchMambaMixer(mcore.MegatronModule):
 
     Arguments are those of megatron-core's MambaMixer; sizes come from the config (mamba_state_dim, mamba_head_dim,
     mamba_num_groups, mamba_num_heads). norm_groups: runs of channels that are normed together over all ranks; None is
-    mamba_num_groups, as in megatron-core; 1 is one norm over all channels, as in transformers' Mamba2. `name` is what
-    0.19 calls the module in its logs.
+    mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm, for which
+    megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is clamped to.
+    `name` is what 0.19 calls the module in its logs.
     Source: Mamba-2, arXiv:2405.21060.
     """
 
@@ -110,6 +113,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         dt_init_floor: float = 1e-4,
+        bias: bool = False,
         conv_bias: bool = True,
         chunk_size: int = 128,
         layer_number: int | None = None,
@@ -117,6 +121,8 @@ class TorchMambaMixer(mcore.MegatronModule):
         pp_layer_offset: int = 0,
         name: str | None = None,
         norm_groups: int | None = None,
+        norm_epsilon: float = NORM_EPS,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__(config)
         if mcore.group_size(getattr(pg_collection, "cp", None)) > 1:
@@ -125,16 +131,16 @@ class TorchMambaMixer(mcore.MegatronModule):
         self.d_conv, self.d_state, self.headdim = d_conv, config.mamba_state_dim, config.mamba_head_dim
         num_heads = config.mamba_num_heads or _divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
         self._set_shares(num_heads, config.mamba_num_groups)
-        self.rmsnorm, self.chunk_size = rmsnorm, chunk_size
+        self.rmsnorm, self.chunk_size, self.dt_limit = rmsnorm, chunk_size, dt_limit
         # In megatron-core's order: with equal seeds equal weights.
-        self.in_proj = self._project_in(submodules.in_proj, d_model)
+        self.in_proj = self._project_in(submodules.in_proj, d_model, bias)
         with _generator(config):
             self.conv1d = self._convolution(conv_init, conv_bias)
         with _generator(config):
             self._init_scan((dt_min, dt_max, dt_init_floor), A_init_range, D_has_hdim)
         if rmsnorm:
-            self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups)
-        self.out_proj = self._project_out(submodules.out_proj, d_model)
+            self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups, norm_epsilon)
+        self.out_proj = self._project_out(submodules.out_proj, d_model, bias)
         for key, parameter in self.named_parameters():
             if not key.startswith(("in_proj.", "out_proj.")):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -177,7 +183,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         x, b, c = mixed.split((width, state, state), dim=-1)
         x = x.unflatten(-1, (-1, self.headdim))
         b, c = (part.unflatten(-1, (self.ngroups_local_tp, -1)) for part in (b, c))
-        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.dt_limit)
         decay = -torch.exp(self.A_log.to(wide))
         y = chunk_scan(x, dt, decay, b, c, chunk=min(self.chunk_size, projected.shape[0]))
         y = y + x * self.D.to(wide).view(self.nheads_local_tp, -1)
@@ -206,8 +212,9 @@ class TorchMambaMixer(mcore.MegatronModule):
                 )
             sharded.update(found)
         parts = {"z": width, "x": width, "B": state, "C": state, "dt": self.nheads_local_tp}
-        _split(sharded, f"{prefix}in_proj.weight", parts)
         for key in ("weight", "bias"):
+            if f"{prefix}in_proj.{key}" in sharded:
+                _split(sharded, f"{prefix}in_proj.{key}", parts)
             if f"{prefix}conv1d.{key}" in sharded:
                 _split(sharded, f"{prefix}conv1d.{key}", {part: parts[part] for part in "xBC"})
         return sharded
@@ -220,7 +227,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         self.ngroups_local_tp = _divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
         self.d_inner_local_tp = self.nheads_local_tp * self.headdim
 
-    def _project_in(self, spec: Any, d_model: int) -> Any:
+    def _project_in(self, spec: Any, d_model: int, bias: bool) -> Any:
         local = 2 * self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state + self.nheads_local_tp
         return mcore.build_module(
             spec,
@@ -229,21 +236,21 @@ class TorchMambaMixer(mcore.MegatronModule):
             config=self.config,
             init_method=self.config.init_method,
             gather_output=False,
-            bias=False,
+            bias=bias,
             skip_bias_add=False,
             is_expert=False,
             tp_comm_buffer_name="fc1",
             tp_group=self.tp_group,
         )
 
-    def _project_out(self, spec: Any, d_model: int) -> Any:
+    def _project_out(self, spec: Any, d_model: int, bias: bool) -> Any:
         return mcore.build_module(
             spec,
             self.d_inner_local_tp * self.tp_group.size(),
             d_model,
             config=self.config,
             init_method=self.config.output_layer_init_method,
-            bias=False,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,
             is_expert=False,
@@ -298,7 +305,7 @@ class TorchMambaMixer(mcore.MegatronModule):
             torch.ones(self.d_inner_local_tp if wide_skip else self.nheads_local_tp, device=device)
         )
 
-    def _gated_norm(self, norm_groups: int) -> GatedRMSNorm:
+    def _gated_norm(self, norm_groups: int, epsilon: float) -> GatedRMSNorm:
         ranks = self.tp_group.size()
         local = _divided(norm_groups, ranks, "norm_groups", "tensor-parallel ranks")
         return GatedRMSNorm(
@@ -307,6 +314,7 @@ class TorchMambaMixer(mcore.MegatronModule):
             dtype=self.config.params_dtype,
             device=_device(self.config),
             tp_group=self.tp_group,
+            eps=epsilon,
         )
 
     def _ranks_drawn(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,15 @@ class LeanMixer:
         _refuse_unsupported(mixer, name)
         self.in_proj = LeanLinear(mixer.in_proj, f"{name}.in_proj", num_ranks=num_ranks)
         self.out_proj = LeanLinear(mixer.out_proj, f"{name}.out_proj", num_ranks=num_ranks)
+        dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
         self.spec = SsmSpec(
             num_heads=mixer.nheads_local_tp,
             head_dim=mixer.headdim,
             state_dim=mixer.d_state,
             num_groups=mixer.ngroups_local_tp,
             conv_width=mixer.d_conv,
+            dt_min=dt_min,
+            dt_max=dt_max,
         )
         self.widths = (self.spec.inner_width, self.spec.num_channels, self.spec.num_heads)
         self.norm: Parameters | None = None

@@ -38,7 +38,6 @@ class HybridPlan:
     dt_min: float = 0.0
     dt_max: float | None = None
     """softplus(dt + bias) is clamped to this range; None: no upper end."""
-    residual_in_fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
