@@ -35,7 +35,7 @@ def prefix_caching(kind: str, policy: str = "lru") -> dict[str, Any]:
 
 def buffers(
     model: torch.nn.Module, *, blocks: int, block_size: int, max_requests: int, paused_blocks: int = 0
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Settings of a pool of `blocks` usable blocks, so many of which the paused may keep, and all the states.
 
     The states are taken from both buffers in proportion (see `split_pool`), so both are larger by their share.
@@ -49,6 +49,8 @@ def buffers(
         dtype_bytes=shape.kv_dtype_bytes,
     )
     states = max_requests * shape.state.slot_bytes if shape.state is not None else 0
+    if not block:  # blocks take no memory
+        return {"buffer_size_gb": (states + shape.state.slot_bytes) / 2**30}  # one is for padding
     main, paused = (blocks + 1.25) * block, (paused_blocks + 0.25) * block if paused_blocks else 0.0
     share = states / (main + paused)
     return {
