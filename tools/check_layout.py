@@ -85,6 +85,9 @@ PURE = (
     "context.context",
     "context.leases",
     "context.host",
+    "context.snapshots",
+    "context.states",
+    "context.swaps",
     "context.layout",
     "metrics.core",
 )

@@ -1,4 +1,4 @@
-"""A GPTModel from a plan, with the weights of its source."""
+"""A GPTModel or MambaModel from a plan, with the weights of its source."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.models.hf_config import ModelPlan, RopeScaling
-from megatron_infer.models.hf_weights import Shard
+from megatron_infer.models.hf_names import Shard
+from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.mamba import MambaModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_infer.models.sources import ModelSource
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()  # megatron-core's own is compiled: seconds at the first call on a CPU
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -30,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": squared_relu,
 }
 
 # megatron-core's rope_scaling switch means Llama 3.1's numbers; any others are set on the built model.
@@ -45,8 +52,8 @@ def build_model(
     vocab_multiple: int = 1,
     pg_collection: Any = None,
     **config_overrides: Any,
-) -> GPTModel:
-    """A GPTModel in `dtype` on `device`, in eval mode, holding the source's weights (none, uninitialised, for a plan).
+) -> GPTModel | MambaModel:
+    """The source's model in `dtype` on `device`, in eval mode, with its weights (none, uninitialised, for a plan).
 
     Without torch.distributed a single-process gloo group is made (no port, no network). With `tensor_parallel` > 1 the
     caller has set up torch.distributed; each rank reads its own part only. The vocabulary is padded up to a multiple of
@@ -60,6 +67,7 @@ def build_model(
     padded_vocab = -(-plan.vocab_size // multiple) * multiple
     model = _construct(plan, config, padded_vocab, pg_collection)
     model = model.to(device=device, dtype=dtype)
+    _keep_routers_exact(model)
     if not isinstance(source, ModelPlan):
         source.load_into(model, _shard(model, tensor_parallel))
     return model.eval()
@@ -157,26 +165,68 @@ def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
 
 
-def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, pg_collection: Any) -> GPTModel:
-    from megatron_infer.models.mcore_compat import GPTModel
+def _construct(
+    plan: ModelPlan, config: TransformerConfig, padded_vocab: int, pg_collection: Any
+) -> GPTModel | MambaModel:
     from megatron_infer.models.rotary import cpu_rotary
-    from megatron_infer.models.specs import gpt_spec
 
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=gpt_spec(config),
+    make = _gpt if plan.hybrid is None else _hybrid
+    model = make(
+        plan,
+        config,
         vocab_size=padded_vocab,
         max_sequence_length=plan.max_sequence_length,
         position_embedding_type=plan.position_embedding,
         rotary_percent=plan.rotary_percent,
         share_embeddings_and_output_weights=plan.tied_embeddings,
         pg_collection=pg_collection,
-        **_rope_arguments(plan),
     )
-    if plan.position_embedding == "rope" and not _native_rope(plan.rope_scaling):
-        inverse = model.rotary_pos_emb.inv_freq
-        model.rotary_pos_emb.inv_freq = rotary_frequencies(plan).to(inverse.device)
     return cpu_rotary(model)
+
+
+def _gpt(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> GPTModel:
+    from megatron_infer.models.mcore_compat import GPTModel
+    from megatron_infer.models.specs import gpt_spec
+
+    model = GPTModel(config=config, transformer_layer_spec=gpt_spec(config), **arguments, **_rope_arguments(plan))
+    if plan.position_embedding == "rope" and not _native_rope(plan.rope_scaling):
+        _set_frequencies(model, plan)
+    return model
+
+
+def _hybrid(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> MambaModel:
+    from megatron_infer.models.hybrid import hybrid_spec
+    from megatron_infer.models.mcore_compat import MambaModel
+
+    hybrid = plan.hybrid
+    assert hybrid is not None
+    spec = hybrid_spec(
+        config,
+        norm_groups=hybrid.norm_groups,
+        norm_epsilon=hybrid.norm_epsilon,
+        d_conv=hybrid.conv_width,
+        conv_bias=hybrid.conv_bias,
+        bias=hybrid.projection_bias,
+        dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
+    )
+    rotary = _rope_arguments(plan)
+    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # a MambaModel has neither
+    model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
+    if plan.position_embedding == "rope" and (scaled or not _native_rope(plan.rope_scaling)):
+        _set_frequencies(model, plan)
+    return model
+
+
+def _set_frequencies(model: GPTModel | MambaModel, plan: ModelPlan) -> None:
+    inverse = model.rotary_pos_emb.inv_freq
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(plan).to(inverse.device)
+
+
+def _keep_routers_exact(model: torch.nn.Module) -> None:
+    """Correction biases of routers back to fp32, where megatron-core keeps them whatever the weights' dtype."""
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias = module.expert_bias.float()
 
 
 def _rope_arguments(plan: ModelPlan) -> dict[str, Any]:
@@ -196,7 +246,7 @@ def _native_rope(scaling: RopeScaling | None) -> bool:
     return scaling.kind == "llama3" and all(getattr(scaling, key) == value for key, value in _LLAMA3_NATIVE.items())
 
 
-def _shard(model: GPTModel, tensor_parallel: int) -> Shard:
+def _shard(model: GPTModel | MambaModel, tensor_parallel: int) -> Shard:
     if tensor_parallel == 1:
         return Shard()
     group = model.pg_collection.tp

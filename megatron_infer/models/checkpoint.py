@@ -23,16 +23,18 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.build import ACTIVATIONS, build_model
-from megatron_infer.models.hf_config import ModelPlan, RopeScaling
-from megatron_infer.models.hf_weights import WHOLE, Shard
+from megatron_infer.models.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.models.hf_names import WHOLE, Shard
+from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.text.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.mamba import MambaModel
 
 PLAN_FILE = "megatron_infer.json"
 _FORMAT = 1
-_MEGATRON = "MegatronGPT"
+_MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -67,8 +69,8 @@ def save_checkpoint(
     (directory / PLAN_FILE).write_text(text + "\n", encoding="utf-8")  # last: it says that the rest is complete
 
 
-def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel:
-    """A GPTModel with a checkpoint's weights; options as in `build_model` (dtype, device, tensor_parallel, ...)."""
+def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel | MambaModel:
+    """A model with a checkpoint's weights; options as in `build_model` (dtype, device, tensor_parallel, ...)."""
     return build_model(CheckpointSource(directory), **build_options)
 
 
@@ -139,12 +141,15 @@ _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine
 
 
 def plan_from_model(model: nn.Module) -> ModelPlan:
-    """The plan of a live GPTModel. Raises ModelError for parts that a plan cannot describe."""
+    """The plan of a live GPTModel or MambaModel. Raises ModelError for parts that a plan cannot describe."""
+    from megatron_infer.models.mcore_compat import squared_relu
+
     config = model.config
+    hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
     for key in ("num_moe_experts", "multi_latent_attention", "layernorm_zero_centered_gamma"):
-        if getattr(config, key, None):
+        if getattr(config, key, None) and key not in fields:
             raise ModelError(f"this model has {key}={getattr(config, key)!r}, which a model plan cannot describe yet")
-    activations = {function: name for name, function in ACTIVATIONS.items()}
+    activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
     if config.activation_func not in activations:
         raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")
     keys = (
@@ -152,35 +157,45 @@ def plan_from_model(model: nn.Module) -> ModelPlan:
         "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
     )  # fmt: skip
     transformer: dict[str, Any] = {key: getattr(config, key) for key in keys}
-    transformer["activation"] = activations[config.activation_func]
+    transformer |= fields | {"activation": activations[config.activation_func]}
     for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
         value = getattr(config, key, None)
         if value is not None:
             transformer[key] = list(value) if isinstance(value, tuple) else value
     rope = getattr(model, "rotary_pos_emb", None)
     return ModelPlan(
-        architecture=_MEGATRON,
+        architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
         transformer=transformer,
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_sequence_length,
         position_embedding=model.position_embedding_type,
-        rotary_base=float(model.rotary_base),
-        rotary_percent=float(model.rotary_percent),
-        rope_scaling=_rope_of(rope, model) if rope is not None else None,
+        **_rope_of(rope, model),
+        hybrid=hybrid,
         tied_embeddings=model.share_embeddings_and_output_weights,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
     )
 
 
-def _rope_of(rope: nn.Module, model: nn.Module) -> RopeScaling | None:
+def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
+    """Rotary fields of a plan. A GPTModel keeps its base and percent, a MambaModel leaves the frequencies only."""
+    if rope is None:
+        return {}
+    inverse, dim = rope.inv_freq.float().cpu(), 2 * rope.inv_freq.numel()
+    base, percent = getattr(model, "rotary_base", None), getattr(model, "rotary_percent", None)
+    if base is None:
+        # the last frequency is base ** (2 / dim - 1); bases are whole numbers
+        base = round(inverse[-1].item() ** (-dim / (dim - 2))) if dim > 2 else 10000
+    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = None
     if rope.seq_len_interpolation_factor is not None:
-        return RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))
-    dim = 2 * rope.inv_freq.numel()
-    plain = 1.0 / (model.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    inverse = rope.inv_freq.float().cpu()
-    if torch.equal(plain, inverse):
-        return None
-    return RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))
+        scaling = RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))
+    elif not torch.equal(plain, inverse):
+        scaling = RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))
+    return {
+        "rotary_base": float(base),
+        "rotary_percent": float(dim / model.config.kv_channels if percent is None else percent),
+        "rope_scaling": scaling,
+    }
 
 
 def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelPlan:
@@ -192,12 +207,14 @@ def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> Mode
             f"{name}: the checkpoint has no {PLAN_FILE}, and its training arguments lack {', '.join(absent)}; "
             "save it with megatron_infer.models.checkpoint.save_checkpoint, or build the model and load it yourself"
         )
-    refused = [key for key in _UNSUPPORTED_ARGUMENTS if arguments.get(key)]
+    hybrid, fields = hybrid_of_arguments(arguments, name=name) or (None, {})
+    experts = () if "num_moe_experts" in fields else ("num_experts",)
+    refused = [key for key in (*experts, *_UNSUPPORTED_ARGUMENTS) if arguments.get(key)]
     if refused:
         raise ModelError(f"{name}: trained with {', '.join(refused)}, which a model plan cannot describe yet")
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else heads
-    activation = "silu" if arguments.get("swiglu") else "gelu"
+    activation = "silu" if arguments.get("swiglu") else "relu2" if arguments.get("squared_relu") else "gelu"
     transformer: dict[str, Any] = {
         "num_layers": arguments["num_layers"],
         "hidden_size": hidden,
@@ -212,13 +229,14 @@ def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> Mode
         "add_bias_linear": bool(arguments.get("add_bias_linear", True)),
         "add_qkv_bias": bool(arguments.get("add_qkv_bias", False)),
         "qk_layernorm": bool(arguments.get("qk_layernorm", False)),
+        **fields,
     }
     for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
         value = arguments.get(key)
         if value is not None:
             transformer[key] = list(value) if isinstance(value, tuple) else value
     return ModelPlan(
-        architecture=_MEGATRON,
+        architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
         transformer=transformer,
         vocab_size=arguments["padded_vocab_size"],
         max_sequence_length=arguments["max_position_embeddings"],
@@ -226,6 +244,7 @@ def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> Mode
         rotary_base=float(arguments.get("rotary_base") or 10000),
         rotary_percent=float(arguments.get("rotary_percent") or 1.0),
         rope_scaling=_rope_from_arguments(arguments),
+        hybrid=hybrid,
         tied_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
         dtype="bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else "float32",
         name=name,
@@ -233,9 +252,9 @@ def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> Mode
 
 
 _UNSUPPORTED_ARGUMENTS = (
-    "num_experts", "multi_latent_attention", "squared_relu", "quick_geglu", "openai_gelu", "apply_layernorm_1p",
+    "multi_latent_attention", "quick_geglu", "openai_gelu", "apply_layernorm_1p", "fp32_residual_connection",
     "apply_residual_connection_post_layernorm", "rotary_interleaved", "mtp_num_layers", "qk_l2_norm",
-    "attention_output_gate", "hybrid_override_pattern", "use_mup",
+    "attention_output_gate", "use_mup",
 )  # fmt: skip
 
 

@@ -116,11 +116,13 @@ class TorchNorm(torch.nn.Module):
     Also sequence parallel and zero-centred, both of which megatron-core's wrapper of torch's norms refuses.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any) -> None:
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
             raise NotImplementedError(f"normalization={config.normalization!r}: TorchNorm does RMSNorm and LayerNorm")
-        self.eps, self.shape = eps, (hidden_size,)
+        # Mamba layers of 0.16 do not pass it
+        self.eps: float = config.layernorm_epsilon if eps is None else eps
+        self.shape = (hidden_size,)
         self.rms = config.normalization == "RMSNorm"
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization or not torch.accelerator.is_available() else None

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.gguf_file import GGUFFile
-from megatron_infer.models.hf_config import ModelPlan, RopeScaling
-from megatron_infer.models.hf_weights import Span
+from megatron_infer.models.hf_names import Span
+from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.text.gguf_vocab import end_ids
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.models.lean import LeanAttention, LeanLayer
-from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
+from megatron_infer.models.lean import LeanAttention, LeanBlock, LeanLayer
+from megatron_infer.models.mcore_compat import (
+    MambaLayer,
+    MLPLayer,
+    SelfAttention,
+    TransformerLayer,
+    moe_layer_classes,
+)
 
 
 def is_step(context: Any) -> bool:
@@ -54,7 +60,7 @@ class PagedAttention:
                 hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs
             )
         require_inference(self)  # type: ignore[arg-type]
-        lean = _bound(self.lean, self)
+        lean = bound(self.lean, self)
         return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
 
 
@@ -67,13 +73,17 @@ def paged_attention_class(attention: type) -> type:
     """The paged subclass of a SelfAttention class; training runs the class's own forward."""
     if attention is SelfAttention:
         return PagedSelfAttention
-    return type(f"Paged{attention.__name__}", (PagedAttention, attention), {"__doc__": attention.__doc__})
+    return type(
+        f"Paged{attention.__name__}",
+        (PagedAttention, attention),
+        {"__doc__": attention.__doc__, "__module__": __name__},
+    )
 
 
 class PagedForward:
     """Mixed into decoder layers: with a step, the lean body on [T, 1, D] hidden states."""
 
-    lean: LeanLayer | None = None
+    lean: LeanLayer | LeanBlock | None = None
     """Set by `adopt`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -83,7 +93,7 @@ class PagedForward:
         require_inference(self)  # type: ignore[arg-type]
         hidden_states = args[0] if args else kwargs["hidden_states"]
         # The lean body adds in place; the caller keeps what it passed in.
-        x_TD, residual_TD = _bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)
+        x_TD, residual_TD = bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)
         return (x_TD + residual_TD).to(hidden_states.dtype).unsqueeze(1), kwargs.get("context")
 
 
@@ -91,7 +101,27 @@ class PagedTransformerLayer(PagedForward, TransformerLayer):
     """Stock transformer layer with the lean body for a step."""
 
 
-def _bound(lean: Any, module: Any) -> Any:
+class PagedMLPLayer(PagedForward, MLPLayer):
+    """Stock MLP layer of a hybrid stack with the lean body for a step."""
+
+
+class PagedMambaLayer(PagedForward, MambaLayer):
+    """Stock Mamba layer with the lean body for a step."""
+
+
+PAGED_LAYERS: dict[type, type] = {
+    TransformerLayer: PagedTransformerLayer,
+    MLPLayer: PagedMLPLayer,
+    MambaLayer: PagedMambaLayer,
+} | {
+    layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__, "__module__": __name__})
+    for layer in moe_layer_classes()
+}
+"""Stock layer class -> ours."""
+
+
+def bound(lean: Any, module: Any) -> Any:
+    """What `adopt` gave the module; raises ModelError where it has not."""
     if lean is None:
         raise ModelError(
             f"{type(module).__name__} was given a step of inference before megatron_infer.models.adopt.adopt(model) "

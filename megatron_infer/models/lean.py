@@ -177,6 +177,10 @@ class LeanAttention:
             k = self.k_norm.run_heads(step.ops, k)
         return step.attend(self.layer, q, k, v, self.spec)
 
+    def weights(self) -> Iterator[Tensor]:
+        yield self.qkv.weight()
+        yield self.proj.weight()
+
 
 def head_norm(module: torch.nn.Module | None, name: str) -> LeanNorm | None:
     """The norm over each query or key head, None where there is none."""
@@ -235,6 +239,45 @@ class LeanLayer:
 
     def weights(self) -> Iterator[Tensor]:
         """Every 2-D weight that goes through `ops.linear`."""
-        yield self.attention.qkv.weight()
-        yield self.attention.proj.weight()
+        yield from self.attention.weights()
         yield from self.mlp.weights()
+
+
+class Body(Protocol):
+    """What stands behind the one norm of a hybrid decoder's layer."""
+
+    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor: ...
+
+    def weights(self) -> Iterator[Tensor]: ...
+
+
+class FeedForwardBody:
+    """An MLP or experts as the body of a layer of its own."""
+
+    __slots__ = ("mlp",)
+
+    def __init__(self, mlp: FeedForward) -> None:
+        self.mlp = mlp
+
+    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
+        return self.mlp.run(step.ops, normed_TD)
+
+    def weights(self) -> Iterator[Tensor]:
+        yield from self.mlp.weights()
+
+
+class LeanBlock:
+    """One pre-norm layer of a hybrid decoder: a norm and a mixer, an attention, an MLP or experts."""
+
+    __slots__ = ("body", "norm")
+
+    def __init__(self, norm: LeanNorm, body: Body) -> None:
+        self.norm, self.body = norm, body
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `LeanLayer.run`."""
+        normed_TD, residual_TD = self.norm.run_added(step.ops, x_TD, residual_TD)
+        return self.body.run(step, normed_TD), residual_TD
+
+    def weights(self) -> Iterator[Tensor]:
+        yield from self.body.weights()

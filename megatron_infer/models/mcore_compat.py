@@ -31,12 +31,16 @@ with warnings.catch_warnings():
     import megatron.core
     from megatron.core import parallel_state
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -47,7 +51,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.torch_norm import L2Norm
     from megatron.core.transformer.transformer_block import (
         TransformerBlock,
@@ -55,15 +59,31 @@ with warnings.catch_warnings():
         get_num_layers_to_build,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-    from megatron.core.transformer.utils import is_layer_window_attention, openai_gelu
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.utils import (
+        ensure_metadata_has_dp_cp_group,
+        is_layer_window_attention,
+        make_sharded_tensors_for_checkpoint,
+        openai_gelu,
+        sharded_state_dict_default,
+    )
+
+    try:  # 0.19 calls what was Mamba hybrid
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel as HybridModel
+        from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+        from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
+    from megatron.core.models.mamba import MambaModel
 
 _NOISY_LOGGERS = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.models.mamba.mamba_model",
     "megatron.core.transformer.transformer_layer",
 )
-_NOISE = ("GPTModel IS DEPRECATED", "Rewrapping ModuleSpec")
+_NOISE = ("GPTModel IS DEPRECATED", "Rewrapping ModuleSpec", "MambaModel has been deprecated")
 
 
 class _DropDeprecations(logging.Filter):
@@ -124,6 +144,46 @@ def topk_routing() -> Callable[..., Any]:
     return topk_routing_with_score_function
 
 
+def conv_parameters(mixer: Any) -> tuple[dict[str, Any], str, str]:
+    """(live mapping, name of the weight, name of the bias) of a Mamba mixer's convolution, whichever way it is held.
+
+    0.19's mixer holds the parameters itself.
+    """
+    if "conv1d_weight" in mixer._parameters:
+        return mixer._parameters, "conv1d_weight", "conv1d_bias"
+    return mixer.conv1d._parameters, "weight", "bias"
+
+
+def moe_layer_classes() -> tuple[type, ...]:
+    """Stock layer classes that differ from TransformerLayer only in how they are captured in CUDA graphs."""
+    from megatron.core.transformer import transformer_layer
+
+    found = getattr(transformer_layer, "MoETransformerLayer", None)
+    return () if found is None else (found,)
+
+
+def sharded_tensors(
+    module: torch.nn.Module,
+    prefix: str,
+    axes: dict[str, int],
+    sharded_offsets: Any,
+    metadata: dict[str, Any] | None,
+    tp_group: Any,
+    *,
+    recurse: bool = True,
+) -> dict[str, Any]:
+    """A module's parameters for a distributed checkpoint; axes: which of them are split over tensor ranks, and how."""
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    state: dict[str, Any] = {}
+    if recurse:
+        state = module.state_dict(prefix="", keep_vars=True)
+    else:
+        module._save_to_state_dict(state, "", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        state, prefix, axes, sharded_offsets, tp_group=tp_group, dp_cp_group=metadata["dp_cp_group"]
+    )
+
+
 def group_size(group: Any) -> int:
     """Ranks in a process group; 1 for None."""
     return 1 if group is None else group.size()
@@ -140,10 +200,17 @@ __all__ = [
     "DotProductAttention",
     "Float16Module",
     "GPTModel",
+    "HybridModel",
+    "HybridStack",
+    "HybridStackSubmodules",
     "IdentityFuncOp",
     "IdentityOp",
     "L2Norm",
     "LanguageModelEmbedding",
+    "MLPLayer",
+    "MambaLayer",
+    "MambaLayerSubmodules",
+    "MambaModel",
     "MegatronModule",
     "MoELayer",
     "ModuleSpec",
@@ -151,20 +218,25 @@ __all__ = [
     "RowParallelLinear",
     "SelfAttention",
     "SequentialMLP",
+    "ShardedTensorFactory",
     "SharedExpertMLP",
     "TopKRouter",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
+    "build_module",
     "fast_gelu",
     "get_bias_dropout_add",
+    "get_cuda_rng_tracker",
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
     "is_layer_window_attention",
     "openai_gelu",
     "parallel_state",
     "quick_gelu",
+    "sharded_state_dict_default",
     "squared_relu",
 ]

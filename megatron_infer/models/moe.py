@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_infer.models.mcore_compat import (
     SequentialMLP,
     SharedExpertMLP,
     TopKRouter,
+    TransformerConfig,
     cuda_available,
     group_size,
     topk_routing,
@@ -35,6 +37,20 @@ def gating_logits(router: TopKRouter, x: Tensor) -> Tensor:
 
 class DeviceAgnosticRouter(TopKRouter):
     """megatron-core's router without the move of its weights to CUDA; stock where CUDA is available."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        if cuda_available() or not config.moe_router_enable_expert_bias:
+            super().__init__(config, *args, **kwargs)
+            return
+        # The stock constructor puts the correction bias and its counts on the current CUDA device.
+        plain = copy.copy(config)
+        plain.moe_router_enable_expert_bias = False
+        super().__init__(plain, *args, **kwargs)
+        self.config, self.enable_expert_bias = config, True
+        for name, is_saved in (("local_tokens_per_expert", False), ("expert_bias", True)):
+            delattr(self, name)
+            zeros = torch.zeros(config.num_moe_experts, dtype=torch.float32)
+            self.register_buffer(name, zeros, persistent=is_saved)
 
     def gating(self, input: Tensor) -> Tensor:
         if cuda_available():

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from megatron_infer.errors import ModelError, unknown_name
 from megatron_infer.models.checkpoint import CheckpointSource, is_checkpoint
 from megatron_infer.models.gguf import GGUFWeights
-from megatron_infer.models.hf_config import ModelPlan, plan_from_config
-from megatron_infer.models.hf_weights import WHOLE, SafetensorsReader, Shard, TensorReader, base_prefix, load_weights
+from megatron_infer.models.hf_config import plan_from_config
+from megatron_infer.models.hf_names import WHOLE, Shard, TensorReader
+from megatron_infer.models.hf_weights import SafetensorsReader, base_prefix, load_weights
+from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer, read_json
 

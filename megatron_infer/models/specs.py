@@ -7,8 +7,11 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
-from megatron_infer.models.layers import PagedAttention, PagedTransformerLayer, paged_attention_class
+from megatron_infer.models.layers import PAGED_LAYERS, PagedAttention, PagedTransformerLayer, paged_attention_class
+from megatron_infer.models.mamba import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
+    HybridStackSubmodules,
+    IdentityOp,
     ModuleSpec,
     SelfAttention,
     TransformerBlockSubmodules,
@@ -23,7 +26,8 @@ from megatron_infer.models.moe import DeviceAgnosticRouter
 
 
 def with_inference(spec: Any) -> Any:
-    """A copy of a layer or block spec whose self attention (and stock layer) take the paged path when given a step.
+    """A copy of a layer, block or hybrid stack spec whose attention, mixers and stock layers take the paged path when
+    given a step.
 
     Everything else in the spec stays: parameters, checkpoint keys and training are the same. Classes of your own (a
     layer, a subclass of SelfAttention, a core attention) stay too; by passing them here you say that they attend as
@@ -31,6 +35,10 @@ def with_inference(spec: Any) -> Any:
     Raises AdoptionError.
     """
     spec = copy.deepcopy(spec)
+    stack = spec if isinstance(spec, HybridStackSubmodules) else getattr(spec, "submodules", None)
+    if isinstance(stack, HybridStackSubmodules):
+        _page_stack(stack)
+        return spec
     if isinstance(spec, TransformerBlockSubmodules):
         spec.layer_specs = [_paged_layer(layer, f"layer_specs[{i}]") for i, layer in enumerate(spec.layer_specs)]
         return spec
@@ -57,6 +65,28 @@ def _paged_layer(spec: Any, name: str) -> Any:
     return spec
 
 
+def _page_stack(stack: HybridStackSubmodules) -> None:
+    """Paged classes into every layer of a hybrid stack, in place."""
+    for layer in (stack.mlp_layer, stack.moe_layer, stack.mamba_layer):
+        if layer is not IdentityOp:
+            layer.module = PAGED_LAYERS.get(layer.module, layer.module)
+    if stack.attention_layer is not IdentityOp:
+        _paged_layer(stack.attention_layer, "attention_layer")
+    mamba = stack.mamba_layer
+    if mamba is IdentityOp:
+        return
+    mixer = getattr(getattr(mamba, "submodules", None), "mixer", None)
+    found = spec_module(mixer)
+    if not (isinstance(found, type) and (issubclass(found, PagedMixer) or derives_from_stock_mixer(found))):
+        what = getattr(found, "__qualname__", repr(found))
+        raise AdoptionError("mamba_layer.mixer", f"{what} is neither megatron-core's MambaMixer nor derived from it")
+    if not issubclass(found, PagedMixer):
+        if isinstance(mixer, type):
+            mamba.submodules.mixer = paged_mixer_class(found)
+        else:
+            mixer.module = paged_mixer_class(found)
+
+
 def gpt_spec(
     config: TransformerConfig,
     *,
@@ -78,10 +108,10 @@ def gpt_spec(
         )
     if num_experts is not None and num_experts != config.num_moe_experts:
         raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")
-    dense = _layer_spec(config, num_experts=None, qk_layernorm=qk_layernorm)
+    dense = layer_spec(config, num_experts=None, qk_layernorm=qk_layernorm)
     layers = [dense] * config.num_layers
     if num_experts is not None:
-        experts = _layer_spec(config, num_experts=num_experts, qk_layernorm=qk_layernorm)
+        experts = layer_spec(config, num_experts=num_experts, qk_layernorm=qk_layernorm)
         layers = [experts if has_experts else dense for has_experts in _expert_pattern(config)]
     count = get_num_layers_to_build(config)
     if count != config.num_layers:
@@ -100,7 +130,8 @@ def _expert_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def _layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
+    """One paged decoder layer of torch's SDPA and norms, with an MLP or experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm
     )

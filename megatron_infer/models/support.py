@@ -9,6 +9,7 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.rotary import DeviceAgnosticRotary
 
 REFUSED_SETTINGS: dict[str, str] = {
@@ -54,35 +55,53 @@ def _is_off(field: str, value: Any) -> bool:
 
 
 def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
-    """The GPTModel inside DDP and Float16Module; raises AdoptionError for anything else."""
+    """The language model inside DDP and Float16Module; raises AdoptionError for anything else."""
     if isinstance(model, (list, tuple)):
         if len(model) != 1:
             raise AdoptionError("", f"{len(model)} model chunks: virtual pipeline stages are not supported")
         model = model[0]
-    while type(model) is not mcore.GPTModel and hasattr(model, "module") and isinstance(model.module, torch.nn.Module):
+    while (
+        type(model) not in (*_MODELS, mcore.MambaModel)
+        and hasattr(model, "module")
+        and isinstance(model.module, torch.nn.Module)
+    ):
         if type(model) not in mcore.known_wrappers():
             raise AdoptionError(
                 "", f"wrapper {_name(model)} is not known; known are DistributedDataParallel, Float16Module"
             )
         model = model.module
-    if not isinstance(model, mcore.GPTModel):
-        raise AdoptionError("", f"{_name(model)} is not a megatron-core GPTModel")
+    if not isinstance(model, _MODELS):
+        known = " or ".join(known.__qualname__ for known in _MODELS)
+        raise AdoptionError("", f"{_name(model)} is not a megatron-core {known}")
     return model
 
 
+_MODELS = (mcore.GPTModel, mcore.HybridModel)
 _DRIVEN = ("forward", "_preprocess", "_postprocess", "shared_embedding_or_output_weight")
+
+
+def final_norm_of(model: Any) -> tuple[str, Any]:
+    """(name, module or None) of the norm behind the last layer."""
+    name = "final_layernorm" if isinstance(model, mcore.GPTModel) else "final_norm"
+    return f"decoder.{name}", getattr(model.decoder, name, None)
 
 
 def check_model(model: Any) -> None:
     """Raise AdoptionError unless embedding, positions, decoder and output layer are the ones the runner reproduces."""
+    base = next(known for known in _MODELS if isinstance(model, known))
     for method in _DRIVEN:
-        if getattr(type(model), method) is not getattr(mcore.GPTModel, method):
+        if getattr(type(model), method, None) is not getattr(base, method, None):
             raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
     if mcore.group_size(getattr(model.pg_collection, "pp", None)) > 1:
         raise AdoptionError("", "pipeline parallelism is not supported yet")
     if not (model.pre_process and model.post_process):
         raise AdoptionError("", "a pipeline stage without embedding or output layer is not supported yet")
-    _check_class(model.decoder, "decoder", mcore.TransformerBlock)
+    if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
+        raise AdoptionError("mtp", "multi-token prediction comes with speculative decoding")
+    if base is mcore.GPTModel:
+        _check_class(model.decoder, "decoder", mcore.TransformerBlock)
+    else:
+        _check_class(model.decoder, "decoder", mcore.HybridStack, TorchHybridStack)
     _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
     _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
     if model.embedding.num_tokentypes > 0:
@@ -97,8 +116,9 @@ def check_model(model: Any) -> None:
         _check_class(model.rotary_pos_emb, "rotary_pos_emb", mcore.RotaryEmbedding, DeviceAgnosticRotary)
     for name in ("embedding", "output_layer"):
         check_hooks(getattr(model, name), name)
-    if model.decoder.final_layernorm is not None:
-        check_hooks(model.decoder.final_layernorm, "decoder.final_layernorm")
+    name, final_norm = final_norm_of(model)
+    if final_norm is not None:
+        check_hooks(final_norm, name)
 
 
 def check_hooks(module: torch.nn.Module, name: str) -> None:

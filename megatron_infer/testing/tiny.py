@@ -1,12 +1,15 @@
-"""Tiny random GPT models with every feature, in one process on gloo, with no port and no file.
+"""Tiny random models with every feature, in one process on gloo, with no port and no file.
 
 tiny_gpt()                                                        GQA, RoPE, RMSNorm, SwiGLU, untied
+tiny_hybrid("M*-ME")                                              Mamba-2, attention, MLP, experts; no positions
+tiny_mamba(num_layers=3)                                          Mamba-2 alone
 tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig or argument of GPTModel
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 
 from megatron_infer.errors import unknown_name
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.rotary import cpu_rotary
 from megatron_infer.models.specs import gpt_spec
 
@@ -46,6 +50,20 @@ MODEL: dict[str, Any] = {
     "max_sequence_length": 256,
     "position_embedding_type": "rope",
     "share_embeddings_and_output_weights": False,
+}
+
+HYBRID: dict[str, Any] = {
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "is_hybrid_model": True,
+    "position_embedding_type": "none",
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "none",
 }
 
 
@@ -82,23 +100,61 @@ def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overr
     of the config that makes one; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so
     that a forgotten one shows. Sets up torch.distributed for one process if nobody has.
     """
+    config, model_arguments = _settings(mcore.GPTModel, "tiny_gpt", "transformer_layer_spec", overrides)
+    layer_spec = gpt_spec(config) if spec is None else spec(config) if inspect.isroutine(spec) else spec
+    return _built(lambda: mcore.GPTModel(config, layer_spec, **model_arguments), seed, randomize)
+
+
+def tiny_hybrid(
+    pattern: str = "M*-M",
+    *,
+    spec: Any = None,
+    seed: int = 0,
+    randomize: bool = True,
+    norm_groups: int | None = None,
+    **overrides: Any,
+) -> Any:
+    """A MambaModel with the layers of `pattern` in eval mode; otherwise as `tiny_gpt`.
+
+    M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, - MLP, E experts (4, 2 of them a token). No positions
+    unless position_embedding_type says so. Recurrences decay as megatron-core initialises them: over 10 to 1000 tokens.
+    norm_groups: see `hybrid_spec`.
+    """
+    settings = HYBRID | (EXPERTS if "E" in pattern else {}) | overrides | {"num_layers": len(pattern)}
+    config, model_arguments = _settings(mcore.MambaModel, "tiny_hybrid", "mamba_stack_spec", settings)
+    if spec is None:
+        stack_spec = hybrid_spec(config, norm_groups=norm_groups)
+    else:
+        stack_spec = spec(config) if inspect.isroutine(spec) else spec
+    model_arguments["hybrid_override_pattern"] = pattern
+    return _built(lambda: mcore.MambaModel(config, stack_spec, **model_arguments), seed, randomize)
+
+
+def tiny_mamba(*, num_layers: int = 2, **settings: Any) -> Any:
+    """A MambaModel of Mamba layers alone; otherwise as `tiny_hybrid`."""
+    return tiny_hybrid("M" * num_layers, **settings)
+
+
+def _settings(model: type, function: str, spec: str, overrides: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(config, arguments of the model) of a tiny model; sets up torch.distributed."""
     init_single_process()
-    arguments = set(inspect.signature(mcore.GPTModel.__init__).parameters) - {
-        "self",
-        "config",
-        "transformer_layer_spec",
-    }
+    arguments: set[str] = set()
+    for base in model.__mro__[:2]:  # 0.19's MambaModel passes on what it does not name
+        arguments |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    arguments -= {"self", "args", "kwargs", "config", spec}
     known = mcore.config_fields()
     for name in overrides:
         if name not in arguments | known:
-            raise TypeError(unknown_name("argument of tiny_gpt", name, arguments | known))
+            raise TypeError(unknown_name(f"argument of {function}", name, arguments | known))
     # Some names are both (0.19): those belong to the model.
     model_arguments = MODEL | {name: value for name, value in overrides.items() if name in arguments}
-    config = tiny_config(**{name: value for name, value in overrides.items() if name not in arguments})
-    layer_spec = gpt_spec(config) if spec is None else spec(config) if inspect.isroutine(spec) else spec
+    return tiny_config(**{name: value for name, value in overrides.items() if name not in arguments}), model_arguments
+
+
+def _built(build: Callable[[], Any], seed: int, randomize: bool) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = mcore.GPTModel(config, layer_spec, **model_arguments)
+        model = build()
         if randomize:
             randomize_vectors(model)
     return cpu_rotary(model).eval()

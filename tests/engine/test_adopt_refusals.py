@@ -106,7 +106,7 @@ REFUSED = {
     "window_to_the_future": (lambda: set_config(window_size=(4, 1)), r"window_size=\(4, 1\)"),
     "unbounded_window": (lambda: set_config(window_size=(-1, 0)), r"window_size=\(-1, 0\)"),
     "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
-    "not_gpt": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear is not a megatron-core GPTModel"),
+    "not_gpt": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear is not a megatron-core GPTModel or"),
     "unknown_wrapper": (lambda: torch.nn.DataParallel(stock()), "wrapper torch.nn.parallel.*DataParallel is not known"),
     "their_forward": (lambda: changed(become("", TheirGPT)), "TheirGPT overrides forward"),
     "their_attention": (

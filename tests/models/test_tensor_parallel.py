@@ -13,7 +13,7 @@ from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.build import build_model
-from megatron_infer.models.hf_weights import Shard
+from megatron_infer.models.hf_names import Shard
 from megatron_infer.models.sources import open_source
 
 WORKER = """

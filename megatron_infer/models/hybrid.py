@@ -1,0 +1,142 @@
+"""Specs of hybrid decoders that run anywhere torch runs: Mamba-2 mixers, attention, MLPs and experts by a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.layers import PagedMambaLayer, PagedMLPLayer, PagedTransformerLayer
+from megatron_infer.models.mamba import SlottedMambaMixer
+from megatron_infer.models.mcore_compat import (
+    ColumnParallelLinear,
+    HybridStack,
+    HybridStackSubmodules,
+    IdentityOp,
+    MambaLayerSubmodules,
+    ModuleSpec,
+    RowParallelLinear,
+    TransformerConfig,
+    TransformerLayerSubmodules,
+    get_bias_dropout_add,
+    submodules_of,
+)
+from megatron_infer.models.specs import layer_spec
+
+LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+"""Symbol of a layer pattern -> what the layer is."""
+UNSUPPORTED_SYMBOLS: dict[str, str] = {
+    "G": "gated delta net",
+    "D": "sparse attention",
+    "+": "multi-latent attention",
+    "|": "pipeline stage boundary",
+    "/": "multi-token prediction",
+}
+"""Symbols of later megatron-core versions that nothing here computes."""
+
+
+def hybrid_pattern_error(pattern: Sequence[str], *, num_layers: int | None = None) -> str | None:
+    """What is wrong with a layer pattern ("M*-M", or a list of its symbols), None if nothing is."""
+    if not pattern:
+        return "the layer pattern is empty"
+    known = ", ".join(f"{symbol} ({what})" for symbol, what in LAYER_SYMBOLS.items())
+    for i, symbol in enumerate(pattern):
+        if symbol in LAYER_SYMBOLS:
+            continue
+        where = f"layer pattern {''.join(pattern)!r}, position {i}: {symbol!r}"
+        if symbol in UNSUPPORTED_SYMBOLS:
+            return f"{where} ({UNSUPPORTED_SYMBOLS[symbol]}) is not supported; known are {known}"
+        return f"{where} is no layer symbol; known are {known}"
+    if num_layers is not None and len(pattern) != num_layers:
+        return f"layer pattern {''.join(pattern)!r} has {len(pattern)} layers, the config has num_layers={num_layers}"
+    return None
+
+
+def check_hybrid_pattern(pattern: Sequence[str], *, num_layers: int | None = None) -> None:
+    """Raise ConfigError naming symbol, position and the known symbols if the pattern cannot be built."""
+    error = hybrid_pattern_error(pattern, num_layers=num_layers)
+    if error is not None:
+        raise ConfigError(error)
+
+
+class TorchHybridStack(HybridStack):
+    """megatron-core's hybrid stack with a norm of ours at its end: its own needs Transformer Engine.
+
+    Raises ConfigError for a pattern that cannot be built, before anything is.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        *args: Any,
+        post_layer_norm: bool = True,
+        post_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        whole, part = kwargs.get("hybrid_override_pattern"), kwargs.get("layer_type_list")  # 0.16, 0.19
+        if whole is not None:
+            check_hybrid_pattern(whole, num_layers=config.num_layers)
+        elif part is not None:
+            check_hybrid_pattern(part)
+        pattern = "".join(whole or part or ())
+        if "E" in pattern and submodules.moe_layer is IdentityOp:
+            raise ConfigError(f"layer pattern {pattern!r} has experts (E), but config.num_moe_experts is not set")
+        super().__init__(config, submodules, *args, post_layer_norm=False, post_process=post_process, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if post_process and post_layer_norm:
+            self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+@dataclass
+class MixerSubmodules:
+    """The two linears of a Mamba mixer, named as in megatron-core's MambaMixerSubmodules."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **mixer_options: Any) -> ModuleSpec:
+    """A hybrid stack spec with paged layers that also trains where there is no CUDA, triton or Transformer Engine.
+
+    Pass it as MambaModel's `mamba_stack_spec` (HybridModel's `hybrid_stack_spec`). Parameter names are those of
+    megatron-core's local modules; distributed checkpoints have the keys of its own Transformer Engine spec.
+    norm_groups and the options that megatron-core's mixer takes from no config (d_conv, bias, norm_epsilon, dt_limit,
+    ...): see `mamba.TorchMambaMixer`.
+    """
+    plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
+    mixer = ModuleSpec(
+        module=SlottedMambaMixer,
+        params={"norm_groups": norm_groups, **mixer_options},
+        submodules=MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    )
+    mamba = MambaLayerSubmodules(
+        norm=TorchNorm,
+        mixer=mixer,
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    attention = TransformerLayerSubmodules(
+        input_layernorm=TorchNorm,
+        self_attention=plain.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=TorchNorm,
+        mlp=plain.mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    )
+    stack = HybridStackSubmodules(
+        mamba_layer=ModuleSpec(module=PagedMambaLayer, submodules=mamba),
+        attention_layer=ModuleSpec(module=PagedTransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=PagedMLPLayer, submodules=mlp),
+    )
+    if config.num_moe_experts is not None:
+        expert = submodules_of(layer_spec(config, num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm))
+        experts = TransformerLayerSubmodules(pre_mlp_layernorm=TorchNorm, mlp=expert.mlp, mlp_bda=get_bias_dropout_add)
+        stack.moe_layer = ModuleSpec(module=PagedTransformerLayer, submodules=experts)
+    return ModuleSpec(module=TorchHybridStack, submodules=stack)

@@ -1,0 +1,109 @@
+"""Tiny random transformers models of the hybrid families, whose states and routers matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {"vocab_size": 131, "hidden_size": 48, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+ATTENTION = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
+MAMBA2 = {"num_heads": 12, "head_dim": 8, "state_size": 16, "num_hidden_layers": 3, "n_groups": 2, "chunk_size": 16}
+NEMOTRON = ATTENTION | {
+    "head_dim": 8, "intermediate_size": 80, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8,
+    "n_groups": 2, "chunk_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "hybrid_override_pattern": "MM*-M-",
+}  # fmt: skip
+BAMBA = ATTENTION | {
+    "intermediate_size": 80, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 12,
+    "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+GRANITE = ATTENTION | {
+    "intermediate_size": 24, "shared_intermediate_size": 80, "num_hidden_layers": 3, "num_local_experts": 0,
+    "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 12, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
+NO_CONV_BIAS = {"mamba_conv_bias": False, "mamba_proj_bias": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("Mamba2Config", MAMBA2),
+    "mamba2_one_group": ("Mamba2Config", MAMBA2 | {"n_groups": 1}),
+    "mamba2_tied": ("Mamba2Config", MAMBA2 | {"tie_word_embeddings": True, "n_groups": 4}),
+    "mamba2_biases": ("Mamba2Config", MAMBA2 | {"use_bias": True, "use_conv_bias": False}),
+    "mamba2_limits": ("Mamba2Config", MAMBA2 | {"time_step_limit": (0.4, 0.9), "conv_kernel": 3}),
+    "mamba2_epsilon": ("Mamba2Config", MAMBA2 | {"layer_norm_epsilon": 0.02}),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "nemotron_h_one_group": ("NemotronHConfig", NEMOTRON | {"n_groups": 1, "head_dim": 16}),
+    "nemotron_h_biases": ("NemotronHConfig", NEMOTRON | {"mlp_bias": True, "use_bias": True, "use_conv_bias": False}),
+    "nemotron_h_time_step": ("NemotronHConfig", NEMOTRON | {"time_step_min": 0.5, "layer_norm_epsilon": 0.01}),
+    "nemotron_h_experts": ("NemotronHConfig", NEMOTRON | {"hybrid_override_pattern": "MEM*E-"}),
+    "nemotron_h_experts_scaled": (
+        "NemotronHConfig",
+        NEMOTRON | {"hybrid_override_pattern": "ME*E", "routed_scaling_factor": 2.5, "num_experts_per_tok": 3},
+    ),
+    "nemotron_h_one_expert": (
+        "NemotronHConfig",
+        NEMOTRON | {"hybrid_override_pattern": "ME*", "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
+    "bamba": ("BambaConfig", BAMBA),
+    "bamba_tied": ("BambaConfig", BAMBA | {"tie_word_embeddings": True, "mamba_n_groups": 1}),
+    "bamba_biases": ("BambaConfig", BAMBA | NO_CONV_BIAS | {"attention_bias": True, "mlp_bias": True}),
+    "bamba_full_rotary": (
+        "BambaConfig",
+        BAMBA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 1.0}},
+    ),
+    "bamba_linear_rope": (
+        "BambaConfig",
+        BAMBA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "bamba_limits": ("BambaConfig", BAMBA | {"time_step_limit": (0.4, 0.9), "rms_norm_eps": 0.02}),
+    "granite": ("GraniteMoeHybridConfig", GRANITE),
+    "granite_rope": ("GraniteMoeHybridConfig", GRANITE | {"position_embedding_type": "rope"}),
+    "granite_factors": ("GraniteMoeHybridConfig", GRANITE | FACTORS | {"mamba_n_groups": 1}),
+    "granite_factors_tied": ("GraniteMoeHybridConfig", GRANITE | FACTORS | {"tie_word_embeddings": True}),
+    "granite_tied": (
+        "GraniteMoeHybridConfig",
+        GRANITE | {"tie_word_embeddings": True, "residual_multiplier": 0.5},
+    ),
+    "granite_biases": ("GraniteMoeHybridConfig", GRANITE | FACTORS | NO_CONV_BIAS | {"attention_bias": True}),
+    "granite_experts": (
+        "GraniteMoeHybridConfig",
+        GRANITE | FACTORS | {"num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+}
+
+
+def random_hybrid(case: str) -> Any:
+    """A transformers model whose every parameter is random, in fp32: decays, steps and skips differ between heads."""
+    kind, options = CASES[case]
+    config = getattr(transformers, kind)(**(SIZES | options))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if "correction_bias" in name}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(_drawn(name, tensor))
+    return model
+
+
+def _drawn(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if name.endswith("A_log"):
+        return torch.log(torch.empty_like(tensor).uniform_(0.3, 3.0))
+    if name.endswith("dt_bias"):
+        return torch.empty_like(tensor).uniform_(-2.0, 1.0)
+    noise = torch.randn_like(tensor)
+    if name.endswith("correction_bias"):
+        return 0.2 * noise
+    if ("norm" in name and name.endswith("weight")) or name.endswith(".D"):
+        return 1.0 + 0.3 * noise
+    if "conv1d" in name:
+        return 0.5 * noise
+    return noise * (0.4 if "embed" in name else 0.2)
