@@ -158,7 +158,7 @@ class Suspension:
     def _release_cache(self, mode: KVCacheManagementMode, tick: Callable[[str], None]) -> TagReport:
         store, context = self._parts.runner.store, self._parts.context
         if mode is KVCacheManagementMode.OFFLOAD:
-            done = store.offload(context.held_blocks(), tick)
+            done = store.offload(context.held_blocks(), tick, state_slots=context.held_state_slots())
             context.forget_free()
             return TagReport(
                 bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
@@ -176,10 +176,10 @@ class Suspension:
         return before - store.host_bytes()
 
     def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
-        store = self._parts.runner.store
+        store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
             return TagReport(bytes_resident=_resident(store))
-        done = store.restore(set(self._parts.context.held_blocks()), tick)
+        done = store.restore(set(context.held_blocks()), tick, keep_states=set(context.held_state_slots()))
         return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 
     def _release_derived(self) -> TagReport:

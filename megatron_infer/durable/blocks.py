@@ -1,19 +1,25 @@
-"""Keys and values of saved requests: which blocks a file holds, and how they come back into a cache of other blocks.
+"""What a file holds of saved requests' memory, and how it comes back into a cache of other blocks and rows.
+
+    blocks  [blocks, layers, 2, B, K, H]    where the model has attention layers
+    states  uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
 
 A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
-prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end.
+prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
+exactly those tokens, and a sequence's own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_infer.assembly import Assembly
+from megatron_infer.context.layout import ModelShape
 from megatron_infer.context.store import StateStore
 from megatron_infer.durable.format import add_tensor
 from megatron_infer.durable.records import SavedKV
@@ -26,9 +32,33 @@ _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads
 _ROTARY_POSITIONS = 64
 
 
-def model_shape(parts: Assembly) -> dict[str, int | str]:
-    shape = asdict(parts.shape)
-    return {name: shape[name] for name in _SHAPE}
+def describe(shape: ModelShape) -> dict[str, Any]:
+    """What the saved memory of one rank depends on, as JSON values; of the recurrent state where there is one."""
+    fields = asdict(shape)
+    named = {name: fields[name] for name in _SHAPE}
+    state = fields["state"]
+    if state is not None:
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
+        named |= {f"state.{name}": value for name, value in plain.items()}
+    return named
+
+
+def difference(shape: ModelShape, saved: Mapping[str, Any]) -> str | None:
+    """How a model of `shape` differs from the one described in a file; None when it does not."""
+    here = describe(shape)
+    for name in [*here, *(name for name in saved if name not in here)]:
+        if here.get(name) != saved.get(name):
+            return f"the model's {name} is {here.get(name)}, it was {saved.get(name)}"
+    return None
+
+
+def check_places(kv: SavedKV, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError when a sequence names a block or state that its file does not hold."""
+    for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
+        count = len(tensors[name]) if name in tensors else 0
+        wrong = [place for place in places if not 0 <= place < count]
+        if wrong:
+            raise ValueError(f"{name} {wrong[:8]} of {count}")
 
 
 def content_digest(parts: Assembly) -> str:
@@ -46,31 +76,38 @@ def content_digest(parts: Assembly) -> str:
     return digest.hexdigest()
 
 
-def collect(requests: Iterable[Request], store: StateStore) -> tuple[dict[str, SavedKV], Tensor | None]:
-    """Computed KV of the requests that hold some, by id, and the blocks' content [blocks, layers, 2, B, K, H].
+def collect(requests: Iterable[Request], store: StateStore) -> tuple[dict[str, SavedKV], dict[str, Tensor]]:
+    """What is computed of the requests that hold some, by id, and the tensors it is in: `blocks`, `states`.
 
-    Nothing may be in flight: what was scheduled of a request is then computed.
+    Nothing may be in flight: what was scheduled of a request is then computed, and its row's state behind just that.
     """
     place: dict[int, int] = {}
+    rows: list[int] = []
     saved: dict[str, SavedKV] = {}
     for request in requests:
-        if request.lease is None or not request.scheduled:
+        lease = request.lease
+        if lease is None or not request.scheduled:
             continue
         assert not request.in_flight, f"{request.id} has a step in flight"
-        held = request.lease.blocks[: blocks_needed(request.scheduled, store.block_size)]
-        blocks = [place.setdefault(block, len(place)) for block in held]
-        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks)
-    return saved, store.read_blocks(list(place)) if place else None
+        held = lease.blocks[: blocks_needed(request.scheduled, store.block_size)] if store.block_bytes else []
+        blocks, state = [place.setdefault(block, len(place)) for block in held], None
+        if store.state is not None:
+            state = len(rows)
+            rows.append(lease.row)
+        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
+    tensors = {"blocks": store.read_blocks(list(place))} if place else {}
+    return saved, tensors | ({"states": store.read_states(rows)} if rows else {})
 
 
 class KVReturn:
-    """Puts saved keys and values back: finds a request room, lets it share what others already brought, and writes.
+    """Puts saved memory back: finds a request room, lets it share what others already brought, and writes.
 
     Sharing goes by whole blocks of this engine among the leading blocks that two sequences have in common in the file.
     """
 
-    def __init__(self, blocks_NL2BKH: Tensor, scheduler: Scheduler, store: StateStore) -> None:
-        self._content = blocks_NL2BKH
+    def __init__(self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore) -> None:
+        """tensors: what `collect` gave."""
+        self._content, self._states = tensors.get("blocks"), tensors.get("states")
         self._scheduler, self._store = scheduler, store
         self._owner: dict[int, tuple[Request, SavedKV]] = {}
 
@@ -82,6 +119,9 @@ class KVReturn:
         for block in kv.blocks:
             self._owner.setdefault(block, (request, kv))
         self._write(request, kv, num_shared)
+        if kv.state is not None:
+            assert request.lease is not None and self._states is not None
+            self._store.write_states([request.lease.row], self._states[kv.state : kv.state + 1])
         return True
 
     def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
@@ -94,7 +134,7 @@ class KVReturn:
                 break
             best, run = owner[0], column + 1
             most = owner[1].num_tokens
-        if best is None:
+        if best is None or self._content is None:
             return None, 0
         size = self._store.block_size
         num_shared = min(run * self._content.shape[3], kv.num_tokens, most) // size * size
@@ -104,7 +144,7 @@ class KVReturn:
         """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
         size, lease = self._store.block_size, request.lease
         assert lease is not None and start % size == 0
-        if start >= kv.num_tokens:
+        if start >= kv.num_tokens or self._content is None:
             return
         chosen = self._content[kv.blocks]
         num_blocks, layers, _, file_size, heads, dim = chosen.shape

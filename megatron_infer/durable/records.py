@@ -101,6 +101,9 @@ class SavedKV:
 
     num_tokens: int
     blocks: list[int]
+    """None of a model without attention layers."""
+    state: int | None = None
+    """The recurrent state behind those tokens, among the states of the file; None of a model that keeps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,7 @@ def encode_group(
                 "logprobs": None if sample.logprobs is None else encode_logprobs(sample.logprobs, numbers),
                 "cumulative_logprob": sample.cumulative_logprob,
                 "history": dataclasses.asdict(request.history),
-                "kv": None if stored is None else [stored.num_tokens, numbers.put_ints(stored.blocks)],
+                "kv": None if stored is None else _encode_kv(stored, numbers),
             }
         )
     leader = group.samples[0].request
@@ -212,7 +215,7 @@ def decode_group(
         sample.cumulative_logprob = one["cumulative_logprob"]
         samples.append(sample)
         tokens_sent, chars_sent = one["sent"]
-        kv = None if one["kv"] is None else SavedKV(num_tokens=one["kv"][0], blocks=numbers.get_ints(one["kv"][1]))
+        kv = None if one["kv"] is None else _decode_kv(one["kv"], numbers)
         saved.append(SavedSample(arrival=one["arrival"], sent=(tokens_sent, chars_sent), begun=one["begun"], kv=kv))
     if len(samples) != params.n:
         raise ValueError(f"request {record['id']!r}: {len(samples)} samples of {params.n}")
@@ -229,6 +232,16 @@ def decode_group(
         error=decode_error(record["error"]),
     )
     return SavedRequest(group=group, saved=saved)
+
+
+def _encode_kv(kv: SavedKV, numbers: Numbers) -> list[Any]:
+    """[tokens, blocks], and the state where there is one."""
+    return [kv.num_tokens, numbers.put_ints(kv.blocks), *(() if kv.state is None else (kv.state,))]
+
+
+def _decode_kv(record: Sequence[Any], numbers: Numbers) -> SavedKV:
+    num_tokens, blocks, *state = record
+    return SavedKV(num_tokens=num_tokens, blocks=numbers.get_ints(blocks), state=state[0] if state else None)
 
 
 # ---------------------------------------------------------------------- finished outputs

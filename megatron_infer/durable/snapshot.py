@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.durable import format as file_format
-from megatron_infer.durable.blocks import KVReturn, collect, content_digest, model_shape
+from megatron_infer.durable.blocks import KVReturn, check_places, collect, content_digest, describe, difference
 from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
 from megatron_infer.durable.records import (
     Columns,
@@ -69,15 +69,18 @@ class Content:
     num_ids: int
     weights: Mapping[str, Any]
     kv: Mapping[str, Any] | None
-    blocks: Tensor | None
+    """What the saved memory depends on; None: there is none in it."""
+    memory: Mapping[str, Tensor]
+    """See `durable.blocks`."""
     notes: list[str]
 
 
 class Archive:
     """Writes and reads files of saved requests for one engine.
 
-    A request's tokens always come back. Its keys and values do when they were saved, shape, dtype and content of the
-    model are the same and there is room; else its tokens are computed again, which draws the same tokens after them.
+    A request's tokens always come back. Its keys, values and recurrent state do when they were saved, shape, dtypes and
+    content of the model are the same and there is room; else its tokens are computed again, which draws the same
+    tokens after them.
     """
 
     def __init__(self, parts: Assembly, ledger: Ledger) -> None:
@@ -113,7 +116,7 @@ class Archive:
         if kv and parts.guard.changed():
             parts.accept_weights(parts.weight_version + 1)
         groups, numbers = ledger.groups, Columns()
-        saved, blocks = collect(_open_requests(groups), parts.runner.store) if kv else ({}, None)
+        saved, memory = collect(_open_requests(groups), parts.runner.store) if kv else ({}, {})
         unsent = _unsent(undelivered)
         records = {
             "requests": [
@@ -129,13 +132,11 @@ class Archive:
             "num_seeds": parts.intake.num_seeds,
             "num_ids": parts.intake.num_ids,
             "weights": {"version": parts.weight_version, "sums": self._weight_sums()},
-            "kv": None if blocks is None else {"shape": model_shape(parts), "content": self._content()},
+            "kv": {"shape": describe(parts.shape), "content": self._content()} if memory else None,
             "generation": None if generation is None else generation.as_list(),
         }
         tensors = {**numbers.tensors(), "records": _bytes_tensor(json.dumps(records, separators=(",", ":")).encode())}
-        if blocks is not None:
-            tensors["blocks"] = blocks
-        return manifest, tensors
+        return manifest, tensors | memory
 
     # ------------------------------------------------------------------ loading
 
@@ -166,8 +167,8 @@ class Archive:
         parts.intake.num_seeds = max(parts.intake.num_seeds, content.num_seeds)
         parts.intake.num_ids = max(parts.intake.num_ids, content.num_ids)
         returning = None
-        if content.blocks is not None and refused is None:
-            returning = KVReturn(content.blocks, parts.scheduler, parts.runner.store)
+        if refused is None:
+            returning = KVReturn(content.memory, parts.scheduler, parts.runner.store)
         for request in content.requests:
             watched = ledger.enter(request.group)
             for sample, saved in zip(request.group.samples, request.saved, strict=True):
@@ -197,6 +198,9 @@ class Archive:
         generation = Generation.from_list(manifest["generation"])
         journal = JournalRecords() if generation is None else read_journal(path, generation)
         requests, finished = self._replay(journal, requests, finished, now=now)
+        for kv in (saved.kv for request in requests for saved in request.saved):
+            if kv is not None:
+                check_places(kv, tensors)
         return Content(
             path=path,
             generation=generation,
@@ -207,7 +211,7 @@ class Archive:
             num_ids=max(manifest["num_ids"], journal.num_ids),
             weights=manifest["weights"],
             kv=manifest["kv"],
-            blocks=tensors.get("blocks"),
+            memory={name: tensors[name] for name in ("blocks", "states") if name in tensors},
             notes=journal.notes,
         )
 
@@ -280,13 +284,12 @@ class Archive:
                 raise SnapshotError(path, f"{name} is unfinished with {len(request.tokens):,} tokens of its limit")
 
     def _why_no_kv(self, content: Content) -> str | None:
-        """Why saved keys and values cannot be used; None when they can."""
-        if content.kv is None or content.blocks is None:
+        """Why saved memory cannot be used; None when it can."""
+        if content.kv is None:
             return "saved without keys and values"
-        here = model_shape(self._parts)
-        for name, value in here.items():
-            if content.kv["shape"][name] != value:
-                return f"the model's {name} is {value}, it was {content.kv['shape'][name]}"
+        differs = difference(self._parts.shape, content.kv["shape"])
+        if differs is not None:
+            return differs
         if content.kv["content"] != self._content():
             return "the weights differ from those it was computed with"
         return None
