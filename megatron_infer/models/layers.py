@@ -73,7 +73,11 @@ def paged_attention_class(attention: type) -> type:
     """The paged subclass of a SelfAttention class; training runs the class's own forward."""
     if attention is SelfAttention:
         return PagedSelfAttention
-    return type(f"Paged{attention.__name__}", (PagedAttention, attention), {"__doc__": attention.__doc__})
+    return type(
+        f"Paged{attention.__name__}",
+        (PagedAttention, attention),
+        {"__doc__": attention.__doc__, "__module__": __name__},
+    )
 
 
 class PagedForward:
@@ -110,7 +114,7 @@ PAGED_LAYERS: dict[type, type] = {
     MLPLayer: PagedMLPLayer,
     MambaLayer: PagedMambaLayer,
 } | {
-    layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__})
+    layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__, "__module__": __name__})
     for layer in moe_layer_classes()
 }
 """Stock layer class -> ours."""

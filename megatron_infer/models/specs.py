@@ -12,8 +12,6 @@ from megatron_infer.models.mamba import PagedMixer, derives_from_stock_mixer, pa
 from megatron_infer.models.mcore_compat import (
     HybridStackSubmodules,
     IdentityOp,
-    MambaLayer,
-    MLPLayer,
     ModuleSpec,
     SelfAttention,
     TransformerBlockSubmodules,
@@ -69,10 +67,9 @@ def _paged_layer(spec: Any, name: str) -> Any:
 
 def _page_stack(stack: HybridStackSubmodules) -> None:
     """Paged classes into every layer of a hybrid stack, in place."""
-    for slot, plain in (("mlp_layer", MLPLayer), ("moe_layer", TransformerLayer)):
-        layer = getattr(stack, slot)
-        if getattr(layer, "module", None) is plain:
-            layer.module = PAGED_LAYERS[plain]
+    for layer in (stack.mlp_layer, stack.moe_layer, stack.mamba_layer):
+        if layer is not IdentityOp:
+            layer.module = PAGED_LAYERS.get(layer.module, layer.module)
     if stack.attention_layer is not IdentityOp:
         _paged_layer(stack.attention_layer, "attention_layer")
     mamba = stack.mamba_layer
@@ -88,8 +85,6 @@ def _page_stack(stack: HybridStackSubmodules) -> None:
             mamba.submodules.mixer = paged_mixer_class(found)
         else:
             mixer.module = paged_mixer_class(found)
-    if mamba.module is MambaLayer:
-        mamba.module = PAGED_LAYERS[MambaLayer]
 
 
 def gpt_spec(

@@ -1,13 +1,20 @@
-"""A step of inference made by hand: toy paged cache, dense attention per sequence, plain torch."""
+"""A step of inference made by hand: toy paged cache, dense attention per sequence, the scan's oracle, plain torch."""
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_infer.kernels.base import StateCaptures
+from megatron_infer.kernels.ssm import LayerStates
+from megatron_infer.kernels.ssm_ref import ReferenceScan
+
+NUM_SLOTS = 6
 
 
 class PlainOps:
@@ -34,6 +41,13 @@ class PlainOps:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
+    def gated_rms_norm(self, y, gate, weight, eps, *, group_size):
+        assert y.is_contiguous() and y.ndim == 2 and gate.shape == y.shape
+        out = y.float() * F.silu(gate.float())
+        if weight is not None:
+            out = F.rms_norm(out.unflatten(-1, (-1, group_size)), (group_size,), None, eps).flatten(-2) * weight
+        return out.to(y.dtype)
+
 
 @dataclass
 class Cache:
@@ -53,10 +67,19 @@ class Cache:
         table = self.adopted.rotary_table(256)
         self.cos = None if table is None else table.cos_PR.to(self.kv.dtype)
         self.sin = None if table is None else table.sin_PR.to(self.kv.dtype)
+        self.states = [] if shape.state is None else [self._states(shape.state) for _ in self.adopted.ssm_specs]
+        self.slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(2)).tolist()
+
+    @staticmethod
+    def _states(state):
+        conv = torch.full((NUM_SLOTS, *state.conv_shape), float("nan"), dtype=getattr(torch, state.conv_dtype))
+        ssm = torch.full((NUM_SLOTS, *state.ssm_shape), float("nan"), dtype=getattr(torch, state.ssm_dtype))
+        return LayerStates(conv, ssm)
 
     def step(self, work: list[tuple[int, list[int]]]) -> Step:
         """work: (sequence, its next tokens), decode and prompt pieces in any order."""
         ids, positions, pieces = [], [], []
+        slots = [self.slots[sequence] for sequence, _ in work]
         for sequence, tokens in work:
             start, table = self.lengths.get(sequence, 0), self.tables.setdefault(sequence, [])
             while len(table) * self.block < start + len(tokens):
@@ -65,7 +88,7 @@ class Cache:
             ids += tokens
             positions += range(start, start + len(tokens))
             self.lengths[sequence] = start + len(tokens)
-        return Step(self, torch.tensor(ids), torch.tensor(positions), pieces)
+        return Step(self, torch.tensor(ids), torch.tensor(positions), pieces, slots)
 
 
 class Step:
@@ -76,10 +99,35 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
 
-    def __init__(self, cache: Cache, ids: Tensor, positions: Tensor, pieces: list[tuple[int, int, int, list[int]]]):
+    def __init__(
+        self,
+        cache: Cache,
+        ids: Tensor,
+        positions: Tensor,
+        pieces: list[tuple[int, int, int, list[int]]],
+        slots: list[int],
+    ):
         self.cache, self.token_ids_T, self.positions_T, self.pieces = cache, ids, positions, pieces
         self.num_tokens, self.ops = len(ids), PlainOps()
         self.last = torch.tensor([end - 1 for _, end, _, _ in pieces])
+        self.scan = ReferenceScan()
+        self.scan.plan(
+            types.SimpleNamespace(
+                num_rows=len(pieces),
+                cu_q=[first for first, _, _, _ in pieces],
+                q_len=[end - first for first, end, _, _ in pieces],
+                kv_len=[start + end - first for first, end, start, _ in pieces],
+                table_row=slots,
+                captures=StateCaptures(),
+            )
+        )
+
+    def ssm(self, layer, xBC, dt, weights, spec):
+        assert xBC.shape == (self.num_tokens, spec.num_channels) and dt.shape == (self.num_tokens, spec.num_heads)
+        assert xBC.stride(-1) == dt.stride(-1) == 1
+        for tensor in (weights.conv_CW, weights.conv_bias_C, weights.decay_H, weights.skip_H, weights.dt_bias_H):
+            assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
+        return self.scan.run(xBC, dt, self.cache.states[layer], weights, spec)
 
     def attend(self, layer, q, k, v, spec):
         assert q.shape[1:] == (spec.num_kv_heads, spec.group_size, spec.head_dim)

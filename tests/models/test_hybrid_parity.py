@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hybrid_models import CASES, random_hybrid
+from paged_step import worst_difference
 from plain_forward import full_logits
 
 from megatron_infer.cli.plan import shape_of
@@ -103,3 +104,11 @@ def test_padded_vocabulary_entries_are_zero_with_scaled_embeddings(tmp_path):
     assert built.vocab_size == 192
     assert built.embedding.word_embeddings.weight[131:].abs().sum() == 0
     assert (full_logits(built, IDS)[:, :131] - expected_logits(model, IDS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_paged_steps_compute_what_the_full_forward_does(case, tmp_path):
+    """Chunks, decodes and company, with states in slots: biases, limits and epsilons reach the paged path too."""
+    random_hybrid(case).save_pretrained(tmp_path)
+    model = build_model(open_source(tmp_path))
+    assert worst_difference(model, adopt(model)) < 1e-4
