@@ -17,7 +17,7 @@ from megatron_infer.config import (
     refuse_parallel_groups,
 )
 from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.layout import GIB
+from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
@@ -114,6 +114,7 @@ class Assembly:
     def free_host_slots(self) -> None:
         """Give back host memory of evicted requests that came back or ended."""
         self.runner.store.free_host_slots(self.context.take_freed_slots())
+        self.runner.store.free_host_states(self.context.take_freed_states())
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
@@ -227,12 +228,21 @@ def assemble(
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
     refuse_parallel_groups(config.pg_collection)
-    adopted = adopt(model, name=name)
+    adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
     refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
     sizes = config.resolve(shape, available_bytes=where.available_bytes())
-    chosen = choose(where.torch, getattr(torch, shape.dtype), specs=adopted.specs, block_size=config.block_size_tokens)
+    chosen = choose(
+        where.torch,
+        getattr(torch, shape.dtype),
+        specs=adopted.specs,
+        block_size=config.block_size_tokens,
+        ssm_specs=adopted.ssm_specs,
+        conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
+        ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
+    )
+    num_host_slots, num_host_states = host_places_of(config, sizes)
     parts = Assembly(
         adopted.live,
         adopted,
@@ -250,7 +260,10 @@ def assemble(
         max_blocks_per_row=sizes.max_blocks_per_row,
         prefix_caching=config.enable_prefix_caching,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
-        num_host_slots=num_host_slots(config, sizes),
+        num_host_slots=num_host_slots,
+        recurrent=shape.state is not None,
+        num_snapshots=sizes.num_snapshot_slots,
+        num_host_states=num_host_states,
     )
     parts.scheduler = Scheduler(
         parts.context,
@@ -298,14 +311,24 @@ def register_derived(parts: Assembly) -> None:
             differs=lambda: builder.rotary_differs(adopted.rotary_table(positions)),
         )
     )
+    if adopted.ssm_specs:
+        parts.derived.register(
+            DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
+        )
     parts.derived.refresh()
 
 
-def num_host_slots(config: InferenceConfig, sizes: ResolvedSizes) -> int:
-    """Blocks the host holds of evicted requests."""
+def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
+    """(blocks, recurrent states) the host holds of evicted requests."""
     if config.preemption_mode is PreemptionMode.RECOMPUTE:
-        return 0
-    return int(config.swap_buffer_size_gb * GIB // sizes.block_bytes)
+        return 0, 0
+    return host_places(
+        int(config.swap_buffer_size_gb * GIB),
+        block_bytes=sizes.block_bytes,
+        slot_bytes=sizes.state_slot_bytes,
+        max_requests=sizes.max_requests,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+    )
 
 
 def make_runner(
@@ -313,6 +336,7 @@ def make_runner(
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype = adopted.shape, getattr(torch, adopted.shape.dtype)
+    num_host_slots, num_host_states = host_places_of(config, sizes)
     store = StateStore(
         num_layers=shape.num_attention_layers,
         num_blocks=sizes.num_blocks,
@@ -323,7 +347,11 @@ def make_runner(
         device=where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,
-        num_host_slots=num_host_slots(config, sizes),
+        num_host_slots=num_host_slots,
+        state=shape.state,
+        num_state_slots=sizes.num_state_slots,
+        num_host_states=num_host_states,
+        dummy_state_slot=sizes.max_requests if shape.state is not None else None,
     )
     builder = BatchBuilder(
         device=where,
@@ -338,6 +366,8 @@ def make_runner(
         kv_cache=lambda: store.kv_cache,
         rotary=adopted.rotary_table(sizes.max_sequence_length),
         dtype=dtype,
+        scan=chosen.scan,
+        states=lambda: store.states,
     )
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,7 @@ from megatron_infer.context.layout import (
     resolve_sizes,
 )
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.state_config import MambaInferenceStateConfig
 
 if TYPE_CHECKING:
     import torch
@@ -101,32 +102,6 @@ class PreemptionMode(str, Enum):
     """They wait in host memory; recomputed only when the swap buffer is full."""
 
 
-@dataclass(frozen=True)
-class MambaInferenceStateConfig:
-    """Shapes of the recurrent state one request keeps in a hybrid model."""
-
-    layer_type_list: list[str]
-    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP."""
-    mamba_conv_states_shape: tuple[int, ...]
-    """Convolution state per request and Mamba layer."""
-    mamba_ssm_states_shape: tuple[int, ...]
-    """SSM state per request and Mamba layer."""
-
-    @classmethod
-    def from_model(cls, model: torch.nn.Module) -> MambaInferenceStateConfig | None:
-        """None for a model without recurrent layers; NotImplementedError for a hybrid one, which cannot run yet."""
-        inner: Any = model
-        while not hasattr(inner, "decoder") and hasattr(inner, "module"):
-            inner = inner.module
-        kinds = getattr(getattr(inner, "decoder", None), "layer_type_list", None)
-        if kinds is None or "M" not in kinds:
-            return None
-        raise NotImplementedError(
-            f"{type(inner).__name__} has {sum(kind == 'M' for kind in kinds)} Mamba layers: hybrid models need the "
-            "recurrent-state store and Mamba kernels of the hybrid-model issue; attention-only models run today"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
@@ -145,7 +120,8 @@ class InferenceConfig:
     """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and comes back
     later (see preemption_mode). None: 0, every pause that cannot end at once evicts."""
     mamba_memory_ratio: float | None = None
-    """Share of both buffers for recurrent states, between 0 and 1; hybrid models only. None: one state per KV block."""
+    """Share of both buffers for recurrent states, between 0 and 1; models with Mamba layers only. None: those of
+    max_requests, or one state per KV block where that is None, too."""
     max_requests: int | None = None
     """Requests that hold memory at once, and the largest decode batch. None: one per usable block, at most max_tokens,
     rounded down to a multiple of the tensor parallel size and of 4."""
@@ -168,7 +144,8 @@ class InferenceConfig:
     max_sequence_length: int = 2560
     """Tokens of prompt and output together, per request; cut to the positions the model has."""
     mamba_inference_state_config: MambaInferenceStateConfig | None = None
-    """Recurrent-state shapes of a hybrid model (see `MambaInferenceStateConfig.from_model`)."""
+    """Recurrent states of a model with Mamba layers (see `MambaInferenceStateConfig.from_model`): needed only for
+    other dtypes than its own; shapes that are not the model's are refused. None: what the model says."""
     pg_collection: ProcessGroupCollection | None = None
     """megatron-core process groups of a distributed model. None: one process."""
     use_flashinfer_fused_rope: bool | None = False
@@ -215,6 +192,9 @@ class InferenceConfig:
     swap_buffer_size_gb: int | float = 0
     """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; taken as it is needed. 0:
     evicted requests are recomputed."""
+    prefix_caching_mamba_gb: float | None = None
+    """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
+    none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
     check_invariants: bool = False
     """Prove the books (blocks, rows, references) after every step; for debugging, costs time."""
 
@@ -229,6 +209,9 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, _coerce(kind, name, getattr(self, name)))
+        if isinstance(self.mamba_inference_state_config, Mapping):
+            state = MambaInferenceStateConfig(**self.mamba_inference_state_config)
+            object.__setattr__(self, "mamba_inference_state_config", state)
         _check_values(self)
         _check_supported(self)
         _warn_without_effect(self)
@@ -241,6 +224,8 @@ class InferenceConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` takes back; objects of the process (groups, metrics writer) are left out."""
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _PROCESS_OBJECTS}
+        if self.mamba_inference_state_config is not None:
+            plain["mamba_inference_state_config"] = asdict(self.mamba_inference_state_config)
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
 
     def resolve(
@@ -249,11 +234,15 @@ class InferenceConfig:
         """Derive every size for one rank's share of a model; `.table()` of the result explains them.
 
         available_bytes: free memory of the device, None if unknown.
-        Raises CapacityError when the buffer holds no usable block, ConfigError when sizes contradict each other.
+        Raises CapacityError when the buffer holds no usable block or no recurrent state, ConfigError when sizes
+        contradict each other or the model.
         """
         if tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, it must be at least 1")
         asked, paused = int(self.buffer_size_gb * GIB), int((self.paused_buffer_size_gb or 0) * GIB)
+        snapshots = _snapshot_bytes(self, shape)
+        if available_bytes is not None:
+            available_bytes = max(0, available_bytes - (snapshots or 0))
         buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
         if note:
             warnings.warn(note, ConfigWarning, stacklevel=2)
@@ -270,6 +259,8 @@ class InferenceConfig:
                 tensor_parallel_size=tensor_parallel_size,
                 unified_memory=self.unified_memory_level > 0,
                 buffer_note=note or "",
+                state_ratio=self.mamba_memory_ratio,
+                snapshot_bytes=snapshots,
             ),
         )
         if sizes.max_sequence_length < self.max_sequence_length != _DEFAULTS["max_sequence_length"]:
@@ -280,6 +271,33 @@ class InferenceConfig:
                 stacklevel=2,
             )
         return sizes
+
+
+def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
+    """Memory for snapshots of recurrent states; says so where options of states meet a model that has none."""
+    budget = config.prefix_caching_mamba_gb
+    if shape.state is None:
+        if config.mamba_inference_state_config is not None:
+            raise ConfigError(
+                "mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None"
+            )
+        if budget is not None and config.enable_prefix_caching:
+            message = (
+                f"prefix_caching_mamba_gb={budget} has no effect: the model keeps no recurrent state, its prefixes "
+                "are shared by KV blocks alone"
+            )
+            warnings.warn(message, ConfigWarning, stacklevel=3)
+        return None
+    if not config.enable_prefix_caching:
+        return None
+    if budget is None:
+        message = (
+            "enable_prefix_caching=True finds no prefix for this model: it keeps recurrent states, of which none are "
+            f"kept for others without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
+        )
+        warnings.warn(message, ConfigWarning, stacklevel=3)
+        return None
+    return int(budget * GIB)
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(InferenceConfig)}
@@ -302,14 +320,19 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "seed": (0, False),
 }
 """Integer fields: smallest value, and whether None is allowed."""
+_GIGABYTES = {
+    "buffer_size_gb": False,
+    "paused_buffer_size_gb": True,
+    "swap_buffer_size_gb": True,
+    "prefix_caching_mamba_gb": False,
+}
+"""Fields in GiB, and whether 0 is allowed."""
 _BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
 LOGPROBS_MODES = ("raw", "processed")
 _NEEDS: dict[str, str] = {
-    "mamba_memory_ratio": "the recurrent-state store of the hybrid-model issue",
     "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
     "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
     "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
-    "mamba_inference_state_config": "the recurrent-state store of the hybrid-model issue",
     "prefix_caching_coordinator_policy": "the data-parallel coordinator issue",
     "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
 }
@@ -421,9 +444,9 @@ def _check_values(config: InferenceConfig) -> None:
 
 
 def _check_gigabytes(config: InferenceConfig) -> None:
-    for name, allow_zero in (("buffer_size_gb", False), ("paused_buffer_size_gb", True), ("swap_buffer_size_gb", True)):
+    for name, allow_zero in _GIGABYTES.items():
         value = getattr(config, name)
-        if value is None and name == "paused_buffer_size_gb":
+        if value is None and _DEFAULTS[name] is None:
             continue
         if not (_is_int(value) or isinstance(value, float)):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
@@ -436,6 +459,12 @@ def _check_gigabytes(config: InferenceConfig) -> None:
         raise ConfigError(
             f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of "
             "which it is a part; lower it or raise the buffer"
+        )
+    state = config.mamba_inference_state_config
+    if state is not None and not isinstance(state, MambaInferenceStateConfig):
+        raise ConfigError(
+            f"mamba_inference_state_config is {state!r} ({type(state).__name__}), it must be a "
+            "MambaInferenceStateConfig or None; MambaInferenceStateConfig.from_model(model) makes one"
         )
     ratio = config.mamba_memory_ratio
     if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
@@ -471,6 +500,11 @@ def _warn_without_effect(config: InferenceConfig) -> None:
             and not config.enable_prefix_caching,
             f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
             "enable_prefix_caching=True, which is off: nothing is cached",
+        ),
+        (
+            config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching,
+            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} acts only with enable_prefix_caching=True, "
+            "which is off: nothing is cached",
         ),
         (
             config.preemption_mode is PreemptionMode.RECOMPUTE and bool(config.swap_buffer_size_gb),

@@ -13,9 +13,9 @@ MIN_PREFILL_TOKENS = 16
 
 
 class SpeedMeter:
-    """Seconds for a prompt token, from the steps that prefill, and for a block between pool and host.
+    """Seconds for a prompt token, from the steps that prefill, and for a block or a state between pool and host.
 
-    Until a step has told, the price of prefill is the default's. Copies are measured once on an idle block at the
+    Until a step has told, the price of prefill is the default's. Copies are measured once on idle places at the
     start and then wherever they really happen: fresh memory costs several times what a warm block does.
     """
 
@@ -23,11 +23,16 @@ class SpeedMeter:
         self._store = store
         self._prefill_s_per_token = CostModel().prefill_s_per_token
         self._num_readings = 0
-        store.copy_s_per_block = store.measure_copy_s_per_block()
+        store.measure_copy_s_per_block()
+        store.measure_copy_s_per_state()
 
     @property
     def costs(self) -> CostModel:
-        return CostModel(prefill_s_per_token=self._prefill_s_per_token, copy_s_per_block=self._store.copy_s_per_block)
+        return CostModel(
+            prefill_s_per_token=self._prefill_s_per_token,
+            copy_s_per_block=self._store.copy_s_per_block,
+            copy_s_per_state=self._store.copy_s_per_state,
+        )
 
     def take(self, plan: Plan, seconds: float) -> bool:
         """A step took so long -> whether prices changed."""

@@ -24,6 +24,7 @@ MAX_INTERFACE_METHODS = 7
 LAYERS: dict[str, int] = {
     "errors": 0,
     "config": 0,
+    "state_config": 0,
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
     "schedule": 1,
@@ -39,6 +40,7 @@ LAYERS: dict[str, int] = {
     "context.store": 3,
     "context.memory": 3,
     "context.modes": 3,
+    "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
     "parallel": 4,
@@ -74,6 +76,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 PURE = (
     "errors",
     "config",
+    "state_config",
     "schedule",
     "context.__init__",
     "context.block_pool",
@@ -82,6 +85,9 @@ PURE = (
     "context.context",
     "context.leases",
     "context.host",
+    "context.snapshots",
+    "context.states",
+    "context.swaps",
     "context.layout",
     "metrics.core",
 )

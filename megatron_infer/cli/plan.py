@@ -16,6 +16,8 @@ from megatron_infer.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_infer.models.model_plan import HybridPlan, ModelPlan
 
+STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
+"""Shown only of models with recurrent state; JSON has them always."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -190,6 +192,8 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     table.add_column("unit", no_wrap=True)
     table.add_column("how it was derived")
     for row in sizes.table():
+        if row.name in STATE_ROWS and shape.state is None:
+            continue
         value, unit = _readable(row.value, row.unit)
         table.add_row(row.name, value, unit, Text(row.how, style="dim"))
     console = Console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class BlockPool:
@@ -19,10 +20,12 @@ class BlockPool:
     forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `prefix`).
     """
 
-    def __init__(self, num_blocks: int, *, keep_cached: bool) -> None:
+    def __init__(self, num_blocks: int, *, keep_cached: bool, on_forget: Callable[[int], None] | None = None) -> None:
+        """on_forget: called with a block that loses its content, but for `forget_all`."""
         assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
         self.num_blocks = num_blocks
         self.keep_cached = keep_cached
+        self._on_forget = on_forget
         self._refs = [0] * num_blocks
         self._blank = list(range(num_blocks))[::-1]
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -146,6 +149,8 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
         del self._preimage_of[block]
+        if self._on_forget is not None:
+            self._on_forget(block)
 
     def check(self, held: list[int]) -> None:
         """Assert that block b has held[b] references and every index agrees with that."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from megatron_infer.context.host import HostSlots, Move, Swapped
-from megatron_infer.context.leases import Lease, LeaseBook
+from megatron_infer.context.host import HostSlots
+from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix import DIGEST_SIZE, digest_of, parent_of, preimage_of
+from megatron_infer.context.snapshots import Snapshots
+from megatron_infer.context.states import StateBook
 
 __all__ = ["DynamicInferenceContext", "Lease"]
 
 
-class DynamicInferenceContext(LeaseBook):
+class DynamicInferenceContext(StateBook):
     """Issues and takes back leases on rows and blocks; every call either succeeds whole or changes nothing.
 
     A block with several references is full and is never written again. `num_blocks` excludes the dummy block.
+
+    With recurrent state a row is also a state slot: slots 0 .. num_rows - 1 are the rows', num_rows is a dummy for
+    padding, then come the snapshots. A prefix is then hit as far as blocks are found and a snapshot lies behind them;
+    it is copied to the row's own slot before the step, so that no two sequences ever compute in one slot.
     """
 
     def __init__(
@@ -27,17 +33,25 @@ class DynamicInferenceContext(LeaseBook):
         prefix_caching: bool = False,
         keep_cached: bool = False,
         num_host_slots: int = 0,
+        recurrent: bool = False,
+        num_snapshots: int = 0,
+        num_host_states: int = 0,
     ) -> None:
+        self.snapshots = Snapshots(num_rows + 1, num_snapshots) if num_snapshots and prefix_caching else None
         super().__init__(
             num_blocks=num_blocks,
             block_size=block_size,
             num_rows=num_rows,
             max_blocks_per_row=max_blocks_per_row,
             keep_cached=prefix_caching and keep_cached,
+            on_forget=None if self.snapshots is None else self.snapshots.forget,
         )
+        assert recurrent or not (num_snapshots or num_host_states), "states of a model that keeps none"
         self.prefix_caching = prefix_caching
-        self.host = HostSlots(num_host_slots) if num_host_slots else None
-        """Host memory for blocks of sequences that wait; None: there is none, and nothing is ever swapped."""
+        self.recurrent = recurrent
+        self._moves = []
+        if num_host_slots:
+            self.host = HostSlots(num_host_slots, num_states=num_host_states, journal=self._moves.append)
 
     def admit(self, tokens: Sequence[int], *, root: bytes, use_cache: bool = True) -> Lease | None:
         """A lease on a free row with the longest cached prefix of `tokens`; None when no row is free.
@@ -56,6 +70,8 @@ class DynamicInferenceContext(LeaseBook):
                 self.pool.share(block)
             lease.blocks = blocks
             lease.capacity = lease.cached = len(blocks) * self.block_size
+        if self.snapshots is not None:
+            lease.keep_at.add((len(tokens) - 1) // self.block_size * self.block_size)
         self._issue(lease)
         return lease
 
@@ -67,9 +83,10 @@ class DynamicInferenceContext(LeaseBook):
         one, and whoever gets that next writes after it.
         """
         first = len(lease.digests)
-        found = self._find(lease, tokens)
+        found = self._find(lease, tokens, beyond=planned)
         for column, block in enumerate(found, start=first):
             self._move(lease, column, block)
+            self._name_state(lease, column)
         return max(planned, (first + len(found)) * self.block_size)
 
     def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, tuple[int, int] | None] | None:
@@ -112,7 +129,9 @@ class DynamicInferenceContext(LeaseBook):
         has: the step writes to this lease's own block, so only `commit` can move it.
         """
         pool, size, digests = self.pool, self.block_size, lease.digests
-        for column in range(len(digests), planned // size if lease.root and self.prefix_caching else 0):
+        if not self.prefix_caching:
+            return
+        for column in range(len(digests), planned // size if lease.root else 0):
             prev = digests[-1] if digests else lease.root
             preimage = preimage_of(prev, tokens[column * size : (column + 1) * size])
             digest = digest_of(preimage)
@@ -122,6 +141,7 @@ class DynamicInferenceContext(LeaseBook):
             if owner != lease.blocks[column]:
                 return
             digests.append(digest)
+            self._name_state(lease, column)
 
     def commit(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks among the first `computed` tokens, whose keys and values are in the cache by now.
@@ -145,6 +165,14 @@ class DynamicInferenceContext(LeaseBook):
             digests.append(digest)
             if owner != lease.blocks[column]:
                 self._move(lease, column, owner)
+            self._name_state(lease, column)
+
+    def release(self, lease: Lease) -> None:
+        """Take back the row, one reference to every block, and states that no block stands for."""
+        for slot in lease.unnamed.values():
+            self.snapshots.give_back(slot)  # type: ignore[union-attr]
+        lease.unnamed = {}
+        super().release(lease)
 
     def forget_all(self) -> int:
         """Nothing computed or planned so far is ever matched again -> free blocks that were cached.
@@ -155,84 +183,13 @@ class DynamicInferenceContext(LeaseBook):
             lease.root = b""
         if self.host is not None:
             self.host.forget_contents()
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
         return self.pool.forget_all()
 
     def forget_free(self) -> int:
         """Drop cached content that no lease holds -> blocks dropped; what leases hold can still be hit."""
         return self.pool.forget_free()
-
-    def swap_out(self, lease: Lease, num_tokens: int) -> Swapped | None:
-        """Move the first `num_tokens` tokens of `lease`, all of them computed, to the host and release the lease.
-
-        None, and nothing changes, when the host has no room. Steps of the lease must not be in flight.
-        """
-        if self.host is None:
-            return None
-        blocks = lease.blocks[: -(-num_tokens // self.block_size)]
-        swapped = self.host.store(blocks, num_tokens=num_tokens, contents=self._contents(lease), root=lease.root)
-        if swapped is not None:
-            self.release(lease)
-        return swapped
-
-    def swap_in(self, swapped: Swapped, *, capacity: int, headroom: int = 0) -> Lease | None:
-        """A lease that holds what `swapped` held, with room for `capacity` tokens; the host slots are given back.
-
-        None, and nothing changes, without a free row or when less than `headroom` blocks would be left. Leading blocks
-        whose content is published on the device are shared. The others are published by the next `commit`, that is
-        once their content has arrived for sure.
-        """
-        assert self.host is not None and capacity >= swapped.num_tokens, f"{capacity} for {swapped.num_tokens} tokens"
-        hits: list[int] = []
-        for digest, preimage in swapped.contents:
-            block = self.pool.lookup(digest, preimage)
-            if block is None:
-                break
-            hits.append(block)
-        need = -(-capacity // self.block_size) - len(hits)
-        assert need + len(hits) <= self.max_blocks_per_row, (
-            f"{capacity} tokens need more than {self.max_blocks_per_row}"
-        )
-        num_cached = sum(not self.pool.refs(block) for block in hits)
-        if need > self.pool.num_free - num_cached - headroom:
-            return None
-        row = self._rows.take()
-        if row is None:
-            return None
-        for block in hits:
-            self.pool.share(block)
-        blocks = hits + self.pool.alloc(need)
-        for column in range(len(hits), len(swapped.slots)):
-            self.host.fetch(swapped, column, blocks[column])
-        self.host.drop(swapped)
-        lease = Lease(
-            row=row,
-            blocks=blocks,
-            capacity=len(blocks) * self.block_size,
-            cached=swapped.num_tokens,
-            digests=[digest for digest, _ in swapped.contents[: len(hits)]],
-            root=swapped.root,
-        )
-        self._issue(lease)
-        return lease
-
-    def host_has_room(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether `swap_out` of so many tokens would find slots now."""
-        num_blocks = -(-num_tokens // self.block_size)
-        host = self.host
-        return host is not None and (num_blocks <= host.num_free or host.has_room(num_blocks, self._contents(lease)))
-
-    def drop_swapped(self, swapped: Swapped) -> None:
-        """Give back its host slots: what they hold is lost."""
-        assert self.host is not None
-        self.host.drop(swapped)
-
-    def take_freed_slots(self) -> Collection[int]:
-        """Host slots that came free since the last call (see `HostSlots.take_freed`)."""
-        return self.host.take_freed() if self.host is not None else ()
-
-    def take_moves(self) -> list[Move]:
-        """Moves since the last call: execute them in order before the next forward (see `HostSlots`)."""
-        return self.host.take_moves() if self.host is not None else []
 
     def check(self) -> None:
         """Assert that rows, blocks, digests and host slots agree with the leases issued and with each other."""
@@ -240,6 +197,9 @@ class DynamicInferenceContext(LeaseBook):
         self._check_chains()
         if self.host is not None:
             self.host.check(self.block_size)
+        if self.snapshots is not None:
+            unnamed = [slot for lease in self._leases.values() for slot in lease.unnamed.values()]
+            self.snapshots.check(unnamed, self.pool.contents().keys())
 
     def _check_chains(self) -> None:
         """Assert that the block before a published one is published, and that leases hold what their digests name."""
@@ -252,17 +212,17 @@ class DynamicInferenceContext(LeaseBook):
             named = [contents[b][0] if b in contents else b"" for b in lease.blocks[: len(lease.digests)]]
             assert not lease.root or named == lease.digests, f"row {row}: its digests name other blocks than it holds"
 
-    def _contents(self, lease: Lease) -> list[tuple[bytes, bytes]]:
-        """(digest, preimage) of its leading published blocks; none once its chain has no meaning any more."""
-        return [self.pool.content_of(block) for block in lease.blocks[: len(lease.digests)]] if lease.root else []
+    def _find(self, lease: Lease, tokens: Sequence[int], *, beyond: int = 0) -> list[int]:
+        """Published blocks that go on where the digests of `lease` end, which grow by theirs; never the last token.
 
-    def _find(self, lease: Lease, tokens: Sequence[int]) -> list[int]:
-        """Published blocks that go on where the digests of `lease` end, which grow by theirs; never the last token."""
+        With recurrent state only as far as a snapshot behind more than `beyond` tokens: nothing without one.
+        """
         digests, root, size = lease.digests, lease.root, self.block_size
         blocks: list[int] = []
-        if not root or not self.prefix_caching:
+        if not root or not self.prefix_caching or (self.recurrent and self.snapshots is None):
             return blocks
-        for start in range(len(digests) * size, len(tokens) - size, size):
+        first = len(digests)
+        for start in range(first * size, len(tokens) - size, size):
             preimage = preimage_of(digests[-1] if digests else root, tokens[start : start + size])
             digest = digest_of(preimage)
             block = self.pool.lookup(digest, preimage)
@@ -270,4 +230,6 @@ class DynamicInferenceContext(LeaseBook):
                 break
             blocks.append(block)
             digests.append(digest)
+        if self.snapshots is not None and blocks:
+            self._stop_at_snapshot(lease, blocks, self.snapshots, first=first, beyond=beyond)
         return blocks

@@ -6,6 +6,13 @@ The rules are those of Megatron's dynamic context, so that a job sized there is 
     paused bytes ── // the same ───────────────────────> how many of those blocks paused requests may keep
     blocks - 1   ── floor to TP, then to 4 ────────────> max_requests, when the user gives none
 
+    states: a share of the buffers (mamba_memory_ratio), or those of max_requests, or one per block (`split_pool`)
+    state slots = max_requests + a dummy for padding writes + snapshots of the prefix cache
+
+Snapshots are on top of the buffer; so is the dummy slot where a ratio or max_requests reserves states, since Megatron,
+which needs none, reserves exactly those. Without attention layers (Megatron refuses them) blocks only name positions:
+they take no bytes, and the buffer holds states alone, the dummy among them.
+
 Two deviations, both on purpose. A buffer that holds no usable block is refused (Megatron silently takes two blocks,
 more than it was given); and a derived max_requests never rounds down to zero nor exceeds max_tokens (Megatron asserts).
 """
@@ -27,6 +34,8 @@ CACHE_LINE = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_POOL_BLOCKS = 2
 """One block to use and the dummy block."""
+MIN_STATE_SLOTS = 2
+"""The same of state slots, where they are all that the buffer holds."""
 AVAILABLE_SHARE_LIMIT = 0.8
 AVAILABLE_SHARE_CAP = 0.6
 """A buffer above 80 % of the memory that is free leaves too little for weights and activations: it is cut to 60 %."""
@@ -114,6 +123,12 @@ class ResolvedSizes:
     max_sequence_length: int = _in("tokens")
     max_blocks_per_row: int = _in("blocks")
     max_requests: int = _in("requests")
+    state_slot_bytes: int = _in("bytes")
+    """0 here and below: the model keeps no recurrent state."""
+    num_snapshot_slots: int = _in("slots")
+    num_state_slots: int = _in("slots")
+    """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the snapshots follow."""
+    state_bytes: int = _in("bytes")
     max_tokens: int = _in("tokens/step")
     max_decode_requests: int = _in("requests/step")
     max_prefill_tokens: int = _in("tokens/step")
@@ -198,7 +213,8 @@ def split_pool(
     """Divide the buffers between KV blocks and recurrent states (state_bytes a request; 0 for attention-only models).
 
     A ratio gives that share of both buffers to states. Without one, a given max_requests reserves exactly its states,
-    in proportion from both buffers. Without either, every block brings a state slot along.
+    in proportion from both buffers. Without either, every block brings a state slot along. Blocks without bytes (no
+    attention layers) leave both buffers, or the ratio's share of them, to states.
     Raises ConfigError (ratio out of range or without states) or CapacityError (reserved states exceed the buffers).
     """
     if state_ratio is not None:
@@ -207,12 +223,16 @@ def split_pool(
         if not 0.0 < state_ratio < 1.0:
             raise ConfigError(f"mamba_memory_ratio is {state_ratio}, it must lie between 0 and 1 (exclusive)")
         slots = int((buffer_bytes + paused_bytes) * state_ratio // state_bytes)
+        if not block_bytes:
+            return PoolSplit(num_blocks=0, paused_blocks=0, state_slots=slots)
         kv_share = 1.0 - state_ratio
         return PoolSplit(
             num_blocks=int(buffer_bytes * kv_share) // block_bytes,
             paused_blocks=int(paused_bytes * kv_share) // block_bytes,
             state_slots=slots,
         )
+    if not block_bytes:
+        return PoolSplit(num_blocks=0, paused_blocks=0, state_slots=(buffer_bytes + paused_bytes) // state_bytes)
     if state_bytes and max_requests is not None:
         reserved, total = max_requests * state_bytes, buffer_bytes + paused_bytes
         if reserved >= total:
@@ -276,41 +296,35 @@ class SizingRequest:
     unified_memory: bool = False
     """The paused buffer adds to the buffer instead of being a part of it."""
     buffer_note: str = ""
+    state_ratio: float | None = None
+    """Share of the buffers for recurrent states."""
+    snapshot_bytes: int | None = None
+    """For states that the prefix cache keeps, on top of the buffers; None: it keeps none."""
 
 
 def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
-    if shape.num_attention_layers == 0:
-        raise NotImplementedError(
-            "a model without attention layers needs a context without KV blocks: the hybrid issue"
-        )
+    if shape.num_attention_layers == 0 and shape.state is None:
+        raise ConfigError("the model has neither attention nor Mamba layers: there is nothing to keep of a sequence")
     size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
-    num_blocks, paused = _pool(ask, block_bytes)
+    slot_bytes = 0 if shape.state is None else shape.state.slot_bytes
     max_sequence_length = min(ask.max_sequence_length, shape.max_position or ask.max_sequence_length)
     max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
-    max_requests = _max_requests(ask, num_blocks - 1, max_tokens)
-    usable, width = num_blocks - 1, blocks_for(max_sequence_length, size)
+    width = blocks_for(max_sequence_length, size)
+    num_blocks, paused, num_states = _pool(ask, block_bytes, slot_bytes)
+    max_requests = _max_requests(ask, num_blocks - 1 if block_bytes else None, num_states, slot_bytes, max_tokens)
+    num_snapshots = _num_snapshots(ask, slot_bytes)
+    num_state_slots = max_requests + 1 + num_snapshots if slot_bytes else 0
+    if not block_bytes:
+        num_blocks = (max_requests + num_snapshots) * width + 1
+    usable = num_blocks - 1
     prompt_limits = [max_sequence_length - 1, usable * size] + ([] if ask.chunked_prefill else [max_tokens])
     how = {
         "block_size": "block_size_tokens",
-        "block_bytes": f"{shape.kv_dtype_bytes} B x 2 (K, V) x {shape.num_attention_layers} attention layers "
-        f"x {size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
-        "num_blocks": f"{ask.buffer_bytes:,} bytes // block_bytes"
-        + (f" + {paused:,} of the paused buffer (unified memory)" if ask.unified_memory else "")
-        + ", the last is the dummy block"
-        + (f"; {ask.buffer_note}" if ask.buffer_note else ""),
-        "num_usable_blocks": f"num_blocks - 1: {usable * size:,} tokens",
-        "paused_block_limit": f"{ask.paused_bytes:,} bytes (paused_buffer_size_gb, "
-        + ("on top" if ask.unified_memory else "part")
-        + " of the buffer) // block_bytes: what paused requests may keep, shared with the others otherwise; beyond it "
-        "they are evicted",
         "max_sequence_length": "as configured"
         if max_sequence_length == ask.max_sequence_length
         else f"the model's positions; {ask.max_sequence_length:,} were asked for",
         "max_blocks_per_row": "ceil(max_sequence_length / block_size)",
-        "max_requests": "as configured"
-        if ask.max_requests is not None
-        else f"num_usable_blocks, at most max_tokens, floored to TP={ask.tensor_parallel_size} and {REQUEST_ROUNDER}",
         "max_tokens": "as configured" if ask.max_tokens is not None else "default",
         "max_decode_requests": "max_requests: one token each",
         "max_prefill_tokens": "max_tokens, less one per request that decodes in the same step",
@@ -322,6 +336,7 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
         "block_table_bytes": "(max_requests + 1) x max_blocks_per_row x 4 B",
         "graph_shapes": "num_cuda_graphs is None: every step runs eagerly",
     }
+    how |= _how_blocks(shape, ask, num_blocks, paused) | _how_states(shape, ask, num_states)
     return ResolvedSizes(
         block_size=size,
         block_bytes=block_bytes,
@@ -331,6 +346,10 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
         max_sequence_length=max_sequence_length,
         max_blocks_per_row=width,
         max_requests=max_requests,
+        state_slot_bytes=slot_bytes,
+        num_snapshot_slots=num_snapshots,
+        num_state_slots=num_state_slots,
+        state_bytes=num_state_slots * slot_bytes,
         max_tokens=max_tokens,
         max_decode_requests=max_requests,
         max_prefill_tokens=max_tokens,
@@ -344,6 +363,26 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     )
 
 
+def host_places(
+    swap_bytes: int, *, block_bytes: int, slot_bytes: int, max_requests: int, max_blocks_per_row: int
+) -> tuple[int, int]:
+    """(blocks, states) that so much host memory holds of evicted requests: each needs its state and some blocks.
+
+    For every state there is room for the blocks of half a longest sequence, where the memory holds so many; no more
+    states than requests can be live. Memory that holds less than one such request goes to one state and blocks.
+    Example: 100 bytes, blocks of 5, states of 10, 8 blocks a row -> 3 requests of 10 + 4 x 5: (14, 3).
+    """
+    if not slot_bytes:
+        return swap_bytes // block_bytes, 0
+    if not block_bytes:
+        return 0, min(swap_bytes // slot_bytes, max_requests)
+    if swap_bytes < slot_bytes + block_bytes:
+        return 0, 0
+    typical = slot_bytes + -(-max_blocks_per_row // 2) * block_bytes
+    num_states = min(max(1, swap_bytes // typical), max_requests)
+    return (swap_bytes - num_states * slot_bytes) // block_bytes, num_states
+
+
 def _block_bytes(shape: ModelShape, block_size: int) -> int:
     return kv_block_bytes(
         num_layers=shape.num_attention_layers,
@@ -354,32 +393,147 @@ def _block_bytes(shape: ModelShape, block_size: int) -> int:
     )
 
 
-def _pool(ask: SizingRequest, block_bytes: int) -> tuple[int, int]:
-    """(blocks of the pool, blocks paused requests may keep)."""
-    split = split_pool(ask.buffer_bytes, ask.paused_bytes, block_bytes=block_bytes)
-    if split.num_blocks < MIN_POOL_BLOCKS:
-        needed = MIN_POOL_BLOCKS * block_bytes
-        smallest = math.ceil(needed / GIB * 1e6) / 1e6
-        raise CapacityError(
-            f"the KV buffer has {ask.buffer_bytes:,} bytes ({ask.buffer_bytes / GIB:.6f} GiB, buffer_size_gb), "
-            f"one block of {ask.block_size} tokens takes {block_bytes:,} and a dummy block is kept beside it: at least "
-            f"{needed:,} are needed; set buffer_size_gb >= {smallest:.6f} or lower block_size_tokens"
-        )
+def _pool(ask: SizingRequest, block_bytes: int, slot_bytes: int) -> tuple[int, int, int | None]:
+    """(blocks of the pool, blocks paused requests may keep, requests whose states fit or None if blocks decide)."""
+    paused_bytes = ask.paused_bytes if block_bytes or ask.unified_memory else 0  # else a part of the buffer
+    split = split_pool(
+        ask.buffer_bytes,
+        paused_bytes,
+        block_bytes=block_bytes,
+        state_bytes=slot_bytes,
+        state_ratio=ask.state_ratio,
+        max_requests=ask.max_requests,
+    )
+    if not block_bytes:
+        assert split.state_slots is not None
+        if split.state_slots < MIN_STATE_SLOTS:
+            raise _too_small(ask, block_bytes, slot_bytes)
+        return 0, 0, split.state_slots - 1
+    if split.num_blocks < MIN_POOL_BLOCKS or split.state_slots == 0:
+        raise _too_small(ask, block_bytes, slot_bytes)
     if ask.unified_memory:
-        return split.num_blocks + split.paused_blocks, split.paused_blocks
+        return split.num_blocks + split.paused_blocks, split.paused_blocks, split.state_slots
     if split.paused_blocks > split.num_blocks - MIN_POOL_BLOCKS:
         raise ConfigError(
             f"paused_buffer_size_gb would let paused requests keep {split.paused_blocks:,} of {split.num_blocks:,} "
             f"blocks, the limit is {split.num_blocks - MIN_POOL_BLOCKS:,} (one is to run, one is the dummy); "
             "lower paused_buffer_size_gb or raise buffer_size_gb"
         )
-    return split.num_blocks, split.paused_blocks
+    return split.num_blocks, split.paused_blocks, split.state_slots
 
 
-def _max_requests(ask: SizingRequest, num_usable_blocks: int, max_tokens: int) -> int:
+def _too_small(ask: SizingRequest, block_bytes: int, slot_bytes: int) -> CapacityError:
+    """The buffer holds no block to use, or no state: by how much, and what to set."""
+    ratio, blocks = ask.state_ratio, MIN_POOL_BLOCKS * block_bytes
+    if not block_bytes:
+        needed = math.ceil(MIN_STATE_SLOTS * slot_bytes / (ratio or 1.0))
+        parts = f"a state slot takes {slot_bytes:,} and a dummy slot is kept beside it"
+    else:
+        parts = f"one block of {ask.block_size} tokens takes {block_bytes:,} and a dummy block is kept beside it"
+        if not slot_bytes:
+            needed = blocks
+        elif ratio is not None:
+            needed = max(math.ceil(blocks / (1.0 - ratio)), math.ceil(slot_bytes / ratio)) + 1
+            parts += f", a recurrent state {slot_bytes:,}, and mamba_memory_ratio={ratio} divides the buffer"
+        elif ask.max_requests is not None:
+            needed = blocks + ask.max_requests * slot_bytes + 1
+            parts += f", recurrent states of {ask.max_requests:,} requests (max_requests) {needed - blocks - 1:,}"
+        else:
+            needed = blocks + MIN_POOL_BLOCKS * slot_bytes
+            parts += f", each with a recurrent state of {slot_bytes:,}"
+    smallest = math.ceil(needed / GIB * 1e6) / 1e6
+    remedy = "" if not block_bytes else " or lower block_size_tokens"
+    return CapacityError(
+        f"the KV buffer has {ask.buffer_bytes:,} bytes ({ask.buffer_bytes / GIB:.6f} GiB, buffer_size_gb), {parts}: "
+        f"at least {needed:,} are needed; set buffer_size_gb >= {smallest:.6f}{remedy}"
+    )
+
+
+def _num_snapshots(ask: SizingRequest, slot_bytes: int) -> int:
+    if ask.snapshot_bytes is None or not slot_bytes:
+        return 0
+    if ask.snapshot_bytes < slot_bytes:
+        smallest = math.ceil(slot_bytes / GIB * 1e6) / 1e6
+        raise CapacityError(
+            f"prefix_caching_mamba_gb gives {ask.snapshot_bytes:,} bytes, one recurrent state takes {slot_bytes:,}; "
+            f"set prefix_caching_mamba_gb >= {smallest:.6f}, or None for no snapshots"
+        )
+    return ask.snapshot_bytes // slot_bytes
+
+
+def _how_blocks(shape: ModelShape, ask: SizingRequest, num_blocks: int, paused: int) -> dict[str, str]:
+    usable = f"num_blocks - 1: {(num_blocks - 1) * ask.block_size:,} tokens"
+    if not shape.num_attention_layers:
+        none = "no attention layers"
+        return {
+            "block_bytes": f"{none}: blocks name positions and take no memory",
+            "num_blocks": "(max_requests + num_snapshot_slots) x max_blocks_per_row + a dummy block: never lacking",
+            "num_usable_blocks": usable,
+            "paused_block_limit": f"{none}: nobody pauses for a block",
+        }
+    if shape.state is None:
+        beside = ""
+    elif ask.state_ratio is not None:
+        beside = f" x (1 - mamba_memory_ratio {ask.state_ratio})"
+    elif ask.max_requests is not None:
+        beside = f" less the states of {ask.max_requests:,} requests (max_requests)"
+    else:
+        beside = ""
+    unit = "(block_bytes + state_slot_bytes)" if shape.state is not None and not beside else "block_bytes"
+    return {
+        "block_bytes": f"{shape.kv_dtype_bytes} B x 2 (K, V) x {shape.num_attention_layers} attention layers "
+        f"x {ask.block_size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
+        "num_blocks": f"{ask.buffer_bytes:,} bytes{beside} // {unit}"
+        + (f" + {paused:,} of the paused buffer (unified memory)" if ask.unified_memory else "")
+        + ", the last is the dummy block"
+        + (f"; {ask.buffer_note}" if ask.buffer_note else ""),
+        "num_usable_blocks": usable,
+        "paused_block_limit": f"{ask.paused_bytes:,} bytes (paused_buffer_size_gb, "
+        + ("on top" if ask.unified_memory else "part")
+        + f" of the buffer){beside} // {unit}: what paused requests may keep, shared with the others otherwise; beyond "
+        "it they are evicted",
+    }
+
+
+def _how_states(shape: ModelShape, ask: SizingRequest, num_states: int | None) -> dict[str, str]:
+    floored = f"at most max_tokens, floored to TP={ask.tensor_parallel_size} and {REQUEST_ROUNDER}"
+    if not shape.num_attention_layers:
+        note = f"; {ask.buffer_note}" if ask.buffer_note else ""
+        share = "" if ask.state_ratio is None else f" x mamba_memory_ratio {ask.state_ratio}"
+        limit = f"{ask.buffer_bytes:,} bytes{share} // state_slot_bytes - 1 dummy = {num_states:,}{note}"
+    elif num_states is None or ask.state_ratio is None:
+        limit = "num_usable_blocks" + ("" if shape.state is None else " (a state comes with each block)")
+    else:
+        limit = f"min(num_usable_blocks, {num_states:,} states in mamba_memory_ratio {ask.state_ratio} of the buffers)"
+    how = {"max_requests": "as configured" if ask.max_requests is not None else f"{limit}, {floored}"}
+    state = shape.state
+    if state is None:
+        none = "the model keeps no recurrent state"
+        return how | dict.fromkeys(("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes"), none)
+    return how | {
+        "state_slot_bytes": f"{state.num_layers} Mamba layers x (conv {state.conv_shape} {state.conv_dtype} + SSM "
+        f"{state.ssm_shape} {state.ssm_dtype}), each part up to {CACHE_LINE} B",
+        "num_snapshot_slots": "prefix_caching_mamba_gb is None or prefix caching is off: no state is kept for others"
+        if ask.snapshot_bytes is None
+        else f"{ask.snapshot_bytes:,} bytes (prefix_caching_mamba_gb, on top of the buffer) // state_slot_bytes",
+        "num_state_slots": "max_requests + 1 dummy slot + num_snapshot_slots",
+        "state_bytes": "num_state_slots x state_slot_bytes",
+    }
+
+
+def _max_requests(
+    ask: SizingRequest, num_usable_blocks: int | None, num_states: int | None, slot_bytes: int, max_tokens: int
+) -> int:
+    """As configured, or the fewer of blocks (None: they take no memory) and states (None: one comes with a block)."""
     if ask.max_requests is None:
-        return derive_max_requests(
-            num_usable_blocks, tensor_parallel_size=ask.tensor_parallel_size, max_tokens=max_tokens
+        limits = [limit for limit in (num_usable_blocks, num_states) if limit is not None]
+        return derive_max_requests(min(limits), tensor_parallel_size=ask.tensor_parallel_size, max_tokens=max_tokens)
+    if num_states is not None and ask.max_requests > num_states:
+        share = "" if ask.state_ratio is None else f"mamba_memory_ratio={ask.state_ratio} of "
+        raise CapacityError(
+            f"max_requests is {ask.max_requests:,}, {share}the buffer holds the recurrent states of {num_states:,} "
+            f"({slot_bytes:,} bytes each); lower max_requests or raise buffer_size_gb"
+            + ("" if ask.state_ratio is None else " or mamba_memory_ratio")
         )
     if ask.max_requests % ask.tensor_parallel_size:
         raise ConfigError(

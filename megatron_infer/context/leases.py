@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.slots import SlotPool
@@ -13,6 +14,7 @@ class Lease:
     """What one sequence holds in the context, from admission to release: a row for life and its blocks in order."""
 
     row: int
+    """Also the slot of its recurrent state, in models that keep one."""
     blocks: list[int]
     capacity: int
     """Tokens that fit: len(blocks) * block_size."""
@@ -22,20 +24,39 @@ class Lease:
     """Content digests of the leading blocks that were hit or published: a chain that starts at `root`."""
     root: bytes
     """Names what its blocks are computed with; b"" once it may publish no more (mixed weights, collision, reset)."""
+    begins_behind: int | None = None
+    """Published block whose recurrent state it goes on from, until that is loaded."""
+    waits: bool = False
+    """A state that lets it skip more is written by the step being planned."""
+    keep_at: set[int] = field(default_factory=set)
+    """Positions, multiples of block_size, behind which the prefix cache wants its recurrent state."""
+    unnamed: dict[int, int] = field(default_factory=dict)
+    """Position -> slot that holds (or will hold) the state there, while the block it belongs to is not published."""
+    drawn: set[int] = field(default_factory=set)
+    """Those of them that were reached by decoding."""
+    drawn_block: int | None = None
+    """Block behind which the last such state is kept."""
 
 
 class LeaseBook:
     """The books of who holds which row and which blocks; `num_blocks` excludes the dummy block."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_rows: int, max_blocks_per_row: int, keep_cached: bool
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        max_blocks_per_row: int,
+        keep_cached: bool,
+        on_forget: Callable[[int], None] | None = None,
     ) -> None:
         assert block_size >= 1 and max_blocks_per_row >= 1, f"block_size {block_size}, per row {max_blocks_per_row}"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_rows = num_rows
         self.max_blocks_per_row = max_blocks_per_row
-        self.pool = BlockPool(num_blocks, keep_cached=keep_cached)
+        self.pool = BlockPool(num_blocks, keep_cached=keep_cached, on_forget=on_forget)
         self._rows = SlotPool(num_rows)
         self._leases: dict[int, Lease] = {}
         self._table_writes: list[tuple[int, int, int]] = []

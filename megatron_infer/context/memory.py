@@ -1,9 +1,9 @@
-"""Host memory for KV blocks that left the pool: slots of one block each, in chunks that come and go with their use.
+"""Host memory for what left a pool: slots of one place each, in chunks that come and go with their use.
 
     pool [layers, 2, N, B, K, H]  --gather-->  slot [layers, 2, B, K, H]  (block-major, one run of bytes)
                                   <-scatter--
 
-Suffix NX: block-major view of the pool, [num_blocks, layers, 2, B, K, H].
+Suffix NX: place-major view of the pool, for blocks [num_blocks, layers, 2, B, K, H].
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class HostArena:
         """Host memory the chunks take now."""
         return sum(chunk.region.resident_bytes() for chunk in self._chunks.values())
 
-    def save(self, slots: Sequence[int], pool_NX: Tensor, blocks: Sequence[int]) -> None:
-        """Copy blocks[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
+    def save(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy places[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
         for begin, end, slots_SX in self._runs(slots, fresh=True):
-            index = torch.tensor(blocks[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
+            index = torch.tensor(places[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
             if self._pinned:
                 slots_SX.copy_(pool_NX.index_select(0, index), non_blocking=True)
             else:
                 torch.index_select(pool_NX, 0, index, out=slots_SX)
 
-    def load(self, slots: Sequence[int], pool_NX: Tensor, blocks: Sequence[int]) -> None:
-        """Copy slots[i] into blocks[i] of the pool, each block once; the slots keep their content."""
+    def load(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy slots[i] into places[i] of the pool, each place once; the slots keep their content."""
         for begin, end, slots_SX in self._runs(slots, fresh=False):
-            index = torch.tensor(blocks[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
+            index = torch.tensor(places[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
             pool_NX.index_copy_(0, index, slots_SX.to(pool_NX.device, non_blocking=True))
 
     def forget(self, slots: Sequence[int]) -> None:

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.context.store import StateTensors
 from megatron_infer.forward.device import Device
-from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
+from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.request import Request
 
@@ -79,6 +81,9 @@ class Batch:
     ops: Ops
     attention: AttentionBackend
     kv_cache: Tensor
+    scan: ScanBackend | None
+    states: StateTensors | None
+    """Recurrent states, of a model that keeps them."""
     max_sequence_length: int
 
     use_flashinfer_fused_rope = False
@@ -101,6 +106,10 @@ class Batch:
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
 
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+        assert self.scan is not None and self.states is not None, "a Mamba layer in a model adopted without any"
+        return self.scan.run(xBC_TC, dt_TH, self.states.layer(layer), weights, spec)
+
     # What megatron-core's stacks and models ask of a context while a step runs (reference: its GPTModel.forward).
     def is_static_batching(self) -> bool:
         return False
@@ -119,7 +128,8 @@ class Batch:
 class BatchBuilder:
     """Turns plans into batches; owns the block-table and token-pool mirrors on the device.
 
-    kv_cache is asked for at each step: a suspend may have moved it since.
+    kv_cache and states are asked for at each step: a suspend may have moved them since. A sequence's row is also
+    its state slot, so the step's table rows are all that a scan needs to find its states.
     """
 
     def __init__(
@@ -137,6 +147,8 @@ class BatchBuilder:
         kv_cache: Callable[[], Tensor],
         rotary: RotaryTable | None,
         dtype: torch.dtype,
+        scan: ScanBackend | None = None,
+        states: Callable[[], StateTensors | None] = lambda: None,
     ) -> None:
         self._max_writes = max(256, 2 * max_requests + max_tokens // block_size + max_blocks_per_row)
         capacity = {"R": max_requests, "R1": max_requests + 1, "T": max_tokens, "W": self._max_writes}
@@ -150,6 +162,7 @@ class BatchBuilder:
         self._block_size, self._max_blocks = block_size, max_blocks_per_row
         self._max_sequence_length = max_sequence_length
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
+        self._scan, self._states = scan, states
         self._dtype = dtype
         self._cos_PR, self._sin_PR = self._cast(rotary)
         self._decode: list[Request] = []
@@ -213,8 +226,11 @@ class BatchBuilder:
             kv_pos_T=block_T.long() * self._block_size + positions_T % self._block_size,
             cos_TR=None if self._cos_PR is None else self._cos_PR.index_select(0, positions_T),
             sin_TR=None if self._sin_PR is None else self._sin_PR.index_select(0, positions_T),
+            captures=_captures(plan),
         )
         self._attention.plan(meta)
+        if self._scan is not None:
+            self._scan.plan(meta)
         return Batch(
             meta=meta,
             token_ids_T=ids_T.long(),
@@ -225,6 +241,8 @@ class BatchBuilder:
             ops=self._ops,
             attention=self._attention,
             kv_cache=self._kv_cache(),
+            scan=self._scan,
+            states=self._states(),
             max_sequence_length=self._max_sequence_length,
         )
 
@@ -314,4 +332,18 @@ class BatchBuilder:
                     self.token_pool[fork.lease.row, :end] = self.token_pool[row, :end]  # type: ignore[union-attr]
 
 
+def _captures(plan: Plan) -> StateCaptures:
+    """Recurrent states to keep on the way through the plan's slices."""
+    kept = [
+        (row, position - piece.start, slot)
+        for row, piece in enumerate(plan.prefill, start=len(plan.decode))
+        for position, slot in piece.captures
+    ]
+    if not kept:
+        return _NO_CAPTURES
+    row, num_tokens, state_slot = np.array(kept, dtype=np.int32).T.copy()
+    return StateCaptures(row=row, num_tokens=num_tokens, state_slot=state_slot)
+
+
+_NO_CAPTURES = StateCaptures()
 _ARANGE = np.arange(4097, dtype=np.int32)

@@ -103,6 +103,7 @@ class ModelRunner:
         flight = Flight(plan=plan, batch=batch)
         hidden_TD = self._model.hidden(batch)
         self.store.copy_blocks(plan.copies)
+        self.store.copy_states(plan.state_copies)
         if plan.sampled:
             hidden_SD = (
                 hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)

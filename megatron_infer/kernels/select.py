@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,15 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
+from megatron_infer.kernels.ssm_ref import ReferenceScan
+from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 BACKEND_VARIABLE = "MEGATRON_INFER_CPU_BACKEND"
 """For debugging only: `native`, `torch` or `reference` forces that backend."""
 BACKENDS = ("native", "torch", "reference")
+SCAN = "selective scan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,9 @@ class Chosen:
 
     ops: Ops
     attention: AttentionBackend
+    """Of a model without attention layers: it is never called."""
+    scan: ScanBackend | None
+    """None for a model without Mamba layers."""
     packed: packing.PackedLinears
     """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
@@ -118,7 +125,7 @@ def _choose_linear(
 def _choose_attention(
     library: ctypes.CDLL | None,
     dtype: torch.dtype,
-    specs: list[AttendSpec],
+    specs: Sequence[AttendSpec],
     block_size: int,
     reasons: dict[str, str],
     forced: str | None,
@@ -140,10 +147,43 @@ def _choose_attention(
     return BackendChoice("attention", "reference", reasons), ReferenceAttention()
 
 
-def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[AttendSpec], block_size: int) -> Chosen:
-    """The fastest backends that can run every layer in `specs` here; never fails for lack of a compiler or a library.
+def _choose_scan(
+    dtype: torch.dtype,
+    specs: Sequence[SsmSpec],
+    states: tuple[torch.dtype, torch.dtype],
+    reasons: dict[str, str],
+    forced: str | None,
+) -> tuple[BackendChoice, ScanBackend]:
+    """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
+    reasons = dict(reasons)
+    if forced != "reference":
+        candidates: list[ScanBackend] = [TorchScan()]
+        for backend in candidates:
+            refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
+            refused = next((reason for reason in refusals if reason is not None), None)
+            if refused is None:
+                return BackendChoice(SCAN, backend.name, reasons), backend
+            reasons[backend.name] = refused
+            if forced == backend.name:
+                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused}")
+    return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
 
-    Raises ConfigError if the debugging variable forces a backend that cannot run.
+
+def choose(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    specs: Sequence[AttendSpec],
+    block_size: int,
+    ssm_specs: Sequence[SsmSpec] = (),
+    conv_dtype: torch.dtype | None = None,
+    ssm_dtype: torch.dtype | None = None,
+) -> Chosen:
+    """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
+
+    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32.
+    Never fails for lack of a compiler or a library. Raises ConfigError if the debugging variable forces a backend that
+    cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
@@ -170,8 +210,13 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
     attention_row, attention = _choose_attention(library, dtype, specs, block_size, reasons, forced)
-    rows = [
-        attention_row,
+    rows = [attention_row] if specs or not ssm_specs else []
+    scan: ScanBackend | None = None
+    if ssm_specs:
+        states = (conv_dtype or dtype, ssm_dtype or torch.float32)
+        scan_row, scan = _choose_scan(dtype, ssm_specs, states, reasons, forced)
+        rows.append(scan_row)
+    rows += [
         BackendChoice("norms, activations", ops.name, dict(reasons)),
         BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
         linear_row,
@@ -181,6 +226,7 @@ def choose(device: torch.device | str, dtype: torch.dtype, *, specs: list[Attend
     return Chosen(
         ops=ops,
         attention=attention,
+        scan=scan,
         packed=packed,
         argmax=argmax,
         sampling=sampling,

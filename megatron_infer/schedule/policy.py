@@ -56,19 +56,21 @@ def is_prefill(request: Request, *, leads: bool) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What it costs to get keys and values back, as last measured; the defaults are an 8B model on one accelerator."""
+    """What it costs to get a sequence's memory back, as last measured; the defaults: an 8B model on one accelerator."""
 
     prefill_s_per_token: float = 5e-5
     """Seconds to compute one more prompt token (20,000 tokens a second)."""
     copy_s_per_block: float = 8e-5
     """Seconds to copy a block between device and host, one way (2 MiB at 25 GB/s)."""
+    copy_s_per_state: float = 0.0
+    """The same of a request's recurrent state; 0 for a model that keeps none."""
 
     def recompute_s(self, num_tokens: int) -> float:
         return num_tokens * self.prefill_s_per_token
 
     def swap_s(self, num_blocks: int) -> float:
-        """Out and back in."""
-        return 2 * num_blocks * self.copy_s_per_block
+        """Blocks and the one recurrent state, out and back in. Example: 3 blocks of 2 s, state of 1 s -> 14."""
+        return 2 * (num_blocks * self.copy_s_per_block + self.copy_s_per_state)
 
 
 def eviction_price(seconds: float, *, num_gained: int, num_evictions: int, steps_paused: int) -> float:

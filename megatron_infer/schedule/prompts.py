@@ -23,6 +23,7 @@ class Draft:
     slices: list[Slice] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class PromptPlanner:
@@ -91,6 +92,9 @@ class PromptPlanner:
         lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False
+        if lease.waits:  # in the next step it can skip what this one computes for another
+            context.release(lease)
+            return False
         n = policy.chunk_size(
             total - lease.cached, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill
         )
@@ -99,8 +103,15 @@ class PromptPlanner:
             context.release(lease)
             return False
         self._roster.enter(request, lease)
+        self._load_state(request)
         self._take_slice(draft, request, n, first=True)
         return True
+
+    def _load_state(self, request: Request) -> None:
+        assert request.lease is not None
+        if request.lease.begins_behind is not None:
+            self._roster.stats.states_loaded += 1
+            self._context.load_state(request.lease)
 
     def _catch_up(self, request: Request) -> None:
         """Skip what others have published of this prompt since its last slice was planned."""
@@ -110,6 +121,7 @@ class PromptPlanner:
         planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
         if planned > request.scheduled:
             self._roster.skip(request, planned - request.scheduled)
+            self._load_state(request)
 
     def _bring_back(self, draft: Draft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
@@ -127,15 +139,22 @@ class PromptPlanner:
         """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""
         assert request.lease is not None
         start = request.scheduled
-        samples = start + n >= len(request.tokens)
-        self._context.announce(request.lease, request.tokens, start + n)
+        end = start + n
+        samples = end >= len(request.tokens)
+        kept = self._context.keep_states(request.lease, start, end)
+        self._context.announce(request.lease, request.tokens, end)
+        self._roster.stats.states_kept += len(kept)
+        draft.state_copies += ((request.lease.row, slot) for position, slot in kept if position == end)
         forks: tuple[Request, ...] = ()
         if samples:
             if self._queue.leads(request):
                 forks = self._fork_siblings(draft, request)
             self._roster.begin_decoding(request)
             draft.sampled += (request, *forks)
-        draft.slices.append(Slice(request=request, start=start, n=n, samples=samples, forks=forks, first=first))
+        captures = tuple((position, slot) for position, slot in kept if position < end)
+        draft.slices.append(
+            Slice(request=request, start=start, n=n, samples=samples, forks=forks, first=first, captures=captures)
+        )
         draft.left -= n
         request.scheduled = start + n
         request.in_flight += 1
@@ -152,6 +171,8 @@ class PromptPlanner:
             lease, copy = forked
             if copy is not None:
                 draft.copies.append(copy)
+            if self._context.recurrent:
+                draft.state_copies.append((leader.lease.row, lease.row))
             self._roster.enter(child, lease, forked_from=leader)
             self._roster.begin_decoding(child)
             child.in_flight += 1

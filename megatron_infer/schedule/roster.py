@@ -45,6 +45,10 @@ class SchedulerStats:
     """Known tokens of those admissions that were found."""
     prefix_miss_tokens: int = 0
     """Known tokens of those admissions that are left to compute."""
+    states_kept: int = 0
+    """Recurrent states kept for the prefix cache while prompts were computed."""
+    states_loaded: int = 0
+    """Times a prompt went on from one of the states kept."""
     finished: int = 0
 
     def as_dict(self) -> dict[str, int]:

@@ -250,6 +250,7 @@ class Scheduler:
 
     def _plan_step(self) -> Plan:
         roster, context = self.roster, self.context
+        context.begin_step()
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
         decode, starts = self._plan_decode()
@@ -265,6 +266,7 @@ class Scheduler:
             decode_starts=starts,
             prefill=tuple(draft.slices),
             copies=tuple(draft.copies),
+            state_copies=tuple(draft.state_copies),
             returned=tuple(request for request in self._returned if request.lease is not None),
             num_tokens=self.max_tokens - draft.left,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
@@ -283,6 +285,7 @@ class Scheduler:
             if start >= lease.capacity:
                 grown = self.context.extend(lease, start + 1)
                 assert grown, f"{request.id!r} decodes without a block for its next token"
+                self.context.keep_drawn_state(lease, start)
             request.scheduled = start + 1
             request.in_flight += 1
             take(request)

@@ -45,6 +45,7 @@ OURS = {
     "logprobs_mode": ("str", "raw"),
     "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
+    "prefix_caching_mamba_gb": ("float | None", None),
     "check_invariants": ("bool", False),
 }
 ENUMS = {
@@ -74,9 +75,13 @@ def test_enums_have_the_members_of_the_page_and_are_strings():
         assert all(isinstance(member, str) for member in enum)
 
 
-def test_mamba_state_config_has_the_fields_of_the_page():
-    names = [item.name for item in dataclasses.fields(MambaInferenceStateConfig)]
-    assert names == ["layer_type_list", "mamba_conv_states_shape", "mamba_ssm_states_shape"]
+def test_mamba_state_config_has_the_fields_of_the_page_then_ours():
+    fields = {item.name: (item.type, item.default) for item in dataclasses.fields(MambaInferenceStateConfig)}
+    assert list(fields)[:3] == ["layer_type_list", "mamba_conv_states_shape", "mamba_ssm_states_shape"]
+    assert {name: fields[name] for name in list(fields)[3:]} == {
+        "conv_states_dtype": ("str | None", None),
+        "ssm_states_dtype": ("str | None", None),
+    }
 
 
 def test_default_config_is_valid():

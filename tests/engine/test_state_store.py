@@ -144,7 +144,7 @@ def test_dummy_block_is_zero_again_where_memory_comes_back_dirty(how, monkeypatc
     fill(store)
     store.release(quiet) if how == "release" else store.offload([1], quiet)
     # a CPU's fresh pages are zeros, a GPU's memory holds what its last owner left
-    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(float("nan")))
+    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
     store.restore(set(), quiet)
     assert not store.kv_cache[:, :, store.dummy_block].any()
 

@@ -9,6 +9,8 @@ from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttentionBackend, Ops
 from megatron_infer.kernels.cpu_native import NativeOps, NativePagedAttention
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.ssm import ScanBackend
+from megatron_infer.kernels.ssm_torch import TorchScan
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,11 @@ def make_ops(request) -> Callable[[torch.dtype], Ops]:
         return lambda dtype: TorchOps()
     library = _native_library()
     return lambda dtype: NativeOps(library, dtype)
+
+
+@pytest.fixture(params=["torch"])
+def make_scan(request) -> Callable[[torch.dtype], ScanBackend]:
+    return lambda dtype: TorchScan()
 
 
 @pytest.fixture

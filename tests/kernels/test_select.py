@@ -14,8 +14,10 @@ import torch
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build, select, threads
 from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.ssm import SsmSpec
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
+MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def fresh_build(tmp_path, monkeypatch):
     native_build.load.cache_clear()
 
 
-def choose(dtype=torch.float32, specs=(SPEC,)):
-    return select.choose("cpu", dtype, specs=list(specs), block_size=16)
+def choose(dtype=torch.float32, specs=(SPEC,), **more):
+    return select.choose("cpu", dtype, specs=list(specs), block_size=16, **more)
 
 
 def backends(chosen) -> dict[str, str]:
@@ -137,6 +139,25 @@ def test_other_dtypes_run_on_torch():
     chosen = choose(dtype=torch.float16)
     assert chosen.attention.name == chosen.ops.name == "torch"
     assert all("native" in row.reasons for row in chosen.rows if row.operation == "attention")
+
+
+def test_a_model_without_mamba_layers_has_no_scan():
+    chosen = choose()
+    assert chosen.scan is None and "selective scan" not in backends(chosen)
+
+
+def test_a_pure_mamba_model_has_a_scan_and_no_row_for_attention():
+    chosen = choose(specs=(), ssm_specs=[MAMBA])
+    assert chosen.scan is not None and backends(chosen)["selective scan"] == chosen.scan.name
+    assert "attention" not in backends(chosen)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_debug_variable_forces_the_scan_too(monkeypatch, native_library, name):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, name)
+    chosen = choose(ssm_specs=[MAMBA])
+    assert chosen.scan is not None and chosen.scan.name == backends(chosen)["selective scan"] == name
+    assert backends(chosen)["attention"] == name
 
 
 @pytest.mark.parametrize("name", ["torch", "reference"])

@@ -1,13 +1,12 @@
 """A device of plain lists that runs plans and notices every wrong byte, and a world that drives scheduler and device.
 
 A cache entry is (position, digest of all tokens up to it, weight version): it is right only if the whole sequence
-before it was. The token drawn after a sequence is a function of that digest and of the weight version: `draw` is the
-oracle.
+before it was. A recurrent state is (tokens taken in, digest of them, oldest and newest weights). The token drawn after
+a sequence is a function of that digest and of the weight version: `draw` is the oracle.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
 from megatron_infer.schedule.pressure import is_ending
 from megatron_infer.schedule.queue import arrival_of
-from megatron_infer.schedule.request import CacheUse, FinishReason, Request, Status
+from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
 
 VOCAB = 97
@@ -70,7 +69,10 @@ class FakeDevice:
         self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
         self.host = [None] * num_host_slots
-        self.num_copies = 0
+        num_snapshots = context.snapshots.count if context.snapshots else 0
+        self.states = [None] * (context.num_rows + 1 + num_snapshots)
+        self.host_states = [None] * context.num_rows
+        self.num_copies = self.num_state_copies = self.num_captures = 0
         self.num_computed = self.num_prefilled = 0
         self.num_moves = 0
         self.origins = []
@@ -93,6 +95,8 @@ class FakeDevice:
                 self.rows[fork.lease.row] = list(self.rows[row])
             pieces.append((piece.request, piece.start, piece.n))
         self._write(pieces, version)
+        if self.context.recurrent:
+            self._advance(pieces, {piece.request: piece.captures for piece in plan.prefill}, version)
         self.num_prefilled += sum(piece.n for piece in plan.prefill)
         reads = [self._read(request, start + n, version) for request, start, n in pieces]
         for piece, read in zip(plan.prefill, reads[len(plan.decode) :], strict=True):
@@ -110,6 +114,9 @@ class FakeDevice:
                 source * self.size : (source + 1) * self.size
             ]
             self.num_copies += 1
+        for source, target in plan.state_copies:
+            self.states[target] = self.states[source]
+            self.num_state_copies += 1
         return drawn
 
     def _upload(self, request):
@@ -128,13 +135,42 @@ class FakeDevice:
             self.kv[lease.blocks[position // size] * size + position % size] = entries[position]
 
     def move(self, direction, block, slot):
+        self.num_moves += 1
+        if direction == "state copy":
+            assert self.states[slot] is not None, f"slot {slot} holds no state to copy"
+            self.states[block] = self.states[slot]
+            return
+        if direction == "state out":
+            self.host_states[slot] = self.states[block]
+            return
+        if direction == "state in":
+            assert self.host_states[slot] is not None, f"no state in host place {slot}"
+            self.states[block] = self.host_states[slot]
+            return
         place = slice(block * self.size, (block + 1) * self.size)
         if direction == "out":
             self.host[slot] = self.kv[place]
         else:
             assert direction == "in" and self.host[slot] is not None, f"{direction} from slot {slot}: {self.host}"
             self.kv[place] = self.host[slot]
-        self.num_moves += 1
+
+    def _advance(self, pieces, captures, version):
+        """Every row's state takes in its tokens, all rows at once: what one keeps, no other reads in this step."""
+        slots = [request.lease.row for request, _, _ in pieces]
+        kept = [slot for request, _, _ in pieces for _, slot in captures.get(request, ())]
+        assert len({*slots, *kept}) == len(slots) + len(kept), f"rows {slots} and states kept {kept} share a slot"
+        for request, start, n in pieces:
+            row, tokens = request.lease.row, self.rows[request.lease.row][: start + n]
+            digests = prefix_digests(tokens)
+            state = self.states[row] if start else (0, None, version, version)
+            expected = (start, digests[start - 1] if start else None)
+            assert state is not None and state[:2] == expected, f"{request.id}: goes on at {start} from state {state}"
+            oldest, newest = state[2:]
+            assert not request.lease.root or oldest == newest == version, f"{request.id}: stale state {state}"
+            for position, slot in (*captures.get(request, ()), (start + n, row)):
+                assert start < position <= start + n, f"{request.id}: keeps {position} of {start} .. {start + n}"
+                self.states[slot] = (position, digests[position - 1], min(oldest, version), max(newest, version))
+            self.num_captures += len(captures.get(request, ()))
 
     def _write(self, pieces, version):
         written = set()
@@ -178,6 +214,10 @@ class Swap:
     slots: int = 0
     mode: PreemptionMode = PreemptionMode.AUTO
     costs: policy.CostModel = field(default_factory=policy.CostModel)
+
+    def states(self, num_rows):
+        """Places for recurrent states: fewer than may be asked for."""
+        return min(num_rows, max(1, self.slots // 3)) if self.slots else 0
 
 
 @dataclass
@@ -243,8 +283,9 @@ class World:
     keep_cached: bool = False
     overlap: bool = False
     swap: Swap = field(default_factory=Swap)
+    num_snapshots: int | None = None
+    """Of a model with recurrent state; None: it has none."""
     version: int = 0
-    steps: int = 0
     previous: tuple | None = None
     break_next: bool = False
     events: list = field(default_factory=list)
@@ -264,6 +305,9 @@ class World:
             prefix_caching=self.caching,
             keep_cached=self.keep_cached,
             num_host_slots=self.swap.slots,
+            recurrent=self.recurrent,
+            num_snapshots=self.num_snapshots or 0,
+            num_host_states=self.swap.states(self.num_rows) if self.recurrent else 0,
         )
         self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
         self.scheduler = Scheduler(
@@ -277,6 +321,14 @@ class World:
             on_event=self._on_event,
         )
         self.scheduler.pressure.costs = self.swap.costs
+
+    @property
+    def steps(self):
+        return self.books.counts["steps"]
+
+    @property
+    def recurrent(self):
+        return self.num_snapshots is not None
 
     @property
     def requests(self):
@@ -330,7 +382,7 @@ class World:
         self.previous = flight
         if not self.overlap:
             self.commit_previous()
-        self.steps += 1
+        self.books.counts["steps"] += 1
         assert self.steps < 5000, "this never ends"
         self.check()
         return plan
@@ -393,6 +445,7 @@ class World:
         assert self.context.num_free_blocks == self.num_blocks
         assert not self.scheduler.pressure.swapped
         assert self.context.host is None or self.context.host.num_free == self.swap.slots
+        assert self.context.snapshots is None or not self.context.snapshots.slots_of(())
         for request in self.requests:
             self.check_tokens(request)
         self.books.check(self.scheduler.stats, self.device)
@@ -412,6 +465,7 @@ class World:
         self._requeue_all()
         self.context.forget_all()
         self.device.kv = [None] * len(self.device.kv)
+        self.device.states = [None] * len(self.device.states)
         assert self.context.pool.num_cached == 0
 
     def _requeue_all(self):
@@ -495,50 +549,5 @@ class World:
         assert list(plan.sampled) == expected
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
-
-
-def random_world(rng: random.Random, **fixed) -> World:
-    num_blocks = rng.randint(1, 6) if rng.random() < 0.2 else rng.randint(6, 40)
-    caching = fixed.get("caching", rng.random() < 0.65)
-    fields = {
-        "num_blocks": num_blocks,
-        "block_size": rng.choice([1, 2, 4, 8]),
-        "num_rows": rng.randint(1, 8),
-        "max_tokens": rng.randint(1, 24),
-        "chunked": rng.random() < 0.6,
-        "paused_limit": rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
-        "caching": caching,
-        "keep_cached": caching and rng.random() < 0.6,
-        "overlap": rng.random() < 0.6,
-        "swap": Swap(
-            slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
-            mode=rng.choice(list(PreemptionMode)),
-            costs=random_costs(rng),
-        ),
-    }
-    return World(**(fields | fixed))
-
-
-def random_costs(rng: random.Random) -> policy.CostModel:
-    return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
-
-
-def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo=0.3) -> Request | None:
-    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own.
-
-    echo: how likely its prompt is what another is about to draw, so that blocks appear while it prefills.
-    """
-    capacity = world.context.max_stored_tokens
-    prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
-    if prompts and rng.random() < echo:
-        prompt = continued(rng.choice(prompts), rng.randint(1, 20), world.version)
-    prompts.append(prompt)
-    if not world.chunked:
-        prompt = prompt[: world.max_tokens]
-    prompt = prompt[: capacity - 1]
-    if not prompt:
-        return None
-    max_new = rng.randint(1, min(30, capacity + 1 - len(prompt)))
-    n = rng.randint(2, 5) if rng.random() < 0.3 else 1
-    cache = CacheUse(allowed=rng.random() < 0.85, salt=rng.choice(["", "", "", "a"]))
-    return make_group(name, prompt, max_new, n, cache=cache)
+        sources, targets = {a for a, _ in plan.state_copies}, [b for _, b in plan.state_copies]
+        assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.state_copies

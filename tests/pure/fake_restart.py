@@ -9,7 +9,7 @@ from fake_device import Books, World
 
 from megatron_infer.schedule.request import Request, Status
 
-VISITED = ("late hits", "taken back", "shared returns")
+VISITED = ("steps", "late hits", "taken back", "shared returns")
 """Counts that say what a schedule has visited, kept from one process to the next."""
 
 
@@ -23,6 +23,8 @@ class Saved:
     blocks: list
     """Those it held, and what was in them; empty when it brings no keys and values."""
     entries: list
+    state: tuple | None = None
+    """Its recurrent state, in a model that keeps one."""
 
 
 def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, keeps_kv) -> None:
@@ -53,7 +55,8 @@ def _save(world, request, keeps_kv) -> Saved:
     if request.lease is None or not keeps_kv:
         return Saved(request.arrival, heir, [], [])
     entries = world.device.content(request.lease, request.scheduled)
-    return Saved(request.arrival, heir, list(request.lease.blocks), entries)
+    state = world.device.states[request.lease.row] if world.recurrent else None
+    return Saved(request.arrival, heir, list(request.lease.blocks), entries, state)
 
 
 def _in_order(saved: list[Saved]) -> list[Saved]:
@@ -84,6 +87,7 @@ def _take_back(world, one: Saved, returned: list[Saved], saved_block_size: int) 
     if not world.scheduler.take_back(one.heir, len(one.entries), like=like, num_shared=num_shared):
         return False
     world.device.put(one.heir.lease, one.entries, start=num_shared)
+    world.device.states[one.heir.lease.row] = one.state
     world.books.take_back(one.heir, len(one.entries))
     world.books.counts["shared returns"] += like is not None
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 import types
@@ -19,6 +20,7 @@ from megatron_infer.config import (
     PrefixCachingEvictionPolicy,
     refuse_parallel_groups,
 )
+from megatron_infer.context.layout import StateShape
 from megatron_infer.errors import CapacityError, ConfigError
 
 SHAPE = ModelShape(
@@ -53,6 +55,11 @@ WRONG = [
     ("paused_buffer_size_gb", 21, "the limit is buffer_size_gb = 20"),
     ("mamba_memory_ratio", 1.5, "between 0 and 1"),
     ("mamba_memory_ratio", math.nan, "between 0 and 1"),
+    ("mamba_inference_state_config", (4, 4), "MambaInferenceStateConfig.from_model"),
+    ("prefix_caching_mamba_gb", 0, "above 0"),
+    ("prefix_caching_mamba_gb", -0.5, "above 0"),
+    ("prefix_caching_mamba_gb", math.inf, "finite"),
+    ("prefix_caching_mamba_gb", "1", "number of GiB"),
     ("max_requests", 0, "at least 1"),
     ("max_tokens", -5, "at least 1"),
     ("max_tokens", 2.5, "integer or None"),
@@ -85,8 +92,6 @@ WRONG = [
     ("check_invariants", None, "True or False"),
 ]
 LATER = [
-    ("mamba_memory_ratio", 0.5, "hybrid"),
-    ("mamba_inference_state_config", MambaInferenceStateConfig(["M"], (4, 4), (4, 4)), "hybrid"),
     ("num_cuda_graphs", 16, "CUDA graph"),
     ("num_cuda_graphs", -1, "CUDA graph"),
     ("cuda_graph_mixed_prefill_count", None, "CUDA graph"),
@@ -168,6 +173,7 @@ def test_config_survives_copy_pickle_replace_and_dict():
         ({"materialize_only_last_token_logits": False}, "only the rows that are needed"),
         ({"prefix_caching_eviction_policy": "lru"}, "nothing is cached"),
         ({"metrics_writer": types.SimpleNamespace(log=print)}, "no metrics are written"),
+        ({"prefix_caching_mamba_gb": 1}, "prefix_caching_mamba_gb=1 acts only with enable_prefix_caching=True"),
     ],
 )
 def test_value_without_effect_warns(values, message):
@@ -232,8 +238,93 @@ def test_tensor_parallel_size_must_be_positive(size):
         InferenceConfig().resolve(SHAPE, tensor_parallel_size=size)
 
 
-def _model(kinds: object, *, wrapped: bool = False) -> object:
-    decoder = types.SimpleNamespace() if kinds is None else types.SimpleNamespace(layer_type_list=kinds)
+STATE = StateShape(
+    num_layers=2, conv_shape=(64, 4), ssm_shape=(4, 8, 16), conv_dtype="bfloat16", ssm_dtype="float32"
+)  # 1,024 + 4,096 bytes
+HYBRID = dataclasses.replace(SHAPE, num_attention_layers=2, state=STATE)
+STATE_CONFIG = MambaInferenceStateConfig(["M", "*", "M", "-"], (64, 4), (4, 8, 16), ssm_states_dtype="bfloat16")
+GIB_OF_100 = 100 * 5_120 / 2**30
+
+
+def test_sizes_of_a_hybrid_follow_the_options():
+    config = InferenceConfig(block_size_tokens=16, buffer_size_gb=0.25, max_sequence_length=100)
+    sizes = config.resolve(HYBRID)
+    assert (sizes.state_slot_bytes, sizes.num_snapshot_slots) == (5_120, 0)
+    assert sizes.num_blocks == (1 << 28) // (4096 + 5_120)
+    shared = dataclasses.replace(config, mamba_memory_ratio=0.25).resolve(HYBRID)
+    assert shared.num_blocks == int((1 << 28) * 0.75) // 4096
+    assert shared.max_requests == (1 << 26) // 5_120 // 4 * 4
+    fixed = dataclasses.replace(config, max_requests=8).resolve(HYBRID)
+    assert (fixed.num_blocks, fixed.num_state_slots) == (((1 << 28) - 8 * 5_120) // 4096, 9)
+    snapshots = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": GIB_OF_100, "max_requests": 8}
+    cached = dataclasses.replace(config, **snapshots).resolve(HYBRID)
+    assert (cached.num_blocks, cached.num_snapshot_slots, cached.num_state_slots) == (fixed.num_blocks, 100, 109)
+    with pytest.raises(CapacityError, match="one recurrent state takes 5,120"):
+        dataclasses.replace(config, **{**snapshots, "prefix_caching_mamba_gb": 4e-6}).resolve(HYBRID)
+
+
+def test_snapshots_count_against_the_memory_that_is_there():
+    config = InferenceConfig(buffer_size_gb=1, enable_prefix_caching=True, prefix_caching_mamba_gb=1, max_requests=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.resolve(HYBRID, available_bytes=3 << 30)
+    with pytest.warns(ConfigWarning, match="1.00 GiB, more than 80% of the 1.00 GiB available"):
+        config.resolve(HYBRID, available_bytes=2 << 30)
+
+
+def test_prefix_cache_without_snapshots_says_that_it_finds_nothing():
+    with pytest.warns(
+        ConfigWarning, match=r"finds no prefix .* without prefix_caching_mamba_gb \(a state takes 0.0000"
+    ):
+        assert InferenceConfig(enable_prefix_caching=True).resolve(HYBRID).num_snapshot_slots == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        InferenceConfig(enable_prefix_caching=True).resolve(SHAPE)
+        InferenceConfig(enable_prefix_caching=True, prefix_caching_mamba_gb=1).resolve(HYBRID)
+        InferenceConfig().resolve(HYBRID)
+
+
+def test_options_of_states_meet_a_model_without():
+    with pytest.raises(ConfigError, match="mamba_memory_ratio is set, but the model keeps no recurrent state"):
+        InferenceConfig(mamba_memory_ratio=0.5).resolve(SHAPE)
+    with pytest.raises(ConfigError, match="mamba_inference_state_config is set, but the model keeps no"):
+        InferenceConfig(mamba_inference_state_config=STATE_CONFIG).resolve(SHAPE)
+    config = InferenceConfig(enable_prefix_caching=True, prefix_caching_mamba_gb=1)
+    with pytest.warns(ConfigWarning, match="prefix_caching_mamba_gb=1 has no effect"):
+        assert config.resolve(SHAPE).num_state_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layer_type_list": ["M", "*", "Q"]}, r"layer_type_list\[2\] is 'Q'; the symbols are M \* - E"),
+        ({"layer_type_list": ["*", "-"]}, "no Mamba layer"),
+        ({"mamba_conv_states_shape": (64,)}, "2 positive integers"),
+        ({"mamba_ssm_states_shape": (4, 0, 16)}, r"\(4, 0, 16\), it must be 3 positive integers"),
+        ({"conv_states_dtype": "bfloat"}, "did you mean 'bfloat16'"),
+        ({"ssm_states_dtype": "int8"}, "one of float32, bfloat16, float16, or None"),
+    ],
+)
+def test_wrong_state_config_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(STATE_CONFIG, **values)
+
+
+def test_state_config_survives_the_dict_of_its_config():
+    config = InferenceConfig(mamba_inference_state_config=STATE_CONFIG, mamba_memory_ratio=0.5)
+    plain = json.loads(json.dumps(config.to_dict()))
+    assert plain["mamba_inference_state_config"]["mamba_ssm_states_shape"] == [4, 8, 16]
+    assert InferenceConfig.from_dict(plain) == config
+
+
+def _mixer(conv: tuple[int, ...] = (64, 4), ssm: tuple[int, ...] = (4, 8, 16)) -> object:
+    return types.SimpleNamespace(mixer=types.SimpleNamespace(mamba_state_shapes_per_request=lambda: (conv, ssm)))
+
+
+def _model(kinds: list[str] | None, *, wrapped: bool = False, layers: list[object] | None = None) -> object:
+    decoder = types.SimpleNamespace(layers=layers)
+    if kinds is not None:
+        decoder.layer_type_list = kinds
     model = types.SimpleNamespace(decoder=decoder)
     return types.SimpleNamespace(module=types.SimpleNamespace(module=model)) if wrapped else model
 
@@ -242,12 +333,19 @@ def _model(kinds: object, *, wrapped: bool = False) -> object:
 def test_state_config_of_a_model_without_recurrence_is_none(wrapped):
     assert MambaInferenceStateConfig.from_model(_model(None, wrapped=wrapped)) is None
     assert MambaInferenceStateConfig.from_model(_model(["*", "-"], wrapped=wrapped)) is None
+    assert MambaInferenceStateConfig.from_model(types.SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_state_config_of_a_hybrid_model_names_what_is_missing(wrapped):
-    with pytest.raises(NotImplementedError, match="2 Mamba layers: hybrid"):
-        MambaInferenceStateConfig.from_model(_model(["M", "*", "M", "-"], wrapped=wrapped))
+def test_state_config_of_a_hybrid_model_is_what_its_mixers_say(wrapped):
+    layers = [_mixer(), object(), _mixer(), object()]
+    config = MambaInferenceStateConfig.from_model(_model(["M", "*", "M", "-"], wrapped=wrapped, layers=layers))
+    assert config == dataclasses.replace(STATE_CONFIG, ssm_states_dtype=None)
+
+
+def test_mamba_layers_of_different_states_are_refused():
+    with pytest.raises(ConfigError, match=r"Mamba layer 1 keeps states of .*\(8, 8, 16\).* Mamba layer 0"):
+        MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))
 
 
 def _group(size: int) -> object:

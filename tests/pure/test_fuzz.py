@@ -7,7 +7,8 @@ from collections import Counter
 
 import fake_restart
 import pytest
-from fake_device import VOCAB, random_costs, random_leader, random_world
+from fake_device import VOCAB
+from random_world import random_costs, random_leader, random_world
 
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.request import FinishReason
@@ -46,7 +47,12 @@ def run_schedule(seed, totals):
 
 def tally(world, totals):
     totals.update(world.scheduler.stats.as_dict())
-    totals.update(copies=world.device.num_copies, moves=world.device.num_moves)
+    device = world.device
+    totals.update(copies=device.num_copies, moves=device.num_moves)
+    totals.update({"states copied": device.num_state_copies, "states captured": device.num_captures})
+    if world.recurrent:
+        totals["recurrent"] += 1
+        totals["states swapped in"] += world.scheduler.stats.swapped_in
     totals[f"swapped {world.swap.mode.value}"] += world.scheduler.stats.swapped_in
 
 
@@ -128,9 +134,13 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "new weights",
         "dropped",
         "taken back",
+        "states_kept",
+        "states_loaded",
+        "states captured",
+        "states copied",
     ):
         assert totals[what] > 20, f"{what}: {totals[what]} times only"
-    assert totals["late hits"] and totals["shared returns"], totals
+    assert totals["states swapped in"] > 3 and totals["late hits"] and totals["shared returns"], totals
     assert totals["swapped auto"] > 3 and totals["swapped swap"] > 3 and not totals["swapped recompute"], totals
     for status in ("waiting", "running", "running in flight", "paused"):
         assert totals[f"abort {status}"] >= 2, f"abort {status}: {totals}"

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_infer.context import layout
-from megatron_infer.context.layout import GIB, ModelShape, SizingRequest, derive_max_requests, resolve_sizes, split_pool
+from megatron_infer.context.layout import (
+    GIB,
+    ModelShape,
+    SizingRequest,
+    StateShape,
+    derive_max_requests,
+    host_places,
+    resolve_sizes,
+    split_pool,
+)
 from megatron_infer.errors import CapacityError, ConfigError
 
 SMOLLM2 = ModelShape(
@@ -215,9 +224,153 @@ def test_prompt_limit_follows_chunking():
     assert resolve_sizes(SMOLLM2, tight).max_prompt_tokens == 512
 
 
-def test_model_without_attention_is_refused():
-    with pytest.raises(NotImplementedError, match="hybrid"):
+def test_model_that_keeps_nothing_is_refused():
+    with pytest.raises(ConfigError, match="neither attention nor Mamba layers"):
         resolve_sizes(dataclasses.replace(SMOLLM2, num_attention_layers=0), _ask())
+
+
+# the hybrid of megatron's context tests: 1,048,576 bytes a block of 256 tokens, 41,472 a state
+MEGATRON_STATE = StateShape(
+    num_layers=1, conv_shape=(544, 4), ssm_shape=(8, 64, 16), conv_dtype="float32", ssm_dtype="float32"
+)
+MEGATRON_HYBRID = dataclasses.replace(
+    SMOLLM2,
+    num_layers=2,
+    num_attention_layers=1,
+    num_query_heads=8,
+    num_kv_heads=8,
+    kv_dtype_bytes=4,
+    dtype="float32",
+    max_position=None,
+    state=MEGATRON_STATE,
+)
+PURE_MAMBA = dataclasses.replace(MEGATRON_HYBRID, num_layers=1, num_attention_layers=0)
+BOTH_BUFFERS = {"buffer_bytes": int(0.05 * GIB), "paused_bytes": int(0.01 * GIB), "max_sequence_length": 512}
+
+
+def test_state_of_a_request_is_counted_in_whole_cache_lines():
+    assert MEGATRON_STATE.slot_bytes == layout.state_bytes_per_request(**STATE) == 41_472
+    odd = dataclasses.replace(MEGATRON_STATE, num_layers=3, conv_shape=(5, 3), conv_dtype="bfloat16")
+    assert (odd.conv_bytes, odd.ssm_bytes) == (128, 3 * 8 * 64 * 16 * 4)  # 90 bytes of conv: two lines
+    mamba2_130m = StateShape(
+        num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="float32", ssm_dtype="float32"
+    )
+    assert mamba2_130m.slot_bytes == 19_562_496
+
+
+@pytest.mark.parametrize(("ratio", "blocks", "paused", "slots", "requests"), RATIO_TABLE)
+@pytest.mark.parametrize("unified", [False, True])
+def test_hybrid_with_a_ratio_is_sized_as_megatron_does(ratio, blocks, paused, slots, requests, unified):
+    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=ratio, unified_memory=unified))
+    assert (sizes.block_bytes, sizes.state_slot_bytes) == (1_048_576, 41_472)
+    assert sizes.paused_block_limit == paused
+    assert sizes.num_blocks == blocks + (paused if unified else 0)
+    assert sizes.max_requests == min(sizes.num_blocks - 1, slots) // 4 * 4
+    assert unified or sizes.max_requests == requests
+    assert sizes.num_state_slots == sizes.max_requests + 1
+    assert sizes.state_bytes == sizes.num_state_slots * 41_472
+
+
+def test_a_small_ratio_caps_the_requests():
+    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01))
+    assert int((53_687_091 + 10_737_418) * 0.01) // 41_472 == 15
+    assert (sizes.num_blocks, sizes.max_requests, sizes.num_state_slots) == (50, 12, 13)
+    assert "15 states in mamba_memory_ratio 0.01" in sizes.how["max_requests"]
+    given = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01, max_requests=15))
+    assert (given.max_requests, given.num_state_slots) == (15, 16)
+    with pytest.raises(CapacityError, match=r"max_requests is 16, mamba_memory_ratio=0.01 .* of 15 \(41,472 bytes"):
+        resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01, max_requests=16))
+
+
+@pytest.mark.parametrize(("max_requests", "blocks", "paused"), [(4, 51, 10), (100, 48, 9), (1000, 18, 3)])
+def test_hybrid_with_max_requests_reserves_exactly_their_states(max_requests, blocks, paused):
+    buffers = {**BOTH_BUFFERS, "buffer_bytes": 52 * 1_048_576, "paused_bytes": 10 * 1_048_576 + 50_000}
+    total = buffers["buffer_bytes"] + buffers["paused_bytes"]
+    share = 1 - max_requests * 41_472 / total
+    assert (int(buffers["buffer_bytes"] * share) // 1_048_576, int(buffers["paused_bytes"] * share) // 1_048_576) == (
+        blocks,
+        paused,
+    )
+    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**buffers, max_requests=max_requests))
+    assert (sizes.num_blocks, sizes.paused_block_limit, sizes.max_requests) == (blocks, paused, max_requests)
+    assert sizes.num_state_slots == max_requests + 1
+
+
+def test_hybrid_without_a_rule_brings_a_state_with_each_block():
+    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS))
+    assert sizes.num_blocks == 53_687_091 // (1_048_576 + 41_472) == 49
+    assert (sizes.paused_block_limit, sizes.max_requests, sizes.num_state_slots) == (9, 48, 49)
+    assert sizes.kv_bytes + sizes.state_bytes <= 53_687_091
+
+
+def test_states_that_leave_no_block_are_refused_with_the_smallest_buffer_that_works():
+    for changes in ({}, {"state_ratio": 0.97}, {"max_requests": 20}, {"state_ratio": 0.004}):
+        with pytest.raises(CapacityError, match="are needed; set buffer_size_gb >=") as caught:
+            resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=2_097_152, max_sequence_length=512, **changes))
+        gib = float(str(caught.value).split("buffer_size_gb >= ")[1].split(" ")[0])
+        sizes = resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=int(gib * GIB), max_sequence_length=512, **changes))
+        assert sizes.num_blocks >= 2 and sizes.max_requests >= 1
+        with pytest.raises(CapacityError):  # and a little less does not do
+            resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=int((gib - 3e-6) * GIB), **changes))
+
+
+def test_pure_mamba_gives_the_buffer_to_states():
+    sizes = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS))
+    assert (sizes.block_bytes, sizes.kv_bytes, sizes.paused_block_limit) == (0, 0, 0)
+    assert sizes.max_requests == (53_687_091 // 41_472 - 1) // 4 * 4 == 1292
+    assert sizes.num_state_slots == 1293 and sizes.state_bytes <= 53_687_091
+    assert (sizes.max_blocks_per_row, sizes.num_usable_blocks) == (2, 2 * 1292)
+    assert sizes.full_length_requests == 1292, "a row never lacks a block"
+    assert "take no memory" in sizes.how["block_bytes"]
+    half = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, state_ratio=0.5))
+    assert half.max_requests == (26_843_545 // 41_472 - 1) // 4 * 4
+    unified = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, unified_memory=True))
+    assert unified.max_requests == ((53_687_091 + 10_737_418) // 41_472 - 1) // 4 * 4
+
+
+def test_pure_mamba_takes_the_requests_it_has_states_for():
+    sizes = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, max_requests=1293))
+    assert (sizes.max_requests, sizes.num_state_slots) == (1293, 1294)
+    with pytest.raises(CapacityError, match=r"max_requests is 1,294, the buffer holds the recurrent states of 1,293"):
+        resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, max_requests=1294))
+    with pytest.raises(CapacityError, match=r"at least 82,944 are needed; set buffer_size_gb >= 0.000078$"):
+        resolve_sizes(PURE_MAMBA, _ask(buffer_bytes=82_943))
+    assert resolve_sizes(PURE_MAMBA, _ask(buffer_bytes=82_944)).max_requests == 1
+
+
+@pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
+def test_snapshots_come_on_top_of_the_buffer(shape):
+    plain = resolve_sizes(shape, _ask(**BOTH_BUFFERS))
+    sizes = resolve_sizes(shape, _ask(**BOTH_BUFFERS, snapshot_bytes=10 * 41_472 + 5))
+    assert (plain.num_snapshot_slots, sizes.num_snapshot_slots) == (0, 10)
+    assert sizes.max_requests == plain.max_requests and sizes.num_state_slots == plain.num_state_slots + 10
+    assert sizes.state_bytes == sizes.num_state_slots * 41_472
+    assert "414,725 bytes (prefix_caching_mamba_gb" in sizes.how["num_snapshot_slots"]
+    assert sizes.num_blocks == plain.num_blocks + (0 if shape.num_attention_layers else 20)
+    with pytest.raises(CapacityError, match=r"gives 41,471 bytes, one recurrent state takes 41,472; set .* 0.000039"):
+        resolve_sizes(shape, _ask(**BOTH_BUFFERS, snapshot_bytes=41_471))
+
+
+def test_attention_models_have_no_states():
+    sizes = resolve_sizes(SMOLLM2, _ask(snapshot_bytes=1 << 30))
+    figures = (sizes.state_slot_bytes, sizes.num_snapshot_slots, sizes.num_state_slots, sizes.state_bytes)
+    assert figures == (0, 0, 0, 0)
+    with pytest.raises(ConfigError, match="no recurrent state"):
+        resolve_sizes(SMOLLM2, _ask(state_ratio=0.5))
+
+
+def test_host_memory_is_divided_between_blocks_and_states():
+    half = {"block_bytes": 5, "slot_bytes": 10, "max_requests": 16, "max_blocks_per_row": 8}
+    assert host_places(100, **half) == (14, 3)
+    assert host_places(0, **half) == host_places(14, **half) == (0, 0), "a state without a block serves nobody"
+    assert host_places(15, **half) == (1, 1)
+    assert host_places(10_000, **half) == (1968, 16), "no more states than requests"
+    assert host_places(100, **{**half, "slot_bytes": 0}) == (20, 0)
+    assert host_places(100, **{**half, "block_bytes": 0}) == (0, 10)
+    for swap_bytes in range(3000):
+        num_blocks, num_states = host_places(swap_bytes, **half)
+        assert num_blocks * 5 + num_states * 10 <= swap_bytes
+        assert num_states == 0 or num_blocks >= num_states, (swap_bytes, num_blocks, num_states)
 
 
 def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
@@ -226,6 +379,15 @@ def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
     buffer_bytes, paused_bytes, note = layout.cap_to_memory(801, 80, 1000)
     assert (buffer_bytes, paused_bytes) == (600, 59)
     assert "60%" in note
+
+
+@pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
+@pytest.mark.parametrize("changes", [{}, {"state_ratio": 0.5}, {"max_requests": 8}, {"snapshot_bytes": GIB}], ids=str)
+def test_table_explains_states(shape, changes):
+    rows = {row.name: row for row in resolve_sizes(shape, _ask(**BOTH_BUFFERS, **changes)).table()}
+    assert all(row.how and row.unit for row in rows.values())
+    assert "1 Mamba layers x (conv (544, 4) float32" in rows["state_slot_bytes"].how
+    assert (rows["state_slot_bytes"].unit, rows["num_state_slots"].unit) == ("bytes", "slots")
 
 
 def test_table_explains_every_size_once():
@@ -238,6 +400,29 @@ def test_table_explains_every_size_once():
     by_name = {row.name: row.value for row in rows}
     assert by_name["num_blocks"] == 364
     assert by_name["graph_shapes"] == "none"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    buffer_bytes=st.integers(1, 1 << 36),
+    is_pure=st.booleans(),
+    ratio=st.none() | st.floats(0.01, 0.99),
+    max_requests=st.none() | st.integers(1, 2000),
+    snapshot_bytes=st.none() | st.integers(1, 1 << 30),
+)
+def test_sizes_of_hybrids_that_resolve_are_consistent(buffer_bytes, is_pure, ratio, max_requests, snapshot_bytes):
+    ask = _ask(buffer_bytes=buffer_bytes, state_ratio=ratio, max_requests=max_requests, snapshot_bytes=snapshot_bytes)
+    try:
+        sizes = resolve_sizes(PURE_MAMBA if is_pure else MEGATRON_HYBRID, ask)
+    except ConfigError:
+        return
+    slot = sizes.state_slot_bytes
+    assert sizes.num_state_slots == sizes.max_requests + 1 + sizes.num_snapshot_slots
+    assert sizes.kv_bytes + (sizes.max_requests + is_pure) * slot <= buffer_bytes
+    assert sizes.num_snapshot_slots * slot <= (snapshot_bytes or 0)
+    assert max_requests in (None, sizes.max_requests) and sizes.max_requests >= 1
+    if is_pure:
+        assert sizes.num_usable_blocks >= sizes.max_requests * sizes.max_blocks_per_row
 
 
 @settings(max_examples=200, deadline=None)

@@ -320,7 +320,7 @@ def test_moves_wait_for_a_step_that_is_launched():
     until(world, lambda: world.scheduler.num_running == 3)
     assert world.context.take_moves() == []
     world.scheduler.pressure.evict(world.scheduler.running[-1])
-    assert len(world.context.host._moves) > 0
+    assert len(world.context._moves) > 0
     world.drain()
 
 

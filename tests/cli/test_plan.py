@@ -1,0 +1,72 @@
+"""`plan` shows what a model with recurrent state takes; of one without it shows nothing new."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from megatron_infer.cli import plan
+from megatron_infer.cli.options import add_config_options, config_from, given
+from megatron_infer.config import InferenceConfig, ModelShape
+from megatron_infer.context.layout import StateShape
+
+ATTENTION = ModelShape(
+    num_layers=8,
+    num_attention_layers=2,
+    num_query_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    hidden_size=512,
+    vocab_size=1000,
+    padded_vocab_size=1000,
+    max_position=None,
+    kv_dtype_bytes=2,
+    dtype="bfloat16",
+    num_parameters=10_000_000,
+)
+STATE = StateShape(
+    num_layers=6, conv_shape=(1280, 4), ssm_shape=(16, 64, 128), conv_dtype="bfloat16", ssm_dtype="float32"
+)
+HYBRID = dataclasses.replace(ATTENTION, state=STATE)
+SLOT_BYTES = 6 * (1280 * 4 * 2 + 16 * 64 * 128 * 4)
+
+
+def planned(shape: ModelShape, **options: object) -> tuple[InferenceConfig, ModelShape, object]:
+    config = InferenceConfig(buffer_size_gb=2, max_requests=16, **options)
+    return config, shape, config.resolve(shape)
+
+
+def test_json_has_the_states_of_a_hybrid():
+    report = plan.as_dict(*planned(HYBRID, enable_prefix_caching=True, prefix_caching_mamba_gb=0.5))
+    report = json.loads(json.dumps(report))
+    assert report["model"]["state"]["ssm_shape"] == [16, 64, 128]
+    sizes = {name: row["value"] for name, row in report["sizes"].items()}
+    assert sizes["state_slot_bytes"] == SLOT_BYTES
+    assert sizes["num_snapshot_slots"] == (1 << 29) // SLOT_BYTES == 167
+    assert sizes["num_state_slots"] == 16 + 1 + 167
+    assert sizes["num_blocks"] == ((2 << 30) - 16 * SLOT_BYTES) // sizes["block_bytes"]
+    assert plan.as_dict(*planned(ATTENTION))["model"]["state"] is None
+
+
+@pytest.mark.parametrize("shape, shown", [(HYBRID, True), (ATTENTION, False)], ids=["hybrid", "attention"])
+def test_table_has_the_states_of_models_that_keep_some(shape, shown, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    plan._print_table("toy", *planned(shape))
+    text = capsys.readouterr().out
+    assert all((name in text) is shown for name in plan.STATE_ROWS)
+    assert (f"{SLOT_BYTES:,}" in text) is shown
+
+
+def test_command_line_says_both_options_of_states(capsys):
+    parser = argparse.ArgumentParser()
+    add_config_options(parser)
+    args = parser.parse_args(["--mamba-memory-ratio", "0.25", "--prefix-caching-mamba-gb", "1.5"])
+    assert given(args) == {"mamba_memory_ratio": 0.25, "prefix_caching_mamba_gb": 1.5}
+    assert config_from(args).prefix_caching_mamba_gb == 1.5
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--mamba-memory-ratio" in shown and "GiB for recurrent states that the prefix cache keeps" in shown

@@ -1,0 +1,59 @@
+"""The kinds of models that every promise of the engine is tested with, and buffers that hold so many blocks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_infer.context.layout import ModelShape, kv_block_bytes
+from megatron_infer.models.adopt import adopt
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
+
+KINDS = ("attention", "hybrid", "mamba")
+"""Attention with MLPs; Mamba, attention, MLP and experts in one stack; Mamba alone."""
+RECURRENT = ("hybrid", "mamba")
+HYBRID_PATTERN = "M*-ME*M"
+STATES_GIB = 4 / 1024
+"""Room for states of a prefix cache, in every kind that keeps them."""
+
+
+def make_model(kind: str, **settings: Any) -> torch.nn.Module:
+    settings = {"vocab_size": 128, "max_sequence_length": 512, "init_method_std": 0.2} | settings
+    if kind == "attention":
+        return tiny_gpt(**settings)
+    if kind == "hybrid":
+        return tiny_hybrid(HYBRID_PATTERN, position_embedding_type="rope", **settings)
+    return tiny_mamba(num_layers=3, **settings)
+
+
+def prefix_caching(kind: str, policy: str = "lru") -> dict[str, Any]:
+    """Settings that turn the prefix cache on."""
+    settings = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": policy}
+    return settings | ({"prefix_caching_mamba_gb": STATES_GIB} if kind in RECURRENT else {})
+
+
+def buffers(
+    model: torch.nn.Module, *, blocks: int, block_size: int, max_requests: int, paused_blocks: int = 0
+) -> dict[str, Any]:
+    """Settings of a pool of `blocks` usable blocks, so many of which the paused may keep, and all the states.
+
+    The states are taken from both buffers in proportion (see `split_pool`), so both are larger by their share.
+    """
+    shape: ModelShape = adopt(model).shape
+    block = kv_block_bytes(
+        num_layers=shape.num_attention_layers,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=shape.kv_dtype_bytes,
+    )
+    states = max_requests * shape.state.slot_bytes if shape.state is not None else 0
+    if not block:  # blocks take no memory
+        return {"buffer_size_gb": (states + shape.state.slot_bytes) / 2**30}  # one is for padding
+    main, paused = (blocks + 1.25) * block, (paused_blocks + 0.25) * block if paused_blocks else 0.0
+    share = states / (main + paused)
+    return {
+        "buffer_size_gb": main * (1 + share) / 2**30,
+        "paused_buffer_size_gb": paused * (1 + share) / 2**30 if paused else None,
+    }

@@ -1,0 +1,417 @@
+"""Recurrent states and KV blocks live in one store: what is promised of the one holds for the other, in every mix."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_infer.context import memory
+from megatron_infer.context.layout import StateShape
+from megatron_infer.context.store import StateStore
+from megatron_infer.errors import StateReleased
+
+STATE = StateShape(
+    num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"
+)  # conv 240 -> 256 bytes, ssm 768
+SLOTS, DUMMY = 9, 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ATTENTION_LAYERS = [3, 0]
+
+
+def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6):
+    if device == "cuda" and static:
+        pytest.importorskip("torch_memory_saver")
+    return StateStore(
+        num_layers=num_layers,
+        num_blocks=8,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=torch.device(device),
+        static_pointers=static,
+        unified_memory=False,
+        num_host_slots=host_slots,
+        state=state,
+        num_state_slots=SLOTS if state else 0,
+        num_host_states=host_states if state else 0,
+        dummy_state_slot=DUMMY if state else None,
+    )
+
+
+def fill(store, seed=0):
+    """Random content everywhere but in the dummies -> copies of (KV cache, states as bytes)."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, states = store.kv_cache, store.states
+    cache.copy_(torch.randn(cache.shape, generator=generator))
+    cache[:, :, store.dummy_block] = 0
+    for view in (states.conv_SLCW, states.ssm_SLHPN):
+        view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
+        view[DUMMY] = 0
+    return cache.clone(), store.read_states(range(SLOTS))
+
+
+def quiet(what):
+    pass
+
+
+class Recorder:
+    def __init__(self, fail_at=None, error=TimeoutError):
+        self.said, self.fail_at, self.error = [], fail_at, error
+
+    def __call__(self, what):
+        self.said.append(what)
+        if self.fail_at == len(self.said) - 1:
+            raise self.error(what)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of two states and one block, so that small tests cross their borders."""
+    monkeypatch.setattr(memory, "PIECE_BYTES", 2 * STATE.slot_bytes)
+    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+
+
+def test_a_slot_holds_conv_then_ssm_of_all_layers():
+    store = make_store()
+    fill(store)
+    assert (STATE.conv_bytes, STATE.ssm_bytes, STATE.slot_bytes) == (256, 768, 1024)
+    whole = store.read_states([4, 2])
+    assert whole.shape == (2, 1024) and whole.dtype == torch.uint8
+    for place, slot in enumerate((4, 2)):
+        conv = torch.cat([store.states.layer(i).conv_SCW[slot].flatten() for i in range(3)])
+        ssm = torch.cat([store.states.layer(i).ssm_SHPN[slot].flatten() for i in range(3)])
+        assert torch.equal(whole[place, :240], conv.view(torch.uint8))
+        assert torch.equal(whole[place, 256:], ssm.view(torch.uint8))
+    for i in range(3):
+        conv_SCW, ssm_SHPN = store.states.layer(i)
+        assert (conv_SCW.shape, conv_SCW.dtype) == ((SLOTS, 10, 4), torch.bfloat16)
+        assert (ssm_SHPN.shape, ssm_SHPN.dtype) == ((SLOTS, 2, 4, 8), torch.float32)
+        assert conv_SCW[3].is_contiguous() and ssm_SHPN[3].is_contiguous()
+        assert ssm_SHPN.data_ptr() % 64 == 0
+
+
+def test_views_are_made_once_per_allocation():
+    store = make_store()
+    states, layer = store.states, store.states.layer(1)
+    assert store.states is states and states.layer(1) is layer and store.kv_cache is store.kv_cache
+    store.release(quiet)
+    store.restore(set(), quiet)
+    assert store.states is not states
+
+
+def test_pools_do_not_touch_each_other():
+    store = make_store()
+    store.kv_cache.fill_(3.0)
+    assert not store.read_states(range(SLOTS)).any()
+    store.write_states(range(SLOTS), torch.full((SLOTS, 1024), 7, dtype=torch.uint8))
+    assert (store.kv_cache == 3.0).all()
+    assert store.num_bytes >= 8 * store.block_bytes + SLOTS * 1024
+
+
+def test_without_state_there_is_nothing_of_it():
+    store = make_store(state=None)
+    assert store.states is None and store.num_bytes == 8 * store.block_bytes
+    assert store.measure_copy_s_per_state() == store.copy_s_per_state == 0.0
+    store.copy_states([])
+    store.free_host_states([0])
+    report = store.offload([1], quiet)
+    assert (report.num_blocks, report.num_states) == (1, 0)
+    store.restore({1}, quiet)
+    with pytest.raises(AssertionError, match="without recurrent state"):
+        store.run_moves([("state out", 0, 0)])
+    with pytest.raises(AssertionError, match="keeps none"):
+        store.offload([], quiet, state_slots=[0])
+
+
+def test_a_dummy_slot_must_be_named():
+    with pytest.raises(AssertionError, match="dummy state slot None of 9"):
+        StateStore(
+            num_layers=0,
+            num_blocks=2,
+            block_size=4,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            static_pointers=False,
+            unified_memory=False,
+            state=STATE,
+            num_state_slots=9,
+        )
+
+
+def test_blocks_without_attention_layers_have_no_memory():
+    store = make_store(0)
+    assert store.kv_cache.shape == (0, 2, 8, 4, 2, 8)
+    assert (store.block_bytes, store.num_bytes) == (0, SLOTS * 1024)
+    assert store.measure_copy_s_per_block() == store.copy_s_per_block == 0.0
+    store.copy_blocks([(0, 1)])
+    store.run_moves([("out", 0, 0), ("in", 1, 0)])
+    store.free_host_slots([0])
+    _, before = fill(store)
+    report = store.offload([0, 1], quiet, state_slots=[3])
+    assert (report.num_blocks, report.num_states, report.bytes_copied) == (0, 1, 1024)
+    store.restore({0, 1}, quiet, keep_states={3})
+    assert torch.equal(store.read_states([3]), before[[3]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("num_layers", ATTENTION_LAYERS)
+@pytest.mark.parametrize("slots", [[0, 8, 3, 6, 1], list(range(5)), []], ids=str)
+def test_offloaded_states_come_back_bit_equal_with_their_blocks(num_layers, static, slots, device, small_pieces):
+    store = make_store(num_layers, static=static, device=device)
+    (cache, states), blocks = fill(store), [6, 0, 4]
+    copied = (len(blocks) if num_layers else 0) * store.block_bytes + len(slots) * 1024
+    away = store.offload(blocks, quiet, state_slots=slots)
+    assert (away.bytes_copied, away.num_states) == (copied, len(slots))
+    back = store.restore(set(blocks), quiet, keep_states=set(slots))
+    assert (back.bytes_copied, back.num_blocks, back.num_states) == (copied, away.num_blocks, len(slots))
+    assert torch.equal(store.read_states([*slots, DUMMY]), states[[*slots, DUMMY]])
+    assert torch.equal(store.kv_cache[:, :, [*blocks, 7]], cache[:, :, [*blocks, 7]])
+    assert store.host_bytes() == 0
+    if device == "cpu":
+        others = [slot for slot in range(SLOTS) if slot not in slots]
+        assert not store.read_states(others).any(), "more than the given slots was copied"
+
+
+def test_states_of_requests_aborted_meanwhile_stay_behind():
+    store = make_store()
+    _, states = fill(store)
+    store.offload([1], quiet, state_slots=[0, 1, 2])
+    report = store.restore({1}, quiet, keep_states={2})
+    assert (report.num_blocks, report.num_states) == (1, 1)
+    assert torch.equal(store.read_states([2]), states[[2]]) and not store.read_states([0, 1]).any()
+
+
+def test_asking_for_a_state_that_was_not_offloaded_is_refused_and_harmless():
+    store = make_store()
+    cache, states = fill(store)
+    store.offload([1], quiet, state_slots=[2])
+    with pytest.raises(AssertionError, match=r"states \[4\].*were not offloaded"):
+        store.restore({1}, quiet, keep_states={2, 4})
+    store.restore({1}, quiet, keep_states={2})
+    assert torch.equal(store.read_states([2]), states[[2]])
+    assert torch.equal(store.kv_cache[:, :, 1], cache[:, :, 1])
+
+
+BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # a block a piece, then three pieces of states
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("static", [False, True])
+def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_pieces):
+    rehearsal = Recorder()
+    make_store(static=static).offload(BLOCKS, rehearsal, state_slots=KEPT_SLOTS)
+    assert len(rehearsal.said) == 3 + 3 + 1, rehearsal.said
+    for fail_at in range(len(rehearsal.said)):
+        store = make_store(static=static)
+        (cache, states), held = fill(store), store.states
+        with pytest.raises(error):
+            store.offload(BLOCKS, Recorder(fail_at, error), state_slots=KEPT_SLOTS)
+        assert not store.is_released and store.states is held and store.host_bytes() == 0
+        assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
+        store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
+        store.restore(set(BLOCKS), quiet, keep_states=set(KEPT_SLOTS))
+        assert torch.equal(store.read_states(KEPT_SLOTS), states[KEPT_SLOTS])
+
+
+def test_a_region_that_cannot_be_released_leaves_both_pools(monkeypatch):
+    store = make_store()
+    cache, states = fill(store)
+
+    def broken():
+        raise OSError("no")
+
+    for command in (lambda: store.release(quiet), lambda: store.offload([0], quiet, state_slots=[0])):
+        with monkeypatch.context() as patch:
+            patch.setattr(store._region, "release", broken)
+            with pytest.raises(OSError, match="no"):
+                command()
+        assert not store.is_released and store.host_bytes() == 0
+        assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("static", [False, True])
+def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pieces):
+    store = make_store(static=static)
+    cache, states = fill(store)
+    store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
+    host_bytes, rehearsal = store.host_bytes(), Recorder()
+    store.restore(set(BLOCKS), rehearsal, keep_states=set(KEPT_SLOTS))
+    assert len(rehearsal.said) == 1 + 3 + 3, rehearsal.said
+    store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
+    for fail_at in range(len(rehearsal.said)):
+        with pytest.raises(error):
+            store.restore(set(BLOCKS), Recorder(fail_at, error), keep_states=set(KEPT_SLOTS))
+        assert store.is_released and store.resident_bytes() == 0 and store.host_bytes() == host_bytes
+    store.restore(set(BLOCKS), quiet, keep_states=set(KEPT_SLOTS))
+    assert torch.equal(store.kv_cache[:, :, BLOCKS], cache[:, :, BLOCKS])
+    assert torch.equal(store.read_states(KEPT_SLOTS), states[KEPT_SLOTS])
+    assert not store.read_states([DUMMY]).any() and store.host_bytes() == 0
+
+
+def test_dummies_are_zero_again_where_memory_comes_back_dirty(monkeypatch):
+    store = make_store(static=True)
+    fill(store)
+    store.offload([1], quiet, state_slots=[1])
+    monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
+    store.restore(set(), quiet)
+    assert not store.read_states([DUMMY]).any() and not store.kv_cache[:, :, store.dummy_block].any()
+    assert store.read_states([1]).all(), "only the dummy is cleared"
+
+
+def test_nothing_reads_or_writes_released_states():
+    store = make_store()
+    fill(store)
+    store.offload([1], quiet, state_slots=[1, 2])
+    for use in (
+        lambda: store.states,
+        lambda: store.copy_states([(0, 1)]),
+        lambda: store.read_states([0]),
+        lambda: store.write_states([0], torch.zeros(1, 1024, dtype=torch.uint8)),
+        lambda: store.run_moves([("state out", 0, 0)]),
+        lambda: store.run_moves([("state copy", 0, 1)]),
+        lambda: store.measure_copy_s_per_state(),
+    ):
+        with pytest.raises(StateReleased, match=r"1 blocks, 2 states of it are kept .* resume before"):
+            use()
+    assert store.drop_copy() > 0
+    store.restore(set(), quiet)
+    assert store.states.layer(0).conv_SCW.shape == (SLOTS, 10, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_layers", ATTENTION_LAYERS)
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_of_every_kind_do_what_one_after_the_other_would(seed, num_layers, device, small_pieces):
+    rng, store = random.Random(seed), make_store(num_layers, device=device)
+    cache, states = fill(store)
+    blocks, slots = list(range(7)), [slot for slot in range(SLOTS) if slot != DUMMY]
+    held = {("block", b): b for b in blocks} | {("state", s): s for s in slots}  # place -> the place it was filled as
+    for _ in range(25):
+        moves = []
+        for _ in range(rng.randint(0, 30)):
+            kind = rng.choice(["out", "in", "state out", "state in", "state copy", "state copy"])
+            if kind == "state copy":
+                destination, source = rng.sample(slots, 2)
+                moves.append((kind, destination, source))
+                held["state", destination] = held["state", source]
+                continue
+            pool, places = ("state", slots) if kind.startswith("state") else ("block", blocks)
+            place, slot = rng.choice(places), rng.randrange(6)
+            if kind.endswith("out"):
+                held[f"host {pool}", slot] = held[pool, place]
+            elif (f"host {pool}", slot) in held:
+                held[pool, place] = held[f"host {pool}", slot]
+            else:
+                continue
+            moves.append((kind, place, slot))
+        store.run_moves(moves)
+        for slot in slots:
+            assert torch.equal(store.read_states([slot]), states[[held["state", slot]]]), (moves, slot)
+        for block in blocks:
+            assert torch.equal(store.kv_cache[:, :, block], cache[:, :, held["block", block]]), (moves, block)
+        for pool, free in (("block", store.free_host_slots), ("state", store.free_host_states)):
+            freed = [slot for slot in range(6) if rng.random() < 0.2]
+            free(freed)
+            for slot in freed:
+                held.pop((f"host {pool}", slot), None)
+    assert not store.read_states([DUMMY]).any()
+
+
+@pytest.mark.parametrize(
+    "moves, expected",
+    [
+        ([("state copy", 1, 0), ("state copy", 2, 1)], [0, 0, 0, 3]),  # read after write
+        ([("state copy", 0, 1), ("state copy", 1, 2)], [1, 2, 2, 3]),  # write after read
+        ([("state copy", 0, 1), ("state copy", 0, 2)], [2, 1, 2, 3]),  # the last one stays
+        ([("state copy", 3, 0), ("state copy", 0, 1), ("state copy", 1, 3)], [1, 0, 2, 0]),  # 0 and 1 change places
+        ([("state out", 0, 5), ("state copy", 0, 1), ("state in", 3, 5)], [1, 1, 2, 0]),
+        ([("state out", 2, 0), ("state in", 0, 0), ("state copy", 1, 0), ("state out", 3, 0), ("state in", 2, 0)],
+         [2, 2, 3, 3]),
+    ],
+)  # fmt: skip
+def test_a_slot_written_by_one_move_is_read_by_the_next(moves, expected):
+    store = make_store()
+    _, states = fill(store)
+    store.run_moves(moves)
+    assert torch.equal(store.read_states(range(4)), states[expected])
+
+
+def test_copies_after_a_forward_go_to_slots_that_are_no_sources():
+    store = make_store()
+    _, states = fill(store)
+    store.copy_states([(0, 3), (0, 8), (1, 4)])
+    assert torch.equal(store.read_states([0, 1, 3, 4, 8]), states[[0, 1, 0, 1, 0]])
+
+
+def test_states_written_are_the_states_read(small_pieces):
+    store, other = make_store(), make_store(0)
+    _, states = fill(store)
+    other.write_states([7, 0], store.read_states([2, 6]))
+    assert torch.equal(other.states.layer(2).ssm_SHPN[7], store.states.layer(2).ssm_SHPN[2])
+    assert torch.equal(other.read_states([0]), states[[6]])
+    with pytest.raises(AssertionError, match=r"slots of 1,024"):
+        other.write_states([0], torch.zeros(1, 1000, dtype=torch.uint8))
+
+
+def test_host_states_are_bounded_and_give_their_memory_back():
+    store = make_store(host_states=2)
+    fill(store)
+    with pytest.raises(AssertionError, match="host slot 2 of 2"):
+        store.run_moves([("state out", 0, 2)])
+    store.run_moves([("state out", 0, 0), ("state out", 1, 1)])
+    assert store.host_bytes() > 0
+    store.free_host_states([0, 1])
+    assert store.host_bytes() == 0
+    with pytest.raises(AssertionError, match="hold nothing"):
+        store.run_moves([("state in", 0, 1)])
+
+
+def test_swapped_states_outlive_a_release():
+    store = make_store()
+    _, states = fill(store)
+    store.run_moves([("state out", 4, 2)])
+    store.release(quiet)
+    store.restore(set(), quiet)
+    store.run_moves([("state in", 7, 2)])
+    assert torch.equal(store.read_states([7]), states[[4]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_speed_of_a_state_is_measured_followed_and_leaves_no_trace(device):
+    store = make_store(device=device)
+    cache, states = fill(store)
+    assert store.copy_s_per_state == 0.0
+    assert 0 < store.measure_copy_s_per_state() == store.copy_s_per_state < 1
+    assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
+    block, state = store.measure_copy_s_per_block(), store.copy_s_per_state
+    store.run_moves([("state out", 0, 0), ("state copy", 1, 0)])
+    if device == "cpu":
+        assert store.copy_s_per_state != state and store.copy_s_per_block == block
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_addresses_of_states_are_kept_with_static_pointers(static):
+    store = make_store(static=static)
+    held, address = store.states, store.states.conv_SLCW.data_ptr()
+    for _ in range(3):
+        store.release(quiet)
+        store.restore(set(), quiet)
+        assert (store.states.conv_SLCW.data_ptr() == address) is static
+    assert held.conv_SLCW.data_ptr() == address
+
+
+def test_states_restored_in_inference_mode_can_be_written_outside_it():
+    store = make_store()
+    fill(store)
+    with torch.inference_mode():
+        store.offload([], quiet, state_slots=[0])
+        store.restore(set(), quiet, keep_states={0})
+    store.states.layer(0).ssm_SHPN[1].fill_(2.0)
+    assert (store.states.layer(0).ssm_SHPN[1] == 2.0).all()

@@ -1,0 +1,59 @@
+"""Worlds, costs and requests drawn at random, for schedules that nobody would think of."""
+
+from __future__ import annotations
+
+import random
+
+from fake_device import VOCAB, Swap, World, continued, make_group
+
+from megatron_infer.config import PreemptionMode
+from megatron_infer.schedule import policy
+from megatron_infer.schedule.request import CacheUse, Request
+
+
+def random_world(rng: random.Random, **fixed) -> World:
+    num_blocks = rng.randint(1, 6) if rng.random() < 0.2 else rng.randint(6, 40)
+    caching = fixed.get("caching", rng.random() < 0.65)
+    fields = {
+        "num_blocks": num_blocks,
+        "block_size": rng.choice([1, 2, 4, 8]),
+        "num_rows": rng.randint(1, 8),
+        "max_tokens": rng.randint(1, 24),
+        "chunked": rng.random() < 0.6,
+        "paused_limit": rng.choice([0, rng.randint(0, num_blocks), num_blocks]),
+        "caching": caching,
+        "keep_cached": caching and rng.random() < 0.6,
+        "overlap": rng.random() < 0.6,
+        "swap": Swap(
+            slots=rng.choice([0, rng.randint(1, num_blocks), 2 * num_blocks]),
+            mode=rng.choice(list(PreemptionMode)),
+            costs=random_costs(rng),
+        ),
+        "num_snapshots": rng.choice([None] * 5 + [0, 1, 2, 4, 16]),
+    }
+    return World(**(fields | fixed))
+
+
+def random_costs(rng: random.Random) -> policy.CostModel:
+    return policy.CostModel(prefill_s_per_token=rng.choice([0.0, 1e-4, 1e-3]), copy_s_per_block=rng.uniform(0, 2e-4))
+
+
+def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo=0.3) -> Request | None:
+    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own.
+
+    echo: how likely its prompt is what another is about to draw, so that blocks appear while it prefills.
+    """
+    capacity = world.context.max_stored_tokens
+    prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]
+    if prompts and rng.random() < echo:
+        prompt = continued(rng.choice(prompts), rng.randint(1, 20), world.version)
+    prompts.append(prompt)
+    if not world.chunked:
+        prompt = prompt[: world.max_tokens]
+    prompt = prompt[: capacity - 1]
+    if not prompt:
+        return None
+    max_new = rng.randint(1, min(30, capacity + 1 - len(prompt)))
+    n = rng.randint(2, 5) if rng.random() < 0.3 else 1
+    cache = CacheUse(allowed=rng.random() < 0.85, salt=rng.choice(["", "", "", "a"]))
+    return make_group(name, prompt, max_new, n, cache=cache)

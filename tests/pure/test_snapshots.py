@@ -1,0 +1,150 @@
+"""Recurrent states in the books: when one is kept, who goes on from it, and when it is gone."""
+
+from __future__ import annotations
+
+import pytest
+from fake_device import World, make_group, make_request
+
+from megatron_infer.context.snapshots import Snapshots
+
+PROMPT = list(range(10, 40))
+
+
+def world(**fields):
+    settings = {"block_size": 4, "num_blocks": 64, "caching": True, "keep_cached": True, "num_snapshots": 8}
+    return World(**(settings | fields))
+
+
+def finish(world, name, tokens, max_new=3, **kwargs):
+    request = world.add(make_request(name, tokens, max_new, stop_ids=frozenset(), **kwargs))
+    world.drain()
+    return request
+
+
+def test_same_prompt_goes_on_from_the_last_block_boundary():
+    w = world()
+    finish(w, "first", PROMPT)
+    again = finish(w, "second", PROMPT)
+    assert again.history.cached_tokens == 28, "29 tokens may be found, 28 are whole blocks"
+    assert w.scheduler.stats.states_loaded == 1
+
+
+def test_without_room_for_states_nothing_is_hit():
+    w = world(num_snapshots=0)
+    finish(w, "first", PROMPT)
+    assert finish(w, "second", PROMPT).history.cached_tokens == 0
+
+
+def test_state_is_kept_where_prompts_part_ways():
+    """The second prompt finds blocks without a state behind them; the third goes on from where the second left it."""
+    w = world()
+    head = PROMPT[:17]
+    finish(w, "a", head + [50] * 10)
+    assert finish(w, "b", head + [51] * 10).history.cached_tokens == 0
+    assert finish(w, "c", head + [52] * 10).history.cached_tokens == 16
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    w = world(num_rows=8)
+    for i in range(6):
+        w.add(make_request(f"r{i}", PROMPT, 4, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == len(PROMPT) + 5 * 2, "one whole, the others behind position 28"
+
+
+def test_answer_is_found_by_the_next_turn():
+    w = world()
+    first = finish(w, "turn 1", PROMPT, max_new=12)
+    second = finish(w, "turn 2", [*first.tokens, 60, 61, 62])
+    assert second.history.cached_tokens == 40, "of 42 tokens, 41 of them computed"
+
+
+def test_states_of_answers_never_push_out_those_of_prompts():
+    w = world(num_snapshots=2, num_rows=2)
+    finish(w, "a", PROMPT)
+    finish(w, "b", PROMPT[::-1])
+    finish(w, "long", [70, 71], max_new=40)
+    assert finish(w, "a again", PROMPT).history.cached_tokens == 28
+    assert finish(w, "b again", PROMPT[::-1]).history.cached_tokens == 28
+
+
+def test_one_answer_keeps_one_state():
+    w = world(num_snapshots=8)
+    finish(w, "long", [70, 71], max_new=60)
+    assert w.context.snapshots.num_kept == 1
+
+
+def test_late_state_lets_a_prompt_in_progress_skip_ahead():
+    w = world(chunked=True, max_tokens=9)
+    long = list(range(100, 160))
+    w.add(make_request("a", long, 2, stop_ids=frozenset()))
+    w.step()
+    b = w.add(make_request("b", long, 2, stop_ids=frozenset()))
+    w.drain()
+    assert b.history.cached_tokens > 0 and w.scheduler.stats.states_loaded >= 1
+
+
+def test_group_forks_the_state_of_one_prefill():
+    w = world(caching=False, keep_cached=False, num_snapshots=0)
+    w.add(make_group("g", PROMPT, 6, 4, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == len(PROMPT) and w.device.num_state_copies == 3
+
+
+def test_state_dies_with_its_block():
+    w = world(num_blocks=12, keep_cached=True, num_snapshots=8)
+    finish(w, "a", PROMPT)
+    assert w.context.snapshots.num_kept
+    finish(w, "b", list(range(200, 240)), max_new=4)
+    assert finish(w, "a again", PROMPT).history.cached_tokens == 0
+
+
+def test_reset_and_failed_steps_forget_every_state():
+    w = world()
+    finish(w, "a", PROMPT)
+    w.scheduler.reset_prefix_cache()
+    assert w.context.snapshots.num_kept == 0
+    assert finish(w, "b", PROMPT).history.cached_tokens == 0
+
+
+def test_state_of_former_weights_is_never_loaded():
+    w = world()
+    finish(w, "a", PROMPT)
+    w.new_weights(keep=True)
+    assert finish(w, "b", PROMPT).history.cached_tokens == 0
+
+
+def test_oldest_unused_state_makes_room():
+    pool = Snapshots(first_slot=5, count=2)
+    pool.begin_step()
+    for block in (1, 2):
+        pool.name(pool.take(reclaim=True), block, first_to_go=False)
+    assert pool.take(reclaim=True) is None, "both are written by this step"
+    pool.begin_step()
+    pool.use(1)
+    assert pool.take(reclaim=False) is None
+    pool.name(pool.take(reclaim=True), 3, first_to_go=False)
+    assert pool.is_ready(1) and not pool.is_ready(2) and pool.is_coming(3)
+    pool.check([], {1, 3})
+
+
+def test_second_state_behind_a_block_is_given_back():
+    pool = Snapshots(first_slot=0, count=2)
+    pool.begin_step()
+    assert pool.name(pool.take(reclaim=True), 7, first_to_go=False)
+    assert not pool.name(pool.take(reclaim=True), 7, first_to_go=False)
+    pool.check([], {7})
+    with pytest.raises(AssertionError, match="nobody can find"):
+        pool.check([], set())
+
+
+def test_held_states_are_rows_and_snapshots_behind_held_blocks():
+    w = world(num_rows=4)
+    finish(w, "gone", PROMPT[::-1])
+    w.add(make_request("live", PROMPT, 8, stop_ids=frozenset()))
+    w.step()
+    live = next(r for r in w.requests if r.id == "live")
+    held = w.context.held_state_slots()
+    assert live.lease.row in held and len(held) == 2 and held[1] > w.num_rows
+    w.context.forget_free()
+    assert w.context.snapshots.num_kept == 1
