@@ -34,7 +34,7 @@ def edit(folder, change):
         ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit"),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit.*not a range"),
         ("mamba2", {"rms_norm": False}, "rms_norm=False"),
-        ("mamba2", {"norm_before_gate": True}, "norm_before_gate=True"),
+        ("mamba2", {"intermediate_size": 192}, "intermediate_size=192"),
         ("mamba2", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
         ("nemotron_h", {"layers_block_type": ["mamba", "sparse", "moe"]}, "layer types sparse are not supported"),
         (
@@ -118,6 +118,27 @@ def test_older_spellings_mean_the_same(tmp_path):
     assert (
         plan_from_config(config | {"layers_block_type": ["mamba", "mamba", "attention", "mlp", "mamba", "mlp"]}) == new
     )
+
+
+OLDER_KEYS = {
+    "mamba2": {
+        "intermediate_size": 96, "norm_before_gate": True, "rms_norm": True, "time_step_init_scheme": "random",
+        "time_step_scale": 1.0, "time_step_rank": 256,
+    },
+    "nemotron_h": {"attention_head_dim": 8, "rms_norm_eps": 1e-5, "time_step_rank": 256},
+    "bamba": {"attn_rotary_emb": 4, "rope_theta": 10000.0},
+    "granite": {"init_method": "mup", "normalization_function": "rmsnorm", "position_embedding_type": "nope"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OLDER_KEYS)
+def test_keys_of_published_checkpoints_change_nothing(case, tmp_path, recwarn):
+    """Keys that released models carry and that the modelling files do not read (or read as what they already do)."""
+    random_hybrid(case).save_pretrained(tmp_path)
+    plan = open_source(tmp_path).config()
+    edit(tmp_path, OLDER_KEYS[case])
+    assert open_source(tmp_path).config() == plan
+    assert not [str(warning.message) for warning in recwarn if "keys not known" in str(warning.message)]
 
 
 def test_every_key_that_transformers_writes_is_known(tmp_path, recwarn):

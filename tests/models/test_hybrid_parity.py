@@ -75,6 +75,9 @@ def test_ranks_share_heads_and_groups(tmp_path):
     )
     with pytest.raises(ConfigError, match="must divide the 2 Mamba groups"):
         shape_of(plan, dtype="float32", tensor_parallel_size=3)
+    random_hybrid("mamba2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="must divide the 12 Mamba heads"):
+        shape_of(open_source(tmp_path).config(), dtype="float32", tensor_parallel_size=5)
 
 
 def test_bfloat16_weights_are_the_rounded_ones_and_correction_biases_stay_exact(tmp_path):
