@@ -24,11 +24,13 @@ LINEAR_TOKENS_NO_DOT = 1
 """The same for bf16 on a CPU without bf16 products."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
+MAX_NORM_GROUP = 16384
+"""Channels of one gated norm: native/elementwise.cpp keeps their products on the stack."""
 PANELS = "native panels"
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
-def _bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., Any]:
+def bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., Any]:
     function = getattr(library, name)
     function.argtypes, function.restype = argtypes, restype
     return function
@@ -36,15 +38,15 @@ def _bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type |
 
 def _multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether this CPU has products of `dtype`: always of fp32."""
-    return dtype is torch.float32 or bool(_bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
+    return dtype is torch.float32 or bool(bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
 
 
 def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | None:
     """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
     if not _multiplies(library, dtype):
         return None
-    function = _bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int])
-    width = int(_bind(library, "mi_panel_rows", [], ctypes.c_int)())
+    function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int])
+    width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
 
     def pack(weight: Tensor) -> Tensor:
         weight = weight.contiguous()
@@ -67,16 +69,18 @@ class NativeOps(TorchOps):
         suffix = SUFFIXES[dtype]
         self._dtype = dtype
         norm_arguments = [_P, _P, _P, _P, _I, _I, ctypes.c_float, ctypes.c_int]
-        self._rms_norm = _bind(library, f"mi_rms_norm_{suffix}", norm_arguments)
-        self._rms_norm_wide = _bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
-        self._silu_mul = _bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
-        self._argmax = _bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
+        self._rms_norm = bind(library, f"mi_rms_norm_{suffix}", norm_arguments)
+        self._rms_norm_wide = bind(library, f"mi_rms_norm_wide_{suffix}", norm_arguments)
+        self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
+        gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
+        self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
+        self._argmax = bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
 
         signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
-        self._linear = _bind(library, f"mi_linear_{suffix}", signature)
+        self._linear = bind(library, f"mi_linear_{suffix}", signature)
         self._most_tokens = LINEAR_TOKENS if _multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
         panels = packed is not None and packed.layout.name == PANELS
-        self._panel_linear = _bind(library, f"mi_panel_linear_{suffix}", signature) if panels else None
+        self._panel_linear = bind(library, f"mi_panel_linear_{suffix}", signature) if panels else None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From panels for any number of tokens; without them oneDNN, or the live weight for a few, or `F.linear`."""
@@ -156,6 +160,35 @@ class NativeOps(TorchOps):
         self._silu_mul(x_T2F.data_ptr(), out.data_ptr(), tokens, width, torch.get_num_threads())
         return out
 
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        """As `TorchOps`; a token has the same bits alone and among others."""
+        dtype = self._dtype
+        if (
+            not self._ours(y_TM, y_TM if weight is None else weight)
+            or gate_TM.dtype is not dtype
+            or gate_TM.stride(-1) != 1
+            or group_size > MAX_NORM_GROUP
+        ):
+            return super().gated_rms_norm(y_TM, gate_TM, weight, eps, group_size=group_size)
+        tokens, width = y_TM.shape
+        assert gate_TM.shape == y_TM.shape and width % group_size == 0
+        out = torch.empty_like(y_TM)
+        self._gated_rms_norm(
+            y_TM.data_ptr(),
+            gate_TM.data_ptr(),
+            gate_TM.stride(0),
+            None if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            width,
+            group_size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
     def argmax(self, logits_SV: Tensor) -> Tensor:
         """Lowest index of each row's largest entry -> int64 [S]; NaN never wins. Rows may be strided."""
         if logits_SV.dtype is not self._dtype or logits_SV.stride(1) != 1:
@@ -168,7 +201,7 @@ class NativeOps(TorchOps):
 
 def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
     """64-bit order-sensitive checksum of a CPU tensor's bytes, at memory speed."""
-    function = _bind(library, "mi_checksum", [_P, _I, ctypes.c_int], ctypes.c_uint64)
+    function = bind(library, "mi_checksum", [_P, _I, ctypes.c_int], ctypes.c_uint64)
     data = tensor.detach().contiguous()
     return int(function(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads()))
 
@@ -213,9 +246,9 @@ class NativePagedAttention:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._attend = _bind(library, f"mi_attend_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
-        self._context = _bind(library, "mi_context_new", [], _P)()
-        weakref.finalize(self, _bind(library, "mi_context_free", [_P]), self._context)
+        self._attend = bind(library, f"mi_attend_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
+        self._context = bind(library, "mi_context_new", [], _P)()
+        weakref.finalize(self, bind(library, "mi_context_free", [_P]), self._context)
         self._step: StepMetadata | None = None
         self._step_struct = _StepStruct()
         self._step_address = ctypes.addressof(self._step_struct)

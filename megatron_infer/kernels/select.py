@@ -25,6 +25,7 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
@@ -148,6 +149,7 @@ def _choose_attention(
 
 
 def _choose_scan(
+    library: ctypes.CDLL | None,
     dtype: torch.dtype,
     specs: Sequence[SsmSpec],
     states: tuple[torch.dtype, torch.dtype],
@@ -158,6 +160,8 @@ def _choose_scan(
     reasons = dict(reasons)
     if forced != "reference":
         candidates: list[ScanBackend] = [TorchScan()]
+        if library is not None:
+            candidates.insert(0, NativeScan(library, dtype))
         for backend in candidates:
             refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -214,7 +218,7 @@ def choose(
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
-        scan_row, scan = _choose_scan(dtype, ssm_specs, states, reasons, forced)
+        scan_row, scan = _choose_scan(library, dtype, ssm_specs, states, reasons, forced)
         rows.append(scan_row)
     rows += [
         BackendChoice("norms, activations", ops.name, dict(reasons)),

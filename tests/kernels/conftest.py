@@ -9,6 +9,7 @@ from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttentionBackend, Ops
 from megatron_infer.kernels.cpu_native import NativeOps, NativePagedAttention
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend
 from megatron_infer.kernels.ssm_torch import TorchScan
 
@@ -45,9 +46,12 @@ def make_ops(request) -> Callable[[torch.dtype], Ops]:
     return lambda dtype: NativeOps(library, dtype)
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "native"])
 def make_scan(request) -> Callable[[torch.dtype], ScanBackend]:
-    return lambda dtype: TorchScan()
+    if request.param == "torch":
+        return lambda dtype: TorchScan()
+    library = _native_library()
+    return lambda dtype: NativeScan(library, dtype)
 
 
 @pytest.fixture

@@ -112,6 +112,43 @@ def test_norm_of_a_row_with_nan_is_nan_there_only(make_ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "group"), [(96, 96), (96, 32), (78, 13), (34, 1), (1536, 1536), (40960, 20480)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gated_norm_matches_reference(make_ops, dtype, width, group, weighted):
+    """gate is a view of a wider projection, as in a Mamba layer."""
+    y, weight = randn(5, width, dtype=dtype), randn(width, dtype=dtype, seed=1) if weighted else None
+    gate = randn(5, width + 7, dtype=dtype, seed=2)[:, 3:-4]
+    gate[0, :3] = torch.tensor([-200.0, 200.0, 0.0]).to(dtype)
+    want = REFERENCE.gated_rms_norm(y, gate, weight, 1e-5, group_size=group)
+    got = make_ops(dtype).gated_rms_norm(y, gate, weight, 1e-5, group_size=group)
+    assert got.dtype is dtype and got.is_contiguous()
+    torch.testing.assert_close(got, want, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+def test_gated_norm_takes_a_weight_of_another_dtype(make_ops):
+    y, gate, weight = (randn(5, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    want = REFERENCE.gated_rms_norm(y, gate, weight.float(), 1e-5, group_size=32)
+    got = make_ops(torch.bfloat16).gated_rms_norm(y, gate, weight.float(), 1e-5, group_size=32)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_gated_norm_gives_a_token_the_same_bits_alone_and_among_others(native_library, dtype):
+    ops = NativeOps(native_library, dtype)
+    y, gate, weight = randn(70, 1536, dtype=dtype), randn(70, 1600, dtype=dtype, seed=1), randn(1536, dtype=dtype)
+    gate = gate[:, :1536]
+
+    def norm(tokens: slice) -> torch.Tensor:
+        return ops.gated_rms_norm(y[tokens], gate[tokens], weight, 1e-5, group_size=768)
+
+    alone = torch.cat([norm(slice(i, i + 1)) for i in range(70)])
+    for tokens in (2, 3, 16, 70):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(norm(slice(tokens)), alone[:tokens])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 15, 16, 129, 5000, 49152])
 def test_argmax_gives_the_lowest_index_of_a_tie(native_library, dtype, width):
     ops = NativeOps(native_library, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -152,7 +153,30 @@ def test_a_pure_mamba_model_has_a_scan_and_no_row_for_attention():
     assert "attention" not in backends(chosen)
 
 
-@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("fields", "more", "word"),
+    [
+        ({"state_dim": 512}, {}, "state_dim"),
+        ({"conv_width": 9}, {}, "conv_width"),
+        ({}, {"ssm_dtype": torch.float16}, "SSM states"),
+        ({}, {"conv_dtype": torch.float64}, "convolution states"),
+    ],
+)
+def test_a_scan_the_kernel_cannot_run_moves_to_torch(native_library, fields, more, word):
+    spec = dataclasses.replace(MAMBA, **fields)
+    chosen = choose(ssm_specs=[MAMBA, spec], **more)
+    row = next(row for row in chosen.rows if row.operation == "selective scan")
+    assert row.chosen == "torch" and word in row.reasons["native"]
+    assert chosen.attention.name == "native"
+
+
+def test_forcing_a_scan_that_cannot_run_is_an_error(monkeypatch, native_library):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
+    with pytest.raises(ConfigError, match="selective scan needs state_dim up to 256, got 512"):
+        choose(ssm_specs=[dataclasses.replace(MAMBA, state_dim=512)])
+
+
+@pytest.mark.parametrize("name", ["native", "torch", "reference"])
 def test_debug_variable_forces_the_scan_too(monkeypatch, native_library, name):
     monkeypatch.setenv(select.BACKEND_VARIABLE, name)
     chosen = choose(ssm_specs=[MAMBA])

@@ -7,8 +7,6 @@
 // Each sums a query's keys in an order that its position and the window fix, not what else is in the step.
 #pragma once
 
-#include <cstddef>
-#include <cstdlib>
 #include <vector>
 
 #include "common.h"
@@ -36,27 +34,6 @@ struct Call {  // once a layer; strides in elements, the last dimension is conti
 };
 
 constexpr int kMaxHeadDim = 512;
-
-// Grow-only aligned memory.
-class Buffer {
-  public:
-    ~Buffer() { std::free(data_); }
-    template <class T>
-    T* get(int64_t count) {
-        size_t bytes = ((size_t)count * sizeof(T) + 63) / 64 * 64;
-        if (bytes > size_) {
-            std::free(data_);
-            data_ = std::aligned_alloc(64, bytes);
-            if (!data_) std::abort();
-            size_ = bytes;
-        }
-        return static_cast<T*>(data_);
-    }
-
-  private:
-    void* data_ = nullptr;
-    size_t size_ = 0;
-};
 
 // Workspace of one backend object; never shared between engines.
 struct Context {

@@ -3,9 +3,11 @@
 // GCC/Clang vector extensions give one source for AVX-512, AVX2 and NEON; intrinsics appear only where they pay.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -86,6 +88,38 @@ inline void store_part(T* p, vf v, int n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 
+// Entries i .. i + W of n; those behind n as above.
+template <class T>
+inline vf load_any(const T* p, int64_t i, int64_t n) {
+    return i + W <= n ? load(p + i) : load_part(p + i, (int)(n - i));
+}
+template <class T>
+inline void store_any(T* p, vf v, int64_t i, int64_t n) {
+    if (i + W <= n)
+        store(p + i, v);
+    else
+        store_part(p + i, v, (int)(n - i));
+}
+
+// a * b + c, rounded once where the CPU can. Spelled out where every copy of a loop must give the same bits: a compiler
+// is free to fuse one and not the other.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline float fma_of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+inline float fma_of(float a, float b, float c) { return a * b + c; }
+#endif
+#if defined(__AVX512F__)
+inline vf fma_of(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__FMA__)
+inline vf fma_of(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+inline vf fma_of(vf a, vf b, vf c) {
+    vf v;
+    for (int i = 0; i < W; ++i) v[i] = fma_of(a[i], b[i], c[i]);
+    return v;
+}
+#endif
+
 inline vf vmax(vf a, vf b) { return (a > b) ? a : b; }
 inline float sum_of(vf v) {
 #if defined(__AVX512F__)
@@ -160,6 +194,27 @@ void parallel(int threads, Body& body) {  // body(thread, threads)
     runtime.parallel([](void* p) { (*static_cast<Body*>(p))(runtime.thread_num(), runtime.num_threads()); }, &body,
                      (unsigned)threads, 0);
 }
+
+// Grow-only aligned memory.
+class Buffer {
+  public:
+    ~Buffer() { std::free(data_); }
+    template <class T>
+    T* get(int64_t count) {
+        size_t bytes = ((size_t)count * sizeof(T) + 63) / 64 * 64;
+        if (bytes > size_) {
+            std::free(data_);
+            data_ = std::aligned_alloc(64, bytes);
+            if (!data_) std::abort();
+            size_ = bytes;
+        }
+        return static_cast<T*>(data_);
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
 
 // Splits 0 .. n into one contiguous range a thread.
 template <class Body>

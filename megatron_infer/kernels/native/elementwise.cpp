@@ -1,4 +1,4 @@
-// Norms, activation, argmax and checksum over contiguous rows.
+// Norms, activations, argmax and checksum over contiguous rows.
 #include "common.h"
 
 namespace mi {
@@ -9,18 +9,6 @@ Runtime runtime = {};
 constexpr int64_t kSerialElements = 32768;
 
 static int threads_for(int64_t elements, int threads) { return elements < kSerialElements ? 1 : threads; }
-
-template <class T>
-static vf load_any(const T* p, int64_t i, int64_t n) {
-    return i + W <= n ? load(p + i) : load_part(p + i, (int)(n - i));
-}
-template <class T>
-static void store_any(T* p, vf v, int64_t i, int64_t n) {
-    if (i + W <= n)
-        store(p + i, v);
-    else
-        store_part(p + i, v, (int)(n - i));
-}
 
 // out = norm(x + residual) * weight; residual (may be null) becomes the rounded sum.
 template <class T, class R>
@@ -60,6 +48,36 @@ static void silu_mul(const T* x, T* out, int64_t rows, int64_t dim, int threads)
                 store_any(out + row * dim, g / (exp_of(-g) + 1.0f) * up, i, dim);
             }
         }
+    });
+}
+
+constexpr int64_t kMostGroup = 16384;  // channels whose products one thread keeps on its stack
+
+// out = norm(y * silu(gate)) * weight over each run of `group` channels; without a weight only the product.
+template <class T>
+static void gated_rms_norm(const T* y, const T* gate, int64_t gate_stride, const T* weight, T* out, int64_t rows,
+                           int64_t dim, int64_t group, float eps, int threads) {
+    parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
+        alignas(64) float product[kMostGroup + W];
+        for (int64_t row = begin; row < end; ++row)
+            for (int64_t from = 0; from < dim; from += group) {
+                const T *in = y + row * dim + from, *open = gate + row * gate_stride + from;
+                T* to = out + row * dim + from;
+                vf squares = {};
+                for (int64_t i = 0; i < group; i += W) {
+                    const vf g = load_any(open, i, group);
+                    const vf v = g / (exp_of(-g) + 1.0f) * load_any(in, i, group);
+                    squares = fma_of(v, v, squares);
+                    if (weight)
+                        store(product + i, v);
+                    else
+                        store_any(to, v, i, group);
+                }
+                if (!weight) continue;
+                const float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / (float)group + eps);
+                for (int64_t i = 0; i < group; i += W)
+                    store_any(to, load(product + i) * scale * load_any(weight + from, i, group), i, group);
+            }
     });
 }
 
@@ -151,6 +169,11 @@ int mi_count_threads(int threads) {
     }                                                                                                                \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads) {                    \
         silu_mul((const T*)x, (T*)out, rows, dim, threads);                                                          \
+    }                                                                                                                \
+    void mi_gated_rms_norm_##SUFFIX(const void* y, const void* gate, int64_t gate_stride, const void* weight, void* out, \
+                                    int64_t rows, int64_t dim, int64_t group, float eps, int threads) {              \
+        gated_rms_norm((const T*)y, (const T*)gate, gate_stride, (const T*)weight, (T*)out, rows, dim, group, eps,   \
+                       threads);                                                                                     \
     }                                                                                                                \
     void mi_argmax_##SUFFIX(const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int threads) {      \
         argmax((const T*)x, stride, (int64_t*)out, rows, dim, threads);                                              \
