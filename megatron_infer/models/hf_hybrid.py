@@ -382,7 +382,11 @@ def _activation(keys: Keys, key: str, default: str) -> str:
 
 
 def _limits(keys: Keys, key: str) -> tuple[float, float | None]:
-    """A range for the time step; infinity is a JSON extension, a float or {"__float__": "Infinity"}."""
+    """A range for the time step; infinity is a JSON extension, a float or {"__float__": "Infinity"}.
+
+    Every token is clamped, as in the modelling files' forward over a sequence. Their cached one-token form clamps none,
+    so that their own decode departs from their own forward where a step is out of range.
+    """
     value = keys.get(key)
     if value is None:
         return 0.0, None
