@@ -71,18 +71,21 @@ def shape_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1) -> M
     layers = plan.transformer
     heads = layers["num_attention_heads"]
     kv_heads = layers.get("num_query_groups") or heads
-    if heads % tensor_parallel_size:
+    padded = -(-plan.vocab_size // tensor_parallel_size) * tensor_parallel_size
+    attends = _pattern(plan).count("*") if plan.hybrid is not None else layers["num_layers"]
+    if attends and heads % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {heads} attention heads of the model"
         )
-    padded = -(-plan.vocab_size // tensor_parallel_size) * tensor_parallel_size
-    attends = _pattern(plan).count("*") if plan.hybrid is not None else layers["num_layers"]
+    # One head of nothing where no layer attends, as for a live model.
+    per_rank = (heads // tensor_parallel_size, heads_per_rank(kv_heads, tensor_parallel_size), layers["kv_channels"])
+    query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
         num_layers=layers["num_layers"],
         num_attention_layers=attends,
-        num_query_heads=heads // tensor_parallel_size,
-        num_kv_heads=heads_per_rank(kv_heads, tensor_parallel_size),
-        head_dim=layers["kv_channels"],
+        num_query_heads=query,
+        num_kv_heads=kv,
+        head_dim=width,
         hidden_size=layers["hidden_size"],
         vocab_size=plan.vocab_size,
         padded_vocab_size=padded,

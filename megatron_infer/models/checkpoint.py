@@ -95,7 +95,7 @@ class CheckpointSource:
         """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
         from megatron.core.dist_checkpointing import load_plain_tensors
 
-        with warnings.catch_warnings():
+        with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # as in load_into
             tensors = load_plain_tensors(str(self.path))
         yield from tensors.items()

@@ -50,6 +50,8 @@ def hybrid_of_model(model: Any) -> tuple[HybridPlan, dict[str, Any]]:
 
 def _mixer_of(mixer: Any) -> tuple[Any, ...]:
     """What a plan says of a mixer beyond the config."""
+    from megatron_infer.models.mcore_compat import conv_parameters
+
     for wrong, what in (
         (getattr(mixer, "D_has_hdim", False), "one skip factor a channel (D_has_hdim)"),
         (not getattr(mixer, "rmsnorm", True), "no gated norm (rmsnorm=False)"),
@@ -57,12 +59,13 @@ def _mixer_of(mixer: Any) -> tuple[Any, ...]:
     ):
         if wrong:
             raise ModelError(f"the model's Mamba mixers have {what}, which a model plan cannot describe")
-    norm = mixer.norm
+    norm, (conv, _, conv_bias) = mixer.norm, conv_parameters(mixer)
+    width = norm.weight.shape[0]
     return (
-        norm.weight.shape[0] // norm.group_size,
+        width // (norm.group_size or width),
         float(norm.eps),
         int(mixer.d_conv),
-        mixer.conv1d.bias is not None,
+        conv.get(conv_bias) is not None,
         getattr(mixer.in_proj, "bias", None) is not None,
         tuple(getattr(mixer, "dt_limit", (0.0, float("inf")))),
     )
@@ -98,7 +101,12 @@ def _is_mamba(arguments: Mapping[str, Any]) -> bool:
 
 def _allocated(arguments: Mapping[str, Any]) -> str:
     """The pattern that megatron-core makes of the ratios of attention and MLP layers."""
-    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+    try:
+        from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+    except ImportError as error:
+        raise ModelError(
+            "no hybrid_override_pattern in the training arguments, and this megatron-core has no ratios"
+        ) from error
 
     ratios = (float(arguments.get(key) or 0.0) for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio"))
     return "".join(allocate_layers(arguments["num_layers"], *ratios))

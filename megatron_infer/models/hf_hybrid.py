@@ -49,15 +49,16 @@ _HARMLESS = (
 
 def _mamba2(keys: Keys) -> dict[str, Any]:
     keys.read.update(_HARMLESS)
-    keys.read.add("time_step_min")
+    # The modelling file never read norm_before_gate, which Codestral's config sets: it gates first.
+    keys.read.update(("time_step_min", "time_step_scale", "time_step_init_scheme", "norm_before_gate"))
     keys.require("rms_norm", None, True, why="mixers without their norm are not mapped")
-    keys.require("norm_before_gate", None, False, why="the gate comes before the norm here")
     hidden, heads, head_dim = keys.number("hidden_size"), keys.number("num_heads", 128), keys.number("head_dim", 64)
     expand = keys.get("expand", 2)
     if expand * hidden != heads * head_dim:
         raise ModelError(
             f"config.json: expand x hidden_size = {expand * hidden}, but num_heads x head_dim = {heads * head_dim}"
         )
+    keys.require("intermediate_size", None, expand * hidden, why="the inner width is expand x hidden_size")
     num_layers = keys.number("num_hidden_layers", 64)
     epsilon = keys.number("layer_norm_epsilon", 1e-5, kind=float)
     mixer = _mixer(
@@ -382,7 +383,11 @@ def _activation(keys: Keys, key: str, default: str) -> str:
 
 
 def _limits(keys: Keys, key: str) -> tuple[float, float | None]:
-    """A range for the time step; infinity is a JSON extension, a float or {"__float__": "Infinity"}."""
+    """A range for the time step; infinity is a JSON extension, a float or {"__float__": "Infinity"}.
+
+    Every token is clamped, as in the modelling files' forward over a sequence. Their cached one-token form clamps none,
+    so that their own decode departs from their own forward where a step is out of range.
+    """
     value = keys.get(key)
     if value is None:
         return 0.0, None

@@ -91,10 +91,10 @@ class TorchMambaMixer(mcore.MegatronModule):
     """Mamba-2 in differentiable torch: convolution, chunked scan, gated norm. [S, b, D] -> ([S, b, D], None).
 
     Arguments are those of megatron-core's MambaMixer; sizes come from the config (mamba_state_dim, mamba_head_dim,
-    mamba_num_groups, mamba_num_heads). norm_groups: runs of channels that are normed together over all ranks; None is
-    mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm, for which
-    megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is clamped to.
-    `name` is what 0.19 calls the module in its logs.
+    mamba_num_groups, mamba_num_heads). norm_groups: runs of channels that are normed together, counted over all ranks;
+    None is mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm, for
+    which megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is
+    clamped to. `name` is what 0.19 calls the module in its logs. Raises ConfigError for sizes that do not divide.
     Source: Mamba-2, arXiv:2405.21060.
     """
 

@@ -234,6 +234,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
     "is_layer_window_attention",
+    "make_sharded_tensors_for_checkpoint",
     "openai_gelu",
     "parallel_state",
     "quick_gelu",

@@ -103,7 +103,7 @@ def _state(
 
 
 def _state_dtype(config: MambaInferenceStateConfig | None, field: str, default: str) -> str:
-    found = getattr(config, field, None) or default
+    found = (None if config is None else getattr(config, field)) or default
     if found not in DTYPE_BYTES:
         raise AdoptionError("", f"{field}={found!r}; known are {', '.join(DTYPE_BYTES)}")
     return found

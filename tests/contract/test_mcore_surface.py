@@ -6,6 +6,7 @@ version too: `MEGATRON_CORE_019=/path/to/core:/path/to/triton`.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.activations import PLAIN
+from megatron_infer.models.mamba import SlottedMambaMixer
 from megatron_infer.models.support import REFUSED_SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,46 @@ SIGNATURES = {
     ),
     "get_num_layers_to_build": (mcore.get_num_layers_to_build, ["config"]),
     "get_bias_dropout_add": (mcore.get_bias_dropout_add, ["training", "fused"]),
+    # hybrid models
+    "HybridModel.forward": (
+        mcore.HybridModel.forward,
+        ["self", "input_ids", "position_ids", "attention_mask", "inference_context", "runtime_gather_output"],
+    ),
+    "HybridModel.shared_embedding_or_output_weight": (mcore.HybridModel.shared_embedding_or_output_weight, ["self"]),
+    "HybridModel.__init__": (
+        mcore.HybridModel.__init__,
+        ["config", "vocab_size", "max_sequence_length", "position_embedding_type", "pg_collection"],
+    ),
+    "HybridStack.__init__": (
+        mcore.HybridStack.__init__,
+        ["self", "config", "submodules", "post_layer_norm", "post_process", "pg_collection"],
+    ),
+    "HybridStack.forward": (
+        mcore.HybridStack.forward,
+        ["self", "hidden_states", "attention_mask", "inference_context", "rotary_pos_emb", "packed_seq_params"],
+    ),
+    "MambaLayer.__init__": (
+        mcore.MambaLayer.__init__,
+        ["self", "config", "submodules", "layer_number", "pg_collection", "pp_layer_offset"],
+    ),
+    "MambaLayer.forward": (
+        mcore.MambaLayer.forward,
+        ["self", "hidden_states", "attention_mask", "inference_context", "packed_seq_params"],
+    ),
+    "MLPLayer.__init__": (mcore.MLPLayer.__init__, ["self", "config", "submodules", "layer_number"]),
+    "build_module": (mcore.build_module, ["args", "kwargs"]),
+    "sharded_state_dict_default": (
+        mcore.sharded_state_dict_default,
+        ["module", "prefix", "sharded_offsets", "metadata", "tp_group"],
+    ),
+    "make_sharded_tensors_for_checkpoint": (
+        mcore.make_sharded_tensors_for_checkpoint,
+        ["state_dict", "prefix", "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"],
+    ),
+    "ShardedTensorFactory.__init__": (
+        mcore.ShardedTensorFactory.__init__,
+        ["self", "key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range"],
+    ),
     # what specs fill
     "GPTModel.__init__": (
         mcore.GPTModel.__init__,
@@ -101,6 +143,7 @@ kv_channels moe_layer_freq num_moe_experts moe_router_dtype moe_router_load_bala
 moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_fusion
 moe_expert_capacity_factor moe_input_jitter_eps moe_router_force_load_balancing moe_apply_probs_on_input
 moe_latent_size moe_enable_routing_replay
+mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads is_hybrid_model
 """
 
 ONLY_IN_LATER_VERSIONS = {"use_mup", "attn_logit_softcapping"}
@@ -120,6 +163,38 @@ def test_config_fields_we_read_exist():
     needed = set(_FIELDS.split())
     assert needed <= fields, needed - fields
     assert set(REFUSED_SETTINGS) - ONLY_IN_LATER_VERSIONS - {"quant_recipe"} <= fields
+
+
+def test_stack_specs_have_the_slots_we_fill():
+    slots = {field.name for field in dataclasses.fields(mcore.HybridStackSubmodules)}
+    assert {"mamba_layer", "attention_layer", "mlp_layer", "moe_layer"} <= slots
+    slots = {field.name for field in dataclasses.fields(mcore.MambaLayerSubmodules)}
+    assert {"norm", "mixer", "mamba_bda", "sharded_state_dict_keys_map"} <= slots
+    slots = {field.name for field in dataclasses.fields(mcore.TransformerLayerSubmodules)}
+    assert {"input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"} <= slots
+
+
+def test_the_stock_mixer_has_the_names_we_know_it_by():
+    """Read as text: its module does not import without triton."""
+    source = Path(mcore.megatron.core.__file__).parent / "ssm" / "mamba_mixer.py"
+    classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert {"MambaMixer", "ExtendedRMSNorm", "MambaMixerSubmodules"} <= set(classes)
+    mixer = classes["MambaMixer"]
+    held = {
+        node.attr
+        for node in ast.walk(mixer)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    read = {"nheads_local_tp", "headdim", "d_state", "ngroups_local_tp", "d_conv", "rmsnorm", "norm_before_gate"}
+    read |= {"activation", "norm", "in_proj", "out_proj", "A_log", "D", "dt_bias"}
+    assert read <= held, read - held
+    assert "conv1d" in held or {"conv1d_weight", "conv1d_bias"} <= held
+    methods = {node.name: [a.arg for a in node.args.args] for node in mixer.body if isinstance(node, ast.FunctionDef)}
+    assert methods["forward"] == ["self", "hidden_states", "inference_context"]
+    ours = inspect.signature(SlottedMambaMixer.__init__).parameters
+    fixed = {"self", "norm_before_gate", "dt_init", "dt_scale", "bias"}  # megatron-core takes one value, or uses none
+    gone = {"use_mem_eff_path", "d_state", "headdim", "ngroups"}  # deprecated in 0.16, taken from the config
+    assert set(methods["__init__"]) - fixed - gone <= set(ours)
 
 
 def test_context_is_the_fifth_argument_of_attention_and_a_keyword_of_layers():
@@ -177,7 +252,8 @@ def test_version_019_is_adopted_and_driven_from_the_same_source():
         cwd=ROOT,
     )
     assert found.stdout.strip() == "(0, 19)", found.stdout + found.stderr
-    files = [f"tests/engine/test_adopt_{part}.py" for part in ("logits", "refusals", "training")]
+    files = [f"tests/engine/test_adopt_{part}.py" for part in ("logits", "refusals", "training", "hybrid")]
+    files += ["tests/engine/test_mamba_mixer.py", "tests/engine/test_train_hybrid.py"]
     files.append("tests/contract/test_mcore_surface.py")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],

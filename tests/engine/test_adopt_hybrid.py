@@ -13,7 +13,7 @@ from megatron_infer.context.layout import StateShape
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.hybrid import hybrid_pattern_error, hybrid_spec
+from megatron_infer.models.hybrid import check_hybrid_pattern, hybrid_pattern_error, hybrid_spec
 from megatron_infer.models.layers import PagedMambaLayer, PagedTransformerLayer
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.tiny import tiny_config, tiny_gpt, tiny_hybrid, tiny_mamba
@@ -298,8 +298,13 @@ def test_a_deep_copy_of_an_adopted_model_reads_its_own_weights():
 )
 def test_a_pattern_that_cannot_be_built_is_refused_by_symbol_and_position(pattern, message):
     with pytest.raises(ConfigError, match=message):
-        config = tiny_config(num_layers=max(len(pattern), 1))
-        mcore.HybridModel(config, hybrid_spec(config), 128, 64, **{PATTERN: pattern})
+        check_hybrid_pattern(pattern)
+
+
+def test_a_model_of_another_pattern_is_refused_while_it_is_built():
+    config = tiny_config(num_layers=2)
+    with pytest.raises(ConfigError, match=r"position 1: 'G' \(gated delta net\) is not supported"):
+        mcore.HybridModel(config, hybrid_spec(config), 128, 64, **{PATTERN: "MG"})
 
 
 PATTERN = "hybrid_layer_pattern" if mcore.version() >= (0, 19) else "hybrid_override_pattern"

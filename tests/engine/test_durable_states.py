@@ -8,16 +8,19 @@ import types
 
 import pytest
 import torch
-from durable_case import Collector, add_all, make_engine, make_model
+from durable_case import PROMPT, Collector, add_all, assert_same, make_engine, make_model
+from model_kinds import RECURRENT, prefix_caching
+from model_kinds import make_model as make_kind
 from safetensors import safe_open
 
-from megatron_infer.config import ModelShape
+from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.context.layout import StateShape
 from megatron_infer.context.store import StateStore
 from megatron_infer.durable import format as file_format
 from megatron_infer.durable.blocks import KVReturn, check_places, collect, describe, difference
 from megatron_infer.durable.records import Columns, Inline, SavedKV, decode_group, encode_group
 from megatron_infer.errors import SnapshotError
+from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.policy import blocks_needed
 
 STATE = StateShape(num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32")
@@ -207,3 +210,75 @@ def test_a_file_that_lost_its_blocks_is_refused_whole(attention, tmp_path):
     file_format.write(path, manifest, {**tensors, "blocks": tensors["blocks"][:1].clone()})
     with pytest.raises(SnapshotError, match=r"cannot be understood .*blocks \[1"):
         make_engine(make_model()).load_requests(path)
+
+
+# ---------------------------------------------------------------------- engines
+
+TARGETS = {
+    "same": {},
+    "smaller blocks": {"block_size_tokens": 8},
+    "small steps, overlap": {"max_tokens": 17, "overlap": True},
+    "prefix cache": None,
+}
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def recurrent(kind):
+    torch.manual_seed(0)
+    return make_kind(kind)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recurrent):
+    engine = make_engine(recurrent)
+    add_all(engine)
+    return Collector().step(engine)
+
+
+@pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_load_goes_on_with_the_same_tokens_and_logprobs(recurrent, kind, uninterrupted, tmp_path, target, kv):
+    settings = prefix_caching(kind) if target == "prefix cache" else TARGETS[target]
+    for steps in (0, 1, 2, 3, 8, 14):
+        source = make_engine(recurrent, max_requests=6, overlap=steps % 2 == 0)
+        add_all(source)
+        seen = Collector().step(source, steps)
+        source.save_requests(tmp_path / "requests", kv=kv)
+        engine = make_engine(recurrent, **settings)
+        report = engine.load_requests(tmp_path / "requests")
+        seen.take(report.finished)
+        if kv:  # whatever had begun goes on where it was
+            assert not report.recomputed and (report.with_kv or not steps), (steps, report)
+        assert_same(seen.step(engine), uninterrupted)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_samples_that_have_not_forked_go_on_from_their_leaders_state(recurrent, tmp_path):
+    params = SamplingParams(n=4, seed=11, max_tokens=12, ignore_eos=True)
+    want = make_engine(recurrent).generate(PROMPT, params)[0].outputs
+    source = make_engine(recurrent, max_tokens=17)
+    source.add_request(PROMPT, params)
+    Collector().step(source, 1)
+    source.save_requests(tmp_path / "requests", kv=True)
+    engine = make_engine(recurrent)
+    engine.load_requests(tmp_path / "requests")
+    done = Collector().step(engine)
+    assert [done.tokens["0", index] for index in range(4)] == [one.token_ids for one in want]
+    assert engine.stats().counters["prefill_tokens"] == len(PROMPT) - 17
+
+
+def test_states_of_another_dtype_are_computed_again(recurrent, tmp_path):
+    source = make_engine(recurrent)
+    source.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    Collector().step(source, 2)
+    source.save_requests(tmp_path / "requests", kv=True)
+    state = dataclasses.replace(MambaInferenceStateConfig.from_model(recurrent), ssm_states_dtype="bfloat16")
+    engine = make_engine(recurrent, mamba_inference_state_config=state)
+    report = engine.load_requests(tmp_path / "requests")
+    assert report.recomputed == {"0": "the model's state.ssm_dtype is bfloat16, it was float32"}
+    assert Collector().step(engine).finished["0"].finished

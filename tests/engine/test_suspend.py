@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import random
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from model_kinds import KINDS, RECURRENT, UNALIGNED, buffers, is_native, make_model, prefix_caching
+from model_kinds import KINDS, RECURRENT, UNALIGNED, is_native, make_model
+from suspend_case import (
+    MODES,
+    PAUSED,
+    SITUATIONS,
+    VOCAB,
+    Engine,
+    Suspender,
+    answers,
+    decoding,
+    logprobs,
+    make_engine,
+    run,
+    workload,
+)
 
-from megatron_infer.config import InferenceConfig
 from megatron_infer.context.store import StateStore
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, StateReleased, TransitionFailed, TransitionTimeout, WrongState
-from megatron_infer.models.adopt import adopt
-from megatron_infer.schedule.params import SamplingParams
-
-VOCAB = 128
-BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
-    "block_size_tokens": 16,
-    "max_sequence_length": 160,
-    "max_requests": 16,
-    "max_tokens": 512,
-    "check_invariants": True,
-}
-MAX_SUSPENDS = 6
-MODES = ("persist", "offload", "recompute")
-Engine = DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,117 +38,6 @@ def model(kind) -> torch.nn.Module:
 
 only_attention = pytest.mark.parametrize("kind", ["attention"], indirect=True)
 """For what does not know what a model keeps."""
-
-
-def make_engine(model: torch.nn.Module, **settings: Any) -> Engine:
-    """prefix: a policy of the prefix cache, with room for states where the model keeps some."""
-    settings = {**BASE, **settings}
-    if "prefix" in settings:
-        settings |= prefix_caching("hybrid" if adopt(model).ssm_specs else "attention", settings.pop("prefix"))
-    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
-    if pool is not None:
-        settings |= buffers(
-            model, blocks=pool, paused_blocks=paused, block_size=16, max_requests=settings["max_requests"]
-        )
-    return Engine(model, InferenceConfig(**settings))
-
-
-def workload(drawing: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(5)
-    stem = [rng.randrange(4, VOCAB) for _ in range(40)]
-    work = []
-    for i in range(6 if n > 1 else 10):
-        prompt = stem[: rng.choice([0, 33, 40])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 60))]
-        how: dict[str, Any] = (
-            {"temperature": 0.0} if drawing == "greedy" else {"temperature": 0.9, "seed": i, "top_k": 40}
-        )
-        work.append((prompt, SamplingParams(n=n, max_tokens=rng.randint(8, 30), ignore_eos=True, logprobs=1, **how)))
-    return work
-
-
-def prefilling(engine: Engine) -> bool:
-    return any(request.scheduled for request in engine.parts.scheduler.roster.prefilling)
-
-
-def decoding(engine: Engine) -> bool:
-    return any(request.num_output for request in engine.parts.scheduler.roster.decoding)
-
-
-def shares_blocks(engine: Engine) -> bool:
-    held: list[int] = [b for r in engine.parts.scheduler.running for b in r.lease.blocks]  # type: ignore[union-attr]
-    return len(held) > len(set(held))
-
-
-def siblings_wait(engine: Engine) -> bool:
-    ids = {request.id for request in engine.parts.scheduler.running}
-    waiting = {r.id for r in engine.parts.scheduler.waiting}
-    return any(name.partition("#")[0] in {other.partition("#")[0] for other in ids} for name in waiting)
-
-
-PAUSED = "paused rows"
-"""Not of pure Mamba models: their blocks take no memory, so nobody ever waits for one."""
-SITUATIONS: dict[str, tuple[dict[str, Any], int, Callable[[Engine], bool]]] = {
-    "idle": ({}, 1, lambda engine: engine.num_steps == 0),
-    "mid prefill chunk": ({"enable_chunked_prefill": True, "max_tokens": 24}, 1, prefilling),
-    "mid decode": ({}, 1, decoding),
-    PAUSED: ({"pool_blocks": 14, "paused_blocks": 8}, 1, lambda e: e.stats().num_paused > 0),
-    "waiting rows": ({"max_requests": 4}, 1, lambda e: e.stats().num_waiting > 0 and decoding(e)),
-    "shared prefixes": (
-        {"prefix": "lru", "max_requests": 4},
-        1,
-        shares_blocks,
-    ),
-    "groups of 4": ({"max_requests": 6}, 4, siblings_wait),
-}
-
-
-def run(engine: Engine, drawing: str, n: int, suspend: Callable[[Engine], None] | None = None) -> dict[str, Any]:
-    for i, (prompt, params) in enumerate(workload(drawing, n)):
-        engine.add_request(prompt, params, request_id=str(i), stream="final")
-    done = {}
-    while engine.has_unfinished():
-        if suspend is not None:
-            suspend(engine)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
-    return done
-
-
-def answers(done: dict[str, Any]) -> dict[str, list[tuple[list[int], str]]]:
-    return {k: [(s.token_ids, s.finish_reason) for s in output.outputs] for k, output in done.items()}
-
-
-def logprobs(done: dict[str, Any]) -> torch.Tensor:
-    rows = [
-        sample.logprobs[i][token].logprob
-        for _, output in sorted(done.items())
-        for sample in output.outputs
-        for i, token in enumerate(sample.token_ids)
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-class Suspender:
-    """Suspends and resumes when the situation holds, every few steps and a few times: who recomputes must get on."""
-
-    def __init__(self, holds: Callable[[Engine], bool], mode: str, every: int = 4) -> None:
-        self.holds, self.mode, self.every = holds, mode, every
-        self.count, self.last = 0, -every
-        self.copied = 0
-
-    def __call__(self, engine: Engine) -> None:
-        if self.count == MAX_SUSPENDS or engine.num_steps - self.last < self.every or not self.holds(engine):
-            return
-        report = engine.suspend(self.mode)
-        assert engine.state == "suspended" and report.mode == self.mode
-        if self.mode != "persist":
-            with pytest.raises(StateReleased):
-                engine.parts.runner.store.kv_cache  # noqa: B018
-            with pytest.raises(StateReleased):
-                engine.parts.runner.store.states  # noqa: B018
-        self.copied += report.tags["kv_cache"].bytes_copied
-        engine.resume()
-        self.count, self.last = self.count + 1, engine.num_steps
 
 
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])

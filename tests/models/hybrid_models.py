@@ -79,10 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def random_hybrid(case: str) -> Any:
+def random_hybrid(case: str, **changes: Any) -> Any:
     """A transformers model whose every parameter is random, in fp32: decays, steps and skips differ between heads."""
     kind, options = CASES[case]
-    config = getattr(transformers, kind)(**(SIZES | options))
+    config = getattr(transformers, kind)(**(SIZES | options | changes))
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

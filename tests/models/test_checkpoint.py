@@ -121,8 +121,8 @@ def test_megatron_lm_arguments_that_are_missing_or_not_supported_are_named(tmp_p
     megatron_lm(tmp_path / "a", tmp_path, padded_vocab_size=None)
     with pytest.raises(ModelError, match=r"arguments lack padded_vocab_size"):
         open_source(tmp_path / "a")
-    megatron_lm(tmp_path / "b", tmp_path, num_experts=8, squared_relu=True)
-    with pytest.raises(ModelError, match=r"trained with num_experts, squared_relu"):
+    megatron_lm(tmp_path / "b", tmp_path, num_experts=8, quick_geglu=True)
+    with pytest.raises(ModelError, match=r"trained with num_experts, quick_geglu"):
         open_source(tmp_path / "b")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_models import random_hybrid
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
@@ -35,22 +36,20 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_two_ranks_compute_what_one_does(tmp_path):
-    """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
+def run_on_two_ranks(models, saved, tmp_path):
+    """Save `models` (by name), and one of them as a checkpoint written by one rank; compare what two ranks compute."""
     from megatron_infer.models.checkpoint import save_checkpoint
 
-    cases = ["llama_all_biases", "qwen3", "phi3", "gpt2"]
-    expected = {}
-    for case in cases:
-        model = random_hf_model(*CASES[case])
+    ids, expected = list(range(30)), {}
+    for case, model in models.items():
         model.save_pretrained(tmp_path / case)
         with torch.inference_mode():
-            expected[case] = model(torch.tensor([list(range(30))])).logits[0]
-    source = open_source(tmp_path / "qwen3")
+            expected[case] = model(torch.tensor([ids]), use_cache=False).logits[0]
+    source = open_source(tmp_path / saved)
     save_checkpoint(build_model(source), tmp_path / "saved", plan=source.config())
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    command = [str(tmp_path), str(tmp_path / "saved"), *cases]
+    command = [str(tmp_path), str(tmp_path / "saved"), *models]
     workers = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", WORKER, str(rank), *command],
@@ -59,11 +58,22 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         for rank in range(2)
     ]
     assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
-    for case in [*cases, "ckpt"]:
+    for case in [*models, "ckpt"]:
         got = torch.cat([torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(2)], dim=-1)
         assert got.shape[-1] == 132, "131 entries padded to a multiple of two"
-        want = expected["qwen3" if case == "ckpt" else case]
+        want = expected[saved if case == "ckpt" else case]
         assert (got[:, :131] - want).abs().max() < 1e-4, case
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
+    cases = ["llama_all_biases", "qwen3", "phi3", "gpt2"]
+    run_on_two_ranks({case: random_hf_model(*CASES[case]) for case in cases}, "qwen3", tmp_path)
+
+
+def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
+    cases = ["mamba2_biases", "nemotron_h", "bamba_biases", "granite_factors_tied"]
+    run_on_two_ranks({case: random_hybrid(case) for case in cases}, "mamba2_biases", tmp_path)
 
 
 def test_a_split_that_does_not_divide_is_refused(tmp_path):
