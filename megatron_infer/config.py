@@ -15,11 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.context.layout import (
+    DEFAULT_MAX_TOKENS,
     GIB,
+    REQUEST_ROUNDER,
     ModelShape,
     ResolvedSizes,
     SizeRow,
     SizingRequest,
+    StateShape,
     cap_to_memory,
     resolve_sizes,
 )
@@ -54,6 +57,8 @@ CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 """KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
 CPU_STEP_TOKENS = 512
 """Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
+MAX_DEFAULT_SNAPSHOTS = 64
+"""Recurrent states that an LLM keeps for its prefix cache unless told otherwise, in an eighth of its buffer at most."""
 
 
 class ConfigWarning(UserWarning):
@@ -359,8 +364,13 @@ def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
     }
 
 
-def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: int) -> InferenceConfig:
-    """What the user asked for over `machine_defaults`; a machine default that contradicts it gives way."""
+def machine_config(
+    asked: Mapping[str, Any], shape: ModelShape | None = None, *, is_cuda: bool, available_bytes: int
+) -> InferenceConfig:
+    """What the user asked for over `machine_defaults`, and what suits the model where it is known.
+
+    A default that contradicts what was asked gives way.
+    """
     base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
     if asked.get("enable_prefix_caching") is False:
         base.pop("prefix_caching_eviction_policy")
@@ -371,7 +381,28 @@ def machine_config(asked: Mapping[str, Any], *, is_cuda: bool, available_bytes: 
         base["max_requests"] = min(base["max_requests"], tokens)
     if isinstance(requests, int) and "max_tokens" in base:
         base["max_tokens"] = max(base["max_tokens"], requests)
+    if shape is not None and shape.state is not None:
+        _suit_states(base, asked, shape, shape.state)
     return InferenceConfig.from_dict(base | dict(asked))
+
+
+def _suit_states(base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape) -> None:
+    """Defaults for a model with recurrent state: requests whose states fit, and some states for the prefix cache.
+
+    States take half of the buffer at most, all of it where no layer keeps keys and values.
+    """
+    buffer_gb = asked.get("buffer_size_gb", base.get("buffer_size_gb", _DEFAULTS["buffer_size_gb"]))
+    if not isinstance(buffer_gb, (int, float)) or not buffer_gb > 0:
+        return  # refused in a moment, with the reason
+    num_states = int(buffer_gb * GIB) // state.slot_bytes
+    if "max_requests" not in asked:
+        most = base.pop("max_requests", DEFAULT_MAX_TOKENS)
+        if "mamba_memory_ratio" not in asked:
+            fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most)
+            base["max_requests"] = max(1, fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
+    if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
+        count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))
+        base["prefix_caching_mamba_gb"] = count * state.slot_bytes / GIB
 
 
 def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:

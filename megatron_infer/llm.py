@@ -18,6 +18,7 @@ from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.intake import Prompt, is_single_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.models.build import build_model
+from megatron_infer.models.plan_shape import shape_of
 from megatron_infer.models.sources import ModelSource, open_source
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
@@ -31,15 +32,16 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
-    `config` None takes sizes fit for the machine: see `config.machine_defaults`. dtype "auto" is bfloat16 where the
-    device computes in it, else float32. The engine underneath is `llm.engine`.
+    `config` is an InferenceConfig, or a mapping of some of its options: what it leaves open (all of it, for None) suits
+    the machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it,
+    else float32. The engine underneath is `llm.engine`.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        config: InferenceConfig | None = None,
+        config: InferenceConfig | Mapping[str, Any] | None = None,
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
@@ -50,13 +52,17 @@ class LLM:
         if not where.is_cuda:
             apply_cpu_settings(threads)
         source: ModelSource = open_source(model)
-        plan = source.config()
-        live = build_model(source, dtype=choose_dtype(dtype, where), device=str(where.torch))
-        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
-        if config is None:
-            config = default_config(where, seed=seed or 0)
-        elif seed is not None and seed != config.seed:
+        plan, param_dtype = source.config(), choose_dtype(dtype, where)
+        if not isinstance(config, InferenceConfig):
+            asked = {} if config is None else dict(config)
+            if seed is not None:
+                asked.setdefault("seed", seed)
+            shape = shape_of(plan, dtype=str(param_dtype).removeprefix("torch."))
+            config = machine_config(asked, shape, is_cuda=where.is_cuda, available_bytes=where.available_bytes())
+        if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
+        live = build_model(source, dtype=param_dtype, device=str(where.torch))
+        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         self.engine = DynamicInferenceEngine(
             live,
             config,
@@ -123,8 +129,3 @@ def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
     """Token ids of a conversation, ready for the assistant's turn; the template writes its own special tokens."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special=False)
-
-
-def default_config(device: Device, *, seed: int = 0) -> InferenceConfig:
-    """What an LLM takes when it is given no config: sizes fit for the machine (`config.machine_defaults`)."""
-    return machine_config({"seed": seed}, is_cuda=device.is_cuda, available_bytes=device.available_bytes())

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.options import add_config_options, config_from
+from megatron_infer.cli.options import add_config_options, given
 
 if TYPE_CHECKING:
     from megatron_infer.llm import LLM
@@ -32,8 +32,8 @@ def load_llm(args: argparse.Namespace) -> LLM:
     from megatron_infer.llm import LLM  # torch and megatron-core load here, not for --help
 
     note(f"loading {args.model} ...")
-    config = config_from(args)
-    if config.logging_step_interval:
+    config = given(args)
+    if config.get("logging_step_interval"):
         _log_to_stderr()
     started = time.perf_counter()
     llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)

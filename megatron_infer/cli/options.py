@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_infer import config as config_module
-from megatron_infer.config import InferenceConfig, machine_config, machine_defaults
+from megatron_infer.config import InferenceConfig, ModelShape, machine_config, machine_defaults
 
 NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
 """Objects of a running process; a command line cannot say them."""
@@ -40,15 +40,15 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def config_from(args: argparse.Namespace) -> InferenceConfig:
-    """The config a command line describes: its flags over what suits the device of --device.
+def config_from(args: argparse.Namespace, shape: ModelShape | None = None) -> InferenceConfig:
+    """The config a command line describes: its flags over what suits the device of --device and the model.
 
     Raises ConfigError or NotImplementedError, as InferenceConfig does.
     """
     from megatron_infer.forward.device import Device  # torch loads here, not for --help
 
     device = Device(getattr(args, "device", "auto"))
-    return machine_config(given(args), is_cuda=device.is_cuda, available_bytes=device.available_bytes())
+    return machine_config(given(args), shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

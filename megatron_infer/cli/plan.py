@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_infer.cli.options import add_config_options, config_from
 from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
-from megatron_infer.context.layout import GIB, StateShape, heads_per_rank
+from megatron_infer.context.layout import DTYPE_BYTES, GIB
 from megatron_infer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_infer.models.model_plan import HybridPlan, ModelPlan
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
 """Shown only of models with recurrent state; JSON has them always."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PIPED_COLUMNS = 140
+"""Width of the table in a file or pipe, which has none."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_infer.forward.device import Device, choose_dtype
+    from megatron_infer.models.plan_shape import shape_of
     from megatron_infer.models.sources import open_source
 
     if args.memory_gb is not None and not args.memory_gb > 0:
@@ -53,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size is {args.tensor_parallel_size}, it must be at least 1")
     device = Device(args.device)
-    config = config_from(args)
     plan = open_source(args.model).config()
     dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
+    config = config_from(args, shape)
     available = int(args.memory_gb * GIB) if args.memory_gb is not None else device.available_bytes()
     sizes = config.resolve(shape, tensor_parallel_size=args.tensor_parallel_size, available_bytes=available)
     if args.json:
@@ -64,110 +63,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(args.model, config, shape, sizes)
     return 0
-
-
-def shape_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1) -> ModelShape:
-    """The share of one rank in a model that has not been built."""
-    layers = plan.transformer
-    heads = layers["num_attention_heads"]
-    kv_heads = layers.get("num_query_groups") or heads
-    padded = -(-plan.vocab_size // tensor_parallel_size) * tensor_parallel_size
-    attends = _pattern(plan).count("*") if plan.hybrid is not None else layers["num_layers"]
-    if attends and heads % tensor_parallel_size:
-        raise ConfigError(
-            f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {heads} attention heads of the model"
-        )
-    # One head of nothing where no layer attends, as for a live model.
-    per_rank = (heads // tensor_parallel_size, heads_per_rank(kv_heads, tensor_parallel_size), layers["kv_channels"])
-    query, kv, width = per_rank if attends else (1, 1, 1)
-    return ModelShape(
-        num_layers=layers["num_layers"],
-        num_attention_layers=attends,
-        num_query_heads=query,
-        num_kv_heads=kv,
-        head_dim=width,
-        hidden_size=layers["hidden_size"],
-        vocab_size=plan.vocab_size,
-        padded_vocab_size=padded,
-        max_position=plan.max_sequence_length,
-        kv_dtype_bytes=DTYPE_BYTES[dtype],
-        dtype=dtype,
-        num_parameters=num_parameters(plan),
-        state=_state_of(plan, dtype=dtype, tensor_parallel_size=tensor_parallel_size),
-    )
-
-
-def _pattern(plan: ModelPlan) -> str:
-    return plan.hybrid.pattern if plan.hybrid is not None else ""
-
-
-def _state_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int) -> StateShape | None:
-    """What one request keeps in the Mamba layers of one rank."""
-    layers, num_mixers = plan.transformer, _pattern(plan).count("M")
-    if plan.hybrid is None or not num_mixers:
-        return None
-    heads, groups = layers["mamba_num_heads"], layers["mamba_num_groups"]
-    for count, what in ((heads, "Mamba heads"), (groups, "Mamba groups")):
-        if count % tensor_parallel_size:
-            raise ConfigError(
-                f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {count} {what} of the model"
-            )
-    heads, groups = heads // tensor_parallel_size, groups // tensor_parallel_size
-    head_dim, state_dim = layers["mamba_head_dim"], layers["mamba_state_dim"]
-    return StateShape(
-        num_layers=num_mixers,
-        conv_shape=(heads * head_dim + 2 * groups * state_dim, plan.hybrid.conv_width),
-        ssm_shape=(heads, head_dim, state_dim),
-        conv_dtype=dtype,
-        ssm_dtype="float32",
-    )
-
-
-def num_parameters(plan: ModelPlan) -> int:
-    """Parameters of the whole model, counted from its description. Example: SmolLM2-135M -> 134,515,008."""
-    layers = plan.transformer
-    hidden, kinds = layers["hidden_size"], _block_parameters(plan)
-    norm = kinds["norm"]
-    pattern = _pattern(plan) or "*-" * layers["num_layers"]
-    decoder = sum((kinds[symbol] + norm) * pattern.count(symbol) for symbol in "M*-E")
-    embeddings = plan.vocab_size * hidden * (1 if plan.tied_embeddings else 2)
-    positions = plan.max_sequence_length * hidden if plan.position_embedding == "learned_absolute" else 0
-    return decoder + embeddings + positions + norm
-
-
-def _block_parameters(plan: ModelPlan) -> dict[str, int]:
-    """Parameters of one body by its symbol, and of one norm."""
-    layers = plan.transformer
-    hidden, ffn, heads = layers["hidden_size"], layers["ffn_hidden_size"], layers["num_attention_heads"]
-    head_dim, kv_heads = layers["kv_channels"], layers.get("num_query_groups") or heads
-    gates = 2 if layers.get("gated_linear_unit") else 1
-    qkv, biases = (heads + 2 * kv_heads) * head_dim, _biases(layers, plan)
-    kinds = {"norm": hidden * (2 if layers.get("normalization", "LayerNorm") == "LayerNorm" else 1)}
-    kinds["*"] = qkv * hidden + heads * head_dim * hidden + 2 * head_dim * bool(layers.get("qk_layernorm"))
-    kinds["*"] += qkv * ("qkv" in biases) + hidden * ("proj" in biases)
-    kinds["-"] = (gates + 1) * ffn * hidden + gates * ffn * ("fc1" in biases) + hidden * ("fc2" in biases)
-    expert = (gates + 1) * hidden * (layers.get("moe_ffn_hidden_size") or 0)
-    kinds["E"] = (layers.get("num_moe_experts") or 0) * (hidden + expert)
-    kinds["E"] += (gates + 1) * hidden * (layers.get("moe_shared_expert_intermediate_size") or 0)
-    kinds["M"] = 0 if plan.hybrid is None else _mixer_parameters(layers, plan.hybrid)
-    return kinds
-
-
-def _mixer_parameters(layers: Mapping[str, Any], hybrid: HybridPlan) -> int:
-    hidden, heads = layers["hidden_size"], layers["mamba_num_heads"]
-    inner = heads * layers["mamba_head_dim"]
-    channels = inner + 2 * layers["mamba_num_groups"] * layers["mamba_state_dim"]
-    projected = inner + channels + heads  # z, (x, B, C), dt
-    biases = projected + hidden if hybrid.projection_bias else 0
-    conv = channels * (hybrid.conv_width + hybrid.conv_bias)
-    return projected * hidden + inner * hidden + biases + conv + 3 * heads + inner
-
-
-def _biases(layers: Mapping[str, Any], plan: ModelPlan) -> tuple[str, ...]:
-    """Linears that hold a bias once built: megatron-core gives one to all of them or to qkv alone."""
-    if layers.get("add_bias_linear"):
-        return ("qkv", "proj", "fc1", "fc2")
-    return ("qkv",) if layers.get("add_qkv_bias") or "qkv" in plan.linear_biases else ()
 
 
 def as_dict(config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> dict[str, Any]:
@@ -197,6 +92,8 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
         value, unit = _readable(row.value, row.unit)
         table.add_row(row.name, value, unit, Text(row.how, style="dim"))
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_COLUMNS
     console.print(table)
     changed = {key: value for key, value in config.to_dict().items() if value != InferenceConfig().to_dict()[key]}
     console.print(Text("options away from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))

@@ -1,0 +1,66 @@
+"""Options that nobody gave suit a model with recurrent state: it loads, and its prefixes are found."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from megatron_infer.config import ConfigWarning, machine_config
+from megatron_infer.context.layout import GIB, ModelShape, StateShape
+
+LARGE = StateShape(
+    num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="bfloat16", ssm_dtype="float32"
+)
+
+
+def shape(attention_layers: int, state: StateShape | None = LARGE) -> ModelShape:
+    return ModelShape(
+        num_layers=24 + attention_layers,
+        num_attention_layers=attention_layers,
+        num_query_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        hidden_size=512,
+        vocab_size=1000,
+        padded_vocab_size=1000,
+        max_position=None,
+        kv_dtype_bytes=2,
+        dtype="bfloat16",
+        num_parameters=1,
+        state=state,
+    )
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("attention_layers", [0, 4])
+@pytest.mark.parametrize(
+    "asked", [{}, {"buffer_size_gb": 0.1}, {"mamba_memory_ratio": 0.4}, {"enable_prefix_caching": False}]
+)
+def test_sizes_resolve_without_a_word_for_any_buffer(asked, attention_layers, is_cuda):
+    model = shape(attention_layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        config = machine_config(asked, model, is_cuda=is_cuda, available_bytes=64 * GIB)
+        sizes = config.resolve(model, available_bytes=64 * GIB)
+    assert sizes.max_requests >= 1 and sizes.num_usable_blocks >= 1
+    assert (sizes.num_snapshot_slots > 0) == config.enable_prefix_caching
+    assert sizes.num_snapshot_slots * sizes.state_slot_bytes <= max(config.buffer_size_gb * GIB / 8, LARGE.slot_bytes)
+
+
+def test_states_leave_half_of_the_buffer_to_keys_and_values():
+    sizes = machine_config({}, shape(4), is_cuda=False, available_bytes=64 * GIB).resolve(shape(4))
+    assert 0.4 < sizes.max_requests * sizes.state_slot_bytes / (4 * GIB) <= 0.5 < sizes.kv_bytes / (4 * GIB) + 0.02
+
+
+def test_what_was_asked_for_stands():
+    asked = {"max_requests": 7, "prefix_caching_mamba_gb": 0.5}
+    config = machine_config(asked, shape(4), is_cuda=False, available_bytes=8 << 30)
+    assert (config.max_requests, config.prefix_caching_mamba_gb) == (7, 0.5)
+
+
+def test_models_without_state_keep_their_defaults():
+    plain = shape(4, state=None)
+    assert machine_config({}, plain, is_cuda=False, available_bytes=8 << 30) == machine_config(
+        {}, is_cuda=False, available_bytes=8 << 30
+    )
