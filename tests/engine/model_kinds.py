@@ -72,3 +72,20 @@ def buffers(
         "buffer_size_gb": main * (1 + share) / 2**30,
         "paused_buffer_size_gb": paused * (1 + share) / 2**30 if paused else None,
     }
+
+
+def poison(engine: DynamicInferenceEngine) -> None:
+    """NaN in every slot and block whose content nobody may go on from; the dummies stay as they are."""
+    context, store = engine.parts.context, engine.parts.runner.store
+    contents = context.pool.contents()
+    blocks = set(range(context.num_blocks)) - set(context.held_blocks()) - contents.keys()
+    if store.block_bytes:
+        store.kv_cache[:, :, sorted(blocks)] = float("nan")
+    if store.states is None:
+        return
+    live = {*context.held_state_slots(), context.num_rows}
+    if context.snapshots is not None:
+        live |= set(context.snapshots.slots_of(contents.keys()))
+    unused = sorted(set(range(store.num_state_slots)) - live)
+    store.states.conv_SLCW[unused] = float("nan")
+    store.states.ssm_SLHPN[unused] = float("nan")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_kinds import KINDS, RECURRENT, buffers, bytes_of, make_model
+from model_kinds import KINDS, RECURRENT, buffers, bytes_of, make_model, poison
 from paged_step import Cache
 
 from megatron_infer.config import InferenceConfig
@@ -117,6 +117,7 @@ class Harness:
 
     def step(self) -> None:
         if self.engine.has_unfinished():
+            poison(self.engine)
             self.take(self.engine.step())
 
     def take(self, outputs: list[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_kinds import RECURRENT, UNALIGNED, buffers, is_native, make_model, prefix_caching
+from model_kinds import RECURRENT, UNALIGNED, buffers, is_native, make_model, poison, prefix_caching
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
@@ -108,21 +108,6 @@ def run(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: No
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
     assert engine.parts.context.num_free_rows == engine.parts.sizes.max_requests, "a row leaked"
     return {name: answer(output) for name, output in done.items()}
-
-
-def poison(engine: DynamicInferenceEngine) -> None:
-    """NaN in every slot and block whose content nobody may go on from; the dummies stay as they are."""
-    context, store = engine.parts.context, engine.parts.runner.store
-    contents = context.pool.contents()
-    blocks = set(range(context.num_blocks)) - set(context.held_blocks()) - contents.keys()
-    if store.block_bytes:
-        store.kv_cache[:, :, sorted(blocks)] = float("nan")
-    live = {*context.held_state_slots(), context.num_rows}
-    if context.snapshots is not None:
-        live |= set(context.snapshots.slots_of(contents.keys()))
-    unused = sorted(set(range(store.num_state_slots)) - live)
-    store.states.conv_SLCW[unused] = float("nan")
-    store.states.ssm_SLHPN[unused] = float("nan")
 
 
 def check_same(engine: DynamicInferenceEngine, got: Answers, wanted: Answers) -> None:
