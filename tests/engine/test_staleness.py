@@ -45,6 +45,8 @@ class Harness:
 
     model: torch.nn.Module
     kind: str
+    snapshots: list[list[torch.Tensor]]
+    """What the weights can be."""
     rng: random.Random
     overlap: bool
     weights: int = 0
@@ -56,12 +58,6 @@ class Harness:
     visited: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.snapshots = []
-        for seed in range(NUM_WEIGHTS):
-            generator = torch.Generator().manual_seed(seed)
-            self.snapshots.append(
-                [p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for p in self.model.parameters()]
-            )
         self.load(0)
         self.engine = DynamicInferenceEngine(self.model, InferenceConfig(**self.settings()))
         forward = self.engine.parts.runner.forward
@@ -81,7 +77,7 @@ class Harness:
     def settings(self) -> dict[str, Any]:
         """A tight pool or an ample one, with a host to swap to or none, and few states for prefixes or many."""
         rng, (block_bytes, slot_bytes) = self.rng, bytes_of(self.model, BLOCK)
-        pool, swap, paused = rng.choice([12, 13, 40]), rng.choice([0, 40]), rng.choice([0, 3])
+        pool, swap, paused = rng.choice([12, 12, 12, 40]), rng.choice([0, 40, 40]), rng.choice([0, 3])
         settings: dict[str, Any] = {
             "block_size_tokens": BLOCK,
             "max_sequence_length": 96,
@@ -131,7 +127,7 @@ class Harness:
             name = self.rng.choice(list(self.done))
             stem = (self.prompts[name] + self.done[name].outputs[0].token_ids)[:34]
         prompt = stem + [self.rng.randrange(4, VOCAB) for _ in range(self.rng.randint(1, 30))]
-        params = SamplingParams(temperature=0.0, max_tokens=self.rng.randint(2, 30), ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=self.rng.choice([3, 16, 24, 32]), ignore_eos=True)
         self.prompts[self.engine.add_request(prompt, params, stream="final")] = prompt
 
     def retract(self) -> None:
@@ -170,7 +166,7 @@ class Harness:
             self.take([self.engine.abort(self.rng.choice(live))])
 
     def suspend(self) -> None:
-        mode = self.rng.choice(["persist", "offload", "recompute"])
+        mode = self.rng.choice(["persist", "offload", "offload", "recompute"])
         self.engine.suspend(mode)
         self.visited[mode] += 1
         for command in self.rng.choices(["update", "submit", "abort", "nothing"], k=2):
@@ -231,12 +227,19 @@ def model(kind) -> torch.nn.Module:
     return make_model(kind, vocab_size=VOCAB, max_sequence_length=128)
 
 
+@pytest.fixture(scope="module")
+def snapshots(model) -> list[list[torch.Tensor]]:
+    generators = [torch.Generator().manual_seed(seed) for seed in range(NUM_WEIGHTS)]
+    return [[p.detach() + 0.1 * torch.randn(p.shape, generator=g) for p in model.parameters()] for g in generators]
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("shard", range(2))
-def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, kind, shard, overlap):
+def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, kind, snapshots, shard, overlap):
     visited: Counter = Counter()
-    for seed in range(shard * 8, shard * 8 + 8):
-        harness = Harness(model, kind, random.Random(seed), overlap)
+    each = 4 if kind == "mamba" else 8
+    for seed in range(shard * each, (shard + 1) * each):
+        harness = Harness(model, kind, snapshots, random.Random(seed), overlap)
         try:
             for _ in range(150):
                 harness.act()
