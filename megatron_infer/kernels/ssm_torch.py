@@ -9,8 +9,8 @@ product of C and B; between chunks only states are passed on, one chunk of all r
     row c       |-->
 
 Rows of one token (decode) never enter this: they share one update, or take turns at it where their states are large.
-Shape legend: `kernels/ssm.py`, and K chunks of a wave, L tokens of a chunk, Q slices of several tokens, E ends (of slices,
-then captures).
+Shape legend: `kernels/ssm.py`, and K chunks of a wave, L tokens of a chunk, Q slices of several tokens, E ends (of
+slices, then captures).
 """
 
 from __future__ import annotations
