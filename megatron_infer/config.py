@@ -382,27 +382,35 @@ def machine_config(
     if isinstance(requests, int) and "max_tokens" in base:
         base["max_tokens"] = max(base["max_tokens"], requests)
     if shape is not None and shape.state is not None:
-        _suit_states(base, asked, shape, shape.state)
+        _suit_states(base, asked, shape, shape.state, available_bytes)
     return InferenceConfig.from_dict(base | dict(asked))
 
 
-def _suit_states(base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape) -> None:
+def _suit_states(
+    base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape, available_bytes: int
+) -> None:
     """Defaults for a model with recurrent state: requests whose states fit, and some states for the prefix cache.
 
     States take half of the buffer at most, all of it where no layer keeps keys and values.
     """
     buffer_gb = asked.get("buffer_size_gb", base.get("buffer_size_gb", _DEFAULTS["buffer_size_gb"]))
-    if not isinstance(buffer_gb, (int, float)) or not buffer_gb > 0:
+    max_tokens = asked.get("max_tokens") or DEFAULT_MAX_TOKENS
+    if not isinstance(buffer_gb, (int, float)) or not 0 < buffer_gb < math.inf or not isinstance(max_tokens, int):
         return  # refused in a moment, with the reason
     num_states = int(buffer_gb * GIB) // state.slot_bytes
-    if "max_requests" not in asked:
-        most = base.pop("max_requests", DEFAULT_MAX_TOKENS)
-        if "mamba_memory_ratio" not in asked:
-            fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most)
-            base["max_requests"] = max(1, fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
     if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
         count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))
         base["prefix_caching_mamba_gb"] = count * state.slot_bytes / GIB
+    if "max_requests" in asked:
+        return
+    most, snapshots = base.pop("max_requests", max_tokens), asked.get("prefix_caching_mamba_gb")
+    if "mamba_memory_ratio" in asked:
+        return
+    kept = base.get("prefix_caching_mamba_gb", 0) if snapshots is None else snapshots
+    left = available_bytes - int(kept * GIB) if isinstance(kept, (int, float)) and math.isfinite(kept) else 0
+    num_states = cap_to_memory(int(buffer_gb * GIB), 0, max(0, left))[0] // state.slot_bytes
+    fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most, max_tokens)
+    base["max_requests"] = max(1, fit // 16 * 16 or fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
 
 
 def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:

@@ -18,6 +18,7 @@ from megatron_infer.config import (
     MambaInferenceStateConfig,
     ModelShape,
     PrefixCachingEvictionPolicy,
+    machine_config,
     refuse_parallel_groups,
 )
 from megatron_infer.context.layout import StateShape
@@ -270,6 +271,55 @@ def test_snapshots_count_against_the_memory_that_is_there():
         config.resolve(HYBRID, available_bytes=3 << 30)
     with pytest.warns(ConfigWarning, match="1.00 GiB, more than 80% of the 1.00 GiB available"):
         config.resolve(HYBRID, available_bytes=2 << 30)
+
+
+MAMBA_130M = dataclasses.replace(
+    SHAPE,
+    num_attention_layers=0,
+    state=StateShape(
+        num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="float32", ssm_dtype="float32"
+    ),
+)
+
+
+@pytest.mark.parametrize("shape", [HYBRID, MAMBA_130M, dataclasses.replace(MAMBA_130M, num_attention_layers=2)])
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("gib", [1, 4, 16, 80])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"mamba_memory_ratio": 0.5}, {"enable_prefix_caching": False}, {"max_tokens": 4}, {"max_requests": None}],
+    ids=str,
+)
+def test_machine_config_of_a_model_with_states_always_resolves_and_is_silent(shape, is_cuda, gib, asked):
+    memory = gib << 30
+    if is_cuda:
+        asked = {"buffer_size_gb": 0.6 * gib, **asked}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = machine_config(asked, is_cuda=is_cuda, available_bytes=memory, shape=shape)
+        sizes = config.resolve(shape, available_bytes=memory)
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert sizes.kv_bytes + sizes.state_bytes < 0.8 * memory
+    assert sizes.max_requests >= min(4, asked.get("max_tokens", 4))
+    assert (sizes.num_snapshot_slots > 0) == config.enable_prefix_caching
+    if shape.num_attention_layers and not asked:
+        assert sizes.max_requests * sizes.state_slot_bytes <= 0.5 * config.buffer_size_gb * 2**30
+        assert sizes.full_length_requests >= 1
+
+
+@pytest.mark.parametrize("shape", [HYBRID, MAMBA_130M, dataclasses.replace(MAMBA_130M, num_attention_layers=2)])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_machine_config_fits_the_requests_to_a_buffer_that_is_cut(shape, is_cuda):
+    config = machine_config({"buffer_size_gb": 40}, shape, is_cuda=is_cuda, available_bytes=8 << 30)
+    with pytest.warns(ConfigWarning, match="capped to 60%"):
+        sizes = config.resolve(shape, available_bytes=8 << 30)
+    assert sizes.max_requests == config.max_requests and sizes.max_requests % 16 == 0
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": "8"}, {"buffer_size_gb": math.nan}, {"prefix_caching_mamba_gb": "1"}])
+def test_machine_config_leaves_wrong_options_to_be_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        machine_config(wrong, MAMBA_130M, is_cuda=True, available_bytes=8 << 30)
 
 
 def test_prefix_cache_without_snapshots_says_that_it_finds_nothing():
