@@ -8,8 +8,9 @@ product of C and B; between chunks only states are passed on, one chunk of all r
     row b       |------->|--->                    a wave is a run of rounds whose states and masks fit the workspace
     row c       |-->
 
-Rows of one token (decode) never enter this: they share one update. Shape legend: `kernels/ssm.py`, and K chunks of a
-wave, L tokens of a chunk, Q slices of several tokens, E ends (of slices, then captures).
+Rows of one token (decode) never enter this: they share one update, or take turns at it where their states are large.
+Shape legend: `kernels/ssm.py`, and K chunks of a wave, L tokens of a chunk, Q slices of several tokens, E ends (of
+slices, then captures).
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 CHUNK = 64
 """Tokens of a chunk: short ones waste less in the masked products, long ones pass fewer states on."""
-WORKSPACE_BYTES = 256 << 20
-"""What the states, masks and inputs of one wave may take."""
+WORKSPACE_BYTES = 32 << 20
+"""What the states, masks and inputs of one wave may take: about a last-level cache."""
+
+ROW_BYTES = 64 << 10
+"""States from this size on are updated one row after the other: reading them once outweighs the calls."""
 
 Pick = slice | Tensor
 """Rows of a tensor: a slice (a view, so updates are in place) where they follow each other, else int64 indices."""
@@ -170,7 +174,10 @@ class _Singles:
 
     def __init__(self, step: StepMetadata, rows: np.ndarray, device: torch.device) -> None:
         self.tokens = _pick(step.cu_q[rows], device)
-        self.states = _Slots(step.table_row[rows], step.kv_len[rows] == 1, device)
+        self.slots = step.table_row[rows].tolist()
+        fresh = step.kv_len[rows] == 1
+        self.states = _Slots(step.table_row[rows], fresh, device)
+        self.fresh_slots = _index(step.table_row[rows][fresh], device)
 
 
 class TorchScan:
@@ -246,13 +253,39 @@ class _Layer:
         b_RG11N, c_RG11N = (part.reshape(num_rows, groups, 1, 1, -1) for part in (b, c))
         x_RHP, dt_RH = x.reshape(num_rows, heads, -1), self.dt_TH[singles.tokens]
         step_RGIP1 = (x_RHP * dt_RH[..., None]).view(num_rows, groups, heads // groups, -1, 1)
-        state = where.load(self.states.ssm_SHPN)
-        state_RGIPN = state.view(num_rows, groups, heads // groups, spec.head_dim, -1)
-        state.mul_((dt_RH * weights.decay_H).exp_()[..., None, None])
-        state_RGIPN.addcmul_(step_RGIP1, b_RG11N)
-        y_RHP = (state_RGIPN * c_RG11N).sum(-1).view(x_RHP.shape).addcmul_(x_RHP, weights.skip_H.view(heads, -1))
-        where.save(self.states.ssm_SHPN, state)
+        decay_RH = (dt_RH * weights.decay_H).exp_()
+        in_place = (
+            self.states.ssm_SHPN.dtype is torch.float32 and 4 * step_RGIP1[0].numel() * spec.state_dim >= ROW_BYTES
+        )
+        update = self._update_rows if in_place else self._update_all
+        y_RHP = update(singles, decay_RH.view(num_rows, groups, -1, 1, 1), step_RGIP1, b_RG11N, c_RG11N)
+        y_RHP = y_RHP.view(x_RHP.shape).addcmul_(x_RHP, weights.skip_H.view(heads, -1))
         y_TM[singles.tokens] = y_RHP.flatten(1).to(y_TM.dtype)
+
+    def _update_all(
+        self, singles: _Singles, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
+    ) -> Tensor:
+        """h = decay h + step B -> C h [R, G, I, P], I heads of a group; all rows at once."""
+        state = singles.states.load(self.states.ssm_SHPN)
+        state_RGIPN = state.view(*step_RGIP1.shape[:4], -1)
+        state_RGIPN.mul_(decay_RGI11).addcmul_(step_RGIP1, b_RG11N)
+        singles.states.save(self.states.ssm_SHPN, state)
+        return (state_RGIPN * c_RG11N).sum(-1)
+
+    def _update_rows(
+        self, singles: _Singles, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
+    ) -> Tensor:
+        """The same in place: a row's state is worked on while it is in the cache, and never copied."""
+        y_RGX = step_RGIP1.new_empty(*decay_RGI11.shape[:2], step_RGIP1[0, 0].numel())
+        if singles.states.fresh is not None:
+            self.states.ssm_SHPN.index_fill_(0, singles.fresh_slots, 0.0)
+        parts = zip(decay_RGI11, step_RGIP1, b_RG11N, c_RG11N.flatten(2), y_RGX, strict=True)
+        for slot, (decay, step, b, c_GN, y_GX) in zip(singles.slots, parts, strict=True):
+            state_GIPN = self.states.ssm_SHPN[slot].view(*step.shape[:3], -1)
+            state_GIPN.mul_(decay).addcmul_(step, b)
+            for state_XN, c_N, y_X in zip(state_GIPN.flatten(1, 2), c_GN, y_GX, strict=True):
+                torch.mv(state_XN, c_N, out=y_X)
+        return y_RGX
 
     def scan(self, slices: _Slices, y_TM: Tensor) -> None:
         """Every slice of several tokens."""

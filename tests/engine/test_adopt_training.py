@@ -139,7 +139,7 @@ def test_a_copy_of_an_adopted_model_reads_its_own_weights():
     twin = copy.deepcopy(model, {id(group): group for group in vars(model.pg_collection).values()})
     with torch.no_grad():
         for parameter in twin.parameters():
-            parameter.mul_(1.5)
+            parameter.mul_(1.1)  # logits stay in the range whose rounding the limit below is for
     assert torch.equal(generate(adopted), before)
     step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])
     with torch.inference_mode():

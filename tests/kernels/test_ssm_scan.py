@@ -47,6 +47,7 @@ SHAPES = {
     "odd": {"num_heads": 9, "num_groups": 3, "head_dim": 13, "state_dim": 37},
     "odd, wide": {"num_heads": 3, "num_groups": 1, "head_dim": 65, "state_dim": 200},
     "2.7b": {"num_heads": 4, "num_groups": 1, "head_dim": 64, "state_dim": 128},
+    "large, two groups": {"num_heads": 4, "num_groups": 2, "head_dim": 64, "state_dim": 128},
     "state of 96": {"state_dim": 96},
     "state of 64": {"state_dim": 64, "head_dim": 20},
     "dt clamped": {"dt_min": 0.05, "dt_max": 0.2},
