@@ -1,10 +1,12 @@
 """Processes that are killed: one that forks engines and reaps them, driven by JSON lines (see test_durable_kill.py).
 
-    in   {"path": ..., "log": ..., "kill_at": null | n, "after_s": null | seconds}       out   {"code": exit code}
+    in   {"path": ..., "log": ..., "kind": ..., "kill_at": null | n, "after_s": null | seconds, "save_after": null | n}
+    out  {"code": exit code}
 
-A forked engine keeps its requests at `path` and notes in `log` what its caller was told, each note after the call
-returned. With kill_at it kills itself around its n-th system call on files: before it, or halfway through a write.
-With after_s it is killed so long after its first note.
+A forked engine of a model of `kind` (see model_kinds.py) keeps its requests at `path` and notes in `log` what its
+caller was told, each note after the call returned. With kill_at it kills itself around its n-th system call on files:
+before it, or halfway through a write. With after_s it is killed so long after its first note. With save_after it takes
+so many steps instead, writes the requests with their keys, values and states to `path`, and ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import sys
 import time
 
 import torch
-from durable_case import PROMPT, make_engine, make_model
+from durable_case import PROMPT, make_engine
+from model_kinds import make_model
 
 from megatron_infer.schedule.params import SamplingParams
 
@@ -83,16 +86,26 @@ def run_child(model, order: dict) -> None:
     def note(kind: str, request_id: str) -> None:
         os.write(log, json.dumps([kind, request_id]).encode() + b"\n")
 
+    engine = make_engine(model, seed=4, overlap=True)
+    if order["save_after"] is not None:
+        for index in range(NUM_REQUESTS):
+            engine.add_request(prompt_of(index), params_of(index))
+        for _ in range(order["save_after"]):
+            engine.step()
+        engine.save_requests(order["path"], kv=True)
+        return
     killer = Killer(order["kill_at"])
-    serve(make_engine(model, seed=4, overlap=True), order["path"], note)
+    serve(engine, order["path"], note)
     note("calls", str(killer.calls))
 
 
 def main() -> None:
     torch.set_num_threads(1)  # no thread of ours is lost in a fork
-    model = make_model()
+    models: dict[str, torch.nn.Module] = {}
     for line in sys.stdin:
         order = json.loads(line)
+        kind = order["kind"]
+        model = models[kind] = models.get(kind) or make_model(kind)
         pid = os.fork()
         if not pid:
             try:

@@ -49,10 +49,19 @@ class Victims:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, path: Path, *, kill_at: int | None = None, after_s: float | None = None) -> int:
+    def run(
+        self,
+        path: Path,
+        *,
+        kind: str = "attention",
+        kill_at: int | None = None,
+        after_s: float | None = None,
+        save_after: int | None = None,
+    ) -> int:
         """One engine from begin to end -> its exit code, negative for a signal. Its notes are in `path`.log."""
         assert self.process.stdin is not None
-        order = {"path": str(path), "log": f"{path}.log", "kill_at": kill_at, "after_s": after_s}
+        order = {"path": str(path), "log": f"{path}.log", "kind": kind}
+        order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()

@@ -10,9 +10,9 @@ a CPU is `causal_conv1d_fn` and `mamba2_chunk_scan` for prompts (chunks of 256, 
     mixer  the whole mixer: projections, scan, gated norm; ours with the linears and norm of the same backend
 
 Every layer has its own weights and states, so that in decode they come from memory as they do in a model; our states
-lie in scattered slots of a pool. Variants run in turn within a round; ratios are of medians. The limit updates each state
-once at the rate of an in-place product over memory, and does the recurrence's 5 operations per state entry and token at
-the rate of a matrix product. Neither knows of the caches, which hold the states of few rows and layers.
+lie in scattered slots of a pool. Variants run in turn within a round; ratios are of medians. The limit updates each
+state once at the rate of an in-place product over memory, and does the recurrence's 5 operations per state entry and
+token at the rate of a matrix product. Neither knows of the caches, which hold the states of few rows and layers.
 """
 
 from __future__ import annotations

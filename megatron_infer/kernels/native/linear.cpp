@@ -22,12 +22,12 @@ inline vf dot_part(vf acc, const bf16* a, const bf16* b, int n) {
 }
 constexpr int step_of(const bf16*) { return 2 * W; }
 #else
-inline vf dot(vf acc, const bf16* a, const bf16* b) { return acc + load(a) * load(b); }
-inline vf dot_part(vf acc, const bf16* a, const bf16* b, int n) { return acc + load_part(a, n) * load_part(b, n); }
+inline vf dot(vf acc, const bf16* a, const bf16* b) { return fma_of(load(a), load(b), acc); }
+inline vf dot_part(vf acc, const bf16* a, const bf16* b, int n) { return fma_of(load_part(a, n), load_part(b, n), acc); }
 constexpr int step_of(const bf16*) { return W; }
 #endif
-inline vf dot(vf acc, const float* a, const float* b) { return acc + load(a) * load(b); }
-inline vf dot_part(vf acc, const float* a, const float* b, int n) { return acc + load_part(a, n) * load_part(b, n); }
+inline vf dot(vf acc, const float* a, const float* b) { return fma_of(load(a), load(b), acc); }
+inline vf dot_part(vf acc, const float* a, const float* b, int n) { return fma_of(load_part(a, n), load_part(b, n), acc); }
 constexpr int step_of(const float*) { return W; }
 
 template <class T>
