@@ -71,6 +71,19 @@ def test_requests_added_and_aborted_while_suspended(model, mode):
     assert answers(done) == {name: plain[name] for name in ("0", "2", "3", "4")}
 
 
+def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(model):
+    (prompt, params), *_ = workload("greedy")
+    plain = make_engine(model).generate([prompt], params)[0].outputs[0].token_ids
+    engine = make_engine(model, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    gone = engine.add_request(prompt, params)
+    for _ in range(3):
+        engine.step()
+    with engine.suspended("offload"):
+        engine.abort(gone)
+    done = engine.generate([prompt], params)[0]
+    assert done.outputs[0].token_ids == plain and done.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, mode, overlap):

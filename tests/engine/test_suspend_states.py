@@ -109,6 +109,21 @@ def test_snapshots_behind_shared_blocks_go_along(kind, model):
     assert done["late"].outputs[0].token_ids == done["holder"].outputs[0].token_ids == plain
 
 
+def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(kind, model):
+    """LRU books keep the blocks and states of whoever ends; what a resume does not bring back must not be in them."""
+    prompt = [5 + i % 90 for i in range(70)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = make_engine(model).generate([prompt], greedy)[0].outputs[0].token_ids
+    engine = make_engine(model, **prefix_caching(kind, "lru"))
+    gone = engine.add_request(prompt, greedy)
+    for _ in range(3):
+        engine.step()
+    with engine.suspended("offload"):
+        engine.abort(gone)
+    done = engine.generate([prompt], greedy)[0]
+    assert done.outputs[0].token_ids == plain and done.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, mode):
     """The n-th thing a transition does fails, for every n; the answers are those of a calm run."""
