@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import World, make_group, make_request
+from fake_device import World, continued, make_group, make_request
 
 from megatron_infer.context.snapshots import Snapshots
 
@@ -82,6 +82,30 @@ def test_late_state_lets_a_prompt_in_progress_skip_ahead():
     b = w.add(make_request("b", long, 2, stop_ids=frozenset()))
     w.drain()
     assert b.history.cached_tokens > 0 and w.scheduler.stats.states_loaded >= 1
+
+
+def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
+    """A decoding request keeps one state: with blocks of one token it moves on with every step."""
+    w = world(block_size=1, num_blocks=300)
+    start = [70, 71]
+    w.add(make_request("decodes", start, 60, stop_ids=frozenset()))
+    for _ in range(6):
+        w.step()
+    follower = w.add(make_request("follows", continued(start, 58, 0), 3, stop_ids=frozenset()))
+    for _ in range(2):
+        w.step()
+    assert follower.lease is not None, "it waits as long as the other decodes"
+    w.drain()
+
+
+def test_who_gains_by_waiting_waits_again():
+    """Each prompt is the one before and more: the last waits for the state of every one of them in turn."""
+    w = world()
+    prompts = [list(range(10, 10 + n)) for n in (9, 17, 25, 33)]
+    for i, prompt in enumerate(prompts):
+        w.add(make_request(f"r{i}", prompt, 2, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == 9 + 3 * (8 + 1)
 
 
 def test_group_forks_the_state_of_one_prefill():
