@@ -169,9 +169,7 @@ class DynamicInferenceContext(StateBook):
 
     def release(self, lease: Lease) -> None:
         """Take back the row, one reference to every block, and states that no block stands for."""
-        for slot in lease.unnamed.values():
-            self.snapshots.give_back(slot)  # type: ignore[union-attr]
-        lease.unnamed = {}
+        self._give_back_unnamed(lease)
         super().release(lease)
 
     def forget_all(self) -> int:
@@ -181,10 +179,10 @@ class DynamicInferenceContext(StateBook):
         """
         for lease in self._leases.values():
             lease.root = b""
+            self._give_back_unnamed(lease)
         if self.host is not None:
             self.host.forget_contents()
-        if self.snapshots is not None:
-            self.snapshots.forget_all()
+        self.forget_states()
         return self.pool.forget_all()
 
     def forget_free(self) -> int:

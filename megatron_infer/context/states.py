@@ -55,12 +55,23 @@ class StateBook(SwapBook):
             if len(lease.digests) * self.block_size >= position:
                 self._name_state(lease, position // self.block_size - 1)
 
+    def forget_states(self) -> None:
+        """Give up every state kept behind a block: nobody will look for those blocks again."""
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
+
     def held_state_slots(self) -> list[int]:
         """Every state slot with content that somebody may go on from: of rows, and snapshots behind held blocks."""
         if not self.recurrent:
             return []
         snapshots = self.snapshots.slots_of(set(self.pool.held())) if self.snapshots is not None else []
         return sorted([*self._leases, *snapshots])
+
+    def _give_back_unnamed(self, lease: Lease) -> None:
+        """No block will be published for the states that `lease` has kept."""
+        for slot in lease.unnamed.values():
+            self.snapshots.give_back(slot)  # type: ignore[union-attr]
+        lease.unnamed = {}
 
     def _stop_at_snapshot(
         self, lease: Lease, blocks: list[int], snapshots: Snapshots, *, first: int, beyond: int

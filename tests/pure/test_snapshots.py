@@ -6,6 +6,7 @@ import pytest
 from fake_device import World, continued, make_group, make_request
 
 from megatron_infer.context.snapshots import Snapshots
+from megatron_infer.schedule.request import CacheUse
 
 PROMPT = list(range(10, 40))
 
@@ -136,6 +137,41 @@ def test_state_of_former_weights_is_never_loaded():
     finish(w, "a", PROMPT)
     w.new_weights(keep=True)
     assert finish(w, "b", PROMPT).history.cached_tokens == 0
+
+
+def test_states_of_former_weights_leave_room_for_answers():
+    """An answer keeps its state only where a slot is free: those that nobody will look for again must not fill them."""
+    w = world(num_snapshots=2, num_rows=2)
+    finish(w, "a", PROMPT)
+    finish(w, "b", PROMPT[::-1])
+    assert w.context.snapshots.num_kept == 2
+    w.new_weights(keep=True)
+    first = finish(w, "turn 1", [70, 71], max_new=20)
+    assert finish(w, "turn 2", [*first.tokens, 60]).history.cached_tokens == 20
+
+
+def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
+    """Equal prompts computed side by side: the second's state has no block before the step's commit."""
+    w = world(num_snapshots=2, overlap=True)
+    alone = CacheUse(allowed=False)
+    for name in ("first", "second"):
+        w.add(make_request(name, PROMPT, 40, stop_ids=frozenset(), cache=alone))
+    w.step()
+    assert w.context.snapshots.slots_of(()), "no state waits for its block"
+    w.scheduler.reset_prefix_cache()
+    w.check()
+    assert not w.context.snapshots.slots_of(())
+    w.drain()
+
+
+def test_moves_of_a_failed_step_are_not_made_up_for():
+    w = world()
+    w.add(make_request("decodes", [70, 71], 20, stop_ids=frozenset()))
+    for _ in range(3):
+        w.step()
+    plan = w.fail_step("before")
+    assert plan.decode_starts == [4], "where a block ends and its state is copied"
+    assert not w.context.take_moves()
 
 
 def test_oldest_unused_state_makes_room():
