@@ -22,6 +22,14 @@ def finish(world, name, tokens, max_new=3, **kwargs):
     return request
 
 
+def finish_beside(world, name, tokens, max_new=1):
+    """Others go on as long as it takes, and no longer."""
+    request = world.add(make_request(name, tokens, max_new, stop_ids=frozenset()))
+    while request.finish_reason is None:
+        world.step()
+    return request
+
+
 def test_same_prompt_goes_on_from_the_last_block_boundary():
     w = world()
     finish(w, "first", PROMPT)
@@ -69,6 +77,26 @@ def test_states_of_answers_never_push_out_those_of_prompts():
     assert finish(w, "b again", PROMPT[::-1]).history.cached_tokens == 28
 
 
+def test_state_of_an_answer_is_the_first_to_make_room():
+    w = world(num_snapshots=2)
+    finish(w, "a", PROMPT)
+    finish(w, "long", [70, 71], max_new=20)
+    assert w.context.snapshots.num_kept == 2
+    finish(w, "b", PROMPT[::-1])
+    assert finish(w, "a again", PROMPT).history.cached_tokens == 28
+
+
+def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
+    w = world()
+    answer = continued([70, 71], 40, 0)
+    w.add(make_request("long", [70, 71], 40, stop_ids=frozenset()))
+    while not w.context.snapshots.num_kept:
+        w.step()
+    assert finish_beside(w, "turn", answer[:9]).history.cached_tokens == 4
+    w.drain()
+    assert finish(w, "late", answer[:6]).history.cached_tokens == 4, "the one that the first turn went on from"
+
+
 def test_one_answer_keeps_one_state():
     w = world(num_snapshots=8)
     finish(w, "long", [70, 71], max_new=60)
@@ -107,6 +135,17 @@ def test_who_gains_by_waiting_waits_again():
         w.add(make_request(f"r{i}", prompt, 2, stop_ids=frozenset()))
     w.drain()
     assert w.device.num_prefilled == 9 + 3 * (8 + 1)
+
+
+@pytest.mark.parametrize("max_tokens", [4, 7, 14, 27, 28, 29])
+def test_state_is_kept_wherever_chunks_end(max_tokens):
+    """Behind a chunk it is copied, inside it is captured: one of the two, and the same state."""
+    w = world(chunked=True, max_tokens=max_tokens)
+    finish(w, "first", PROMPT, max_new=1)
+    assert w.device.num_state_copies + w.device.num_captures == w.scheduler.stats.states_kept == 1
+    assert w.device.num_state_copies == (28 % max_tokens == 0)
+    assert finish(w, "second", PROMPT).history.cached_tokens == 28
+    assert w.scheduler.stats.states_loaded == 1
 
 
 def test_group_forks_the_state_of_one_prefill():
