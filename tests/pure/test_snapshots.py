@@ -86,6 +86,14 @@ def test_state_of_an_answer_is_the_first_to_make_room():
     assert finish(w, "a again", PROMPT).history.cached_tokens == 28
 
 
+def test_newer_prompts_push_out_the_state_used_longest_ago():
+    w = world(num_snapshots=2)
+    first, second, third = PROMPT, PROMPT[::-1], [x + 40 for x in PROMPT]
+    for name, prompt in (("a", first), ("b", second), ("a again", first), ("c", third)):
+        finish(w, name, prompt)
+    assert [finish(w, f"last {i}", p).history.cached_tokens for i, p in enumerate((first, third, second))] == [28, 28, 0]
+
+
 def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
     w = world()
     answer = continued([70, 71], 40, 0)
@@ -200,6 +208,18 @@ def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
     w.scheduler.reset_prefix_cache()
     w.check()
     assert not w.context.snapshots.slots_of(())
+    w.drain()
+
+
+def test_prompt_under_way_at_a_reset_takes_no_slot_any_more():
+    w = world(chunked=True, max_tokens=9)
+    w.add(make_request("begun", PROMPT, 20, stop_ids=frozenset()))
+    w.step()
+    w.scheduler.reset_prefix_cache()
+    for _ in range(12):
+        w.step()
+        assert not w.context.snapshots.slots_of(())
+    assert w.scheduler.stats.states_kept == 0
     w.drain()
 
 
