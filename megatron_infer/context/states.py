@@ -78,13 +78,16 @@ class StateBook(SwapBook):
     ) -> None:
         """Cut found blocks behind the last one with a state; where they go on, others may: a state is wanted there."""
         size, num_found = self.block_size, len(blocks)
-        num_usable = next((n for n in range(num_found, 0, -1) if snapshots.is_ready(blocks[n - 1])), 0)
+        num_usable, lease.waits = 0, False
+        if snapshots.any_behind(blocks):
+            num_usable = next((n for n in range(num_found, 0, -1) if snapshots.is_ready(blocks[n - 1])), 0)
+            lease.waits = any(map(snapshots.is_coming, blocks[num_usable:]))
         if (first + num_usable) * size <= beyond:
             num_usable = 0
-        lease.waits = any(map(snapshots.is_coming, blocks[num_usable:]))
         lease.begins_behind = blocks[num_usable - 1] if num_usable else None
         if num_usable < num_found:
             lease.keep_at.add((first + num_found) * size)
+            lease.hashed = list(lease.digests)
         del blocks[num_usable:], lease.digests[first + num_usable :]
 
     def _name_state(self, lease: Lease, column: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_device import World, continued, make_group, make_request
 
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.prefix import DIGEST_SIZE, digest_of
 from megatron_infer.context.snapshots import Snapshots
 from megatron_infer.schedule.request import CacheUse
 
@@ -91,7 +93,11 @@ def test_newer_prompts_push_out_the_state_used_longest_ago():
     first, second, third = PROMPT, PROMPT[::-1], [x + 40 for x in PROMPT]
     for name, prompt in (("a", first), ("b", second), ("a again", first), ("c", third)):
         finish(w, name, prompt)
-    assert [finish(w, f"last {i}", p).history.cached_tokens for i, p in enumerate((first, third, second))] == [28, 28, 0]
+    assert [finish(w, f"last {i}", p).history.cached_tokens for i, p in enumerate((first, third, second))] == [
+        28,
+        28,
+        0,
+    ]
 
 
 def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
@@ -154,6 +160,62 @@ def test_state_is_kept_wherever_chunks_end(max_tokens):
     assert w.device.num_state_copies == (28 % max_tokens == 0)
     assert finish(w, "second", PROMPT).history.cached_tokens == 28
     assert w.scheduler.stats.states_loaded == 1
+
+
+def test_prompt_in_chunks_that_finds_blocks_without_states_is_hashed_once(monkeypatch):
+    """Every chunk looks for a state further on: the work of a step must not grow with the prompt's length."""
+    long = list(range(1000, 1400))
+    w = world(chunked=True, max_tokens=8, num_blocks=300)
+    finish(w, "first", long)
+    w.context.forget_states()
+    num_hashed = 0
+
+    def counted(preimage):
+        nonlocal num_hashed
+        num_hashed += 1
+        return digest_of(preimage)
+
+    monkeypatch.setattr("megatron_infer.context.context.digest_of", counted)
+    assert finish(w, "second", long).history.cached_tokens == 0
+    assert num_hashed <= 3 * 100, "a block is found, announced and published"
+
+
+def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(monkeypatch):
+    monkeypatch.setattr(
+        "megatron_infer.context.context.digest_of",  # of a second block: it knows what is before it, no more
+        lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
+    )
+    head, root = [1, 2, 3, 4], b"a root of some length"
+    context = DynamicInferenceContext(
+        num_blocks=16,
+        block_size=4,
+        num_rows=4,
+        max_blocks_per_row=8,
+        prefix_caching=True,
+        recurrent=True,
+        num_snapshots=4,
+    )
+
+    def compute(tokens):
+        context.begin_step()
+        lease = context.admit(tokens, root=root)
+        assert lease.cached == 0 and context.extend(lease, len(tokens))
+        context.keep_states(lease, 0, len(tokens))
+        context.announce(lease, tokens, len(tokens))
+        return lease
+
+    tokens = [*head, 5, 6, 7, 8, 9]
+    gone = compute(tokens)
+    context.forget_states()
+    waiting = context.admit(tokens, root=root)
+    assert context.extend(waiting, len(tokens)) and waiting.hashed == gone.digests
+    context.release(gone)
+    other = compute([*head, 9, 9, 9, 9, 9])
+    assert other.digests == waiting.hashed and context.snapshots.num_kept == 1
+    context.begin_step()
+    assert context.catch_up(waiting, tokens, 0) == 0 and waiting.begins_behind is None
+    assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
+    context.check()
 
 
 def test_group_forks_the_state_of_one_prefill():
