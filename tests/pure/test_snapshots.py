@@ -11,11 +11,24 @@ from megatron_infer.context.snapshots import Snapshots
 from megatron_infer.schedule.request import CacheUse
 
 PROMPT = list(range(10, 40))
+ROOT = b"root"
 
 
 def world(**fields):
     settings = {"block_size": 4, "num_blocks": 64, "caching": True, "keep_cached": True, "num_snapshots": 8}
     return World(**(settings | fields))
+
+
+def make_context():
+    return DynamicInferenceContext(
+        num_blocks=16,
+        block_size=4,
+        num_rows=4,
+        max_blocks_per_row=8,
+        prefix_caching=True,
+        recurrent=True,
+        num_snapshots=4,
+    )
 
 
 def finish(world, name, tokens, max_new=3, **kwargs):
@@ -185,16 +198,8 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
         "megatron_infer.context.context.digest_of",  # of a second block: it knows what is before it, no more
         lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
     )
-    head, root = [1, 2, 3, 4], b"a root of some length"
-    context = DynamicInferenceContext(
-        num_blocks=16,
-        block_size=4,
-        num_rows=4,
-        max_blocks_per_row=8,
-        prefix_caching=True,
-        recurrent=True,
-        num_snapshots=4,
-    )
+    head, root = [1, 2, 3, 4], ROOT
+    context = make_context()
 
     def compute(tokens):
         context.begin_step()
@@ -216,6 +221,37 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
     assert context.catch_up(waiting, tokens, 0) == 0 and waiting.begins_behind is None
     assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
     context.check()
+
+
+def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_skips_ahead():
+    """Two leases compute the same; the second's blocks wait for a commit, and it moves to the first's before that."""
+    context, tokens = make_context(), list(range(14))
+    first, second = (context.admit(tokens, root=ROOT) for _ in range(2))
+    second.keep_at.add(8)
+    context.begin_step()
+    for lease in (first, second):
+        assert context.extend(lease, 14)
+        context.keep_states(lease, 0, 8)
+        context.announce(lease, tokens, 8)
+    assert list(second.unnamed) == [8]
+    context.begin_step()
+    context.keep_states(first, 8, 14)
+    context.announce(first, tokens, 14)
+    context.begin_step()
+    assert context.catch_up(second, tokens, 8) == 12
+    assert not second.unnamed and context.snapshots.num_kept == 2
+    context.check()
+
+
+def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
+    context, tokens = make_context(), list(range(14))
+    lease = context.admit(tokens, root=ROOT)
+    assert context.extend(lease, 14)
+    context.begin_step()
+    assert context.keep_states(lease, 0, 14)
+    context.release(lease)
+    context.check()
+    assert not context.snapshots.slots_of(())
 
 
 def test_group_forks_the_state_of_one_prefill():
