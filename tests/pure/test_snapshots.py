@@ -345,6 +345,23 @@ def test_oldest_unused_state_makes_room():
     pool.check([], {1, 3})
 
 
+def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
+    """A state kept behind a cached block, which a later admission of the same plan takes the memory of."""
+    pool = Snapshots(first_slot=5, count=1)
+    for give_up in (
+        lambda slot: pool.name(slot, 1, first_to_go=False) and pool.forget(1),
+        lambda slot: pool.give_back(slot),
+    ):
+        pool.begin_step()
+        slot = pool.take(reclaim=True)
+        give_up(slot)
+        assert pool.take(reclaim=True) is None, "the step would write it twice"
+        pool.check([], set())
+        pool.begin_step()
+        assert pool.take(reclaim=True) == slot
+        pool.give_back(slot)
+
+
 def test_second_state_behind_a_block_is_given_back():
     pool = Snapshots(first_slot=0, count=2)
     pool.begin_step()
