@@ -154,7 +154,7 @@ class PromptPlanner:
         start = request.scheduled
         end = start + n
         samples = end >= len(request.tokens)
-        kept = self._context.keep_states(request.lease, start, end)
+        kept = self._context.keep_states(request.lease, request.tokens, start, end)
         self._context.announce(request.lease, request.tokens, end)
         self._roster.stats.states_kept += len(kept)
         draft.state_copies += ((request.lease.row, slot) for position, slot in kept if position == end)

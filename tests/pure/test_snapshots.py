@@ -205,7 +205,7 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
         context.begin_step()
         lease = context.admit(tokens, root=root)
         assert lease.cached == 0 and context.extend(lease, len(tokens))
-        context.keep_states(lease, 0, len(tokens))
+        context.keep_states(lease, tokens, 0, len(tokens))
         context.announce(lease, tokens, len(tokens))
         return lease
 
@@ -231,11 +231,11 @@ def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_ski
     context.begin_step()
     for lease in (first, second):
         assert context.extend(lease, 14)
-        context.keep_states(lease, 0, 8)
+        context.keep_states(lease, tokens, 0, 8)
         context.announce(lease, tokens, 8)
     assert list(second.unnamed) == [8]
     context.begin_step()
-    context.keep_states(first, 8, 14)
+    context.keep_states(first, tokens, 8, 14)
     context.announce(first, tokens, 14)
     context.begin_step()
     assert context.catch_up(second, tokens, 8) == 12
@@ -248,10 +248,21 @@ def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
     lease = context.admit(tokens, root=ROOT)
     assert context.extend(lease, 14)
     context.begin_step()
-    assert context.keep_states(lease, 0, 14)
+    assert context.keep_states(lease, tokens, 0, 14)
     context.release(lease)
     context.check()
     assert not context.snapshots.slots_of(())
+
+
+def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_compute_up_to_it_once():
+    """The first keeps none there, as nobody has come by yet; the second does, and the others wait for it."""
+    w = world(num_blocks=200, num_rows=16, max_tokens=1000, num_snapshots=20)
+    head = PROMPT[:17]
+    for i in range(10):
+        w.add(make_request(f"r{i}", head + [50 + i] * 13, 1, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == 2 * 30 + 8 * (30 - 16)
+    assert w.scheduler.stats.states_kept == 10 + 1
 
 
 def test_group_forks_the_state_of_one_prefill():
