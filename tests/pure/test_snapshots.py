@@ -154,14 +154,21 @@ def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
     w.drain()
 
 
-def test_who_gains_by_waiting_waits_again():
-    """Each prompt is the one before and more: the last waits for the state of every one of them in turn."""
+def test_who_gains_much_by_waiting_waits_again():
+    """Each prompt is the one before and more: the last waits for the state of both of the others in turn."""
     w = world()
-    prompts = [list(range(10, 10 + n)) for n in (9, 17, 25, 33)]
-    for i, prompt in enumerate(prompts):
-        w.add(make_request(f"r{i}", prompt, 2, stop_ids=frozenset()))
+    for n in (21, 29, 37):
+        w.add(make_request(f"of {n}", list(range(10, 10 + n)), 2, stop_ids=frozenset()))
     w.drain()
-    assert w.device.num_prefilled == 9 + 3 * (8 + 1)
+    assert w.device.num_prefilled == 21 + (29 - 20) + (37 - 28)
+
+
+def test_a_chain_of_longer_and_longer_prompts_does_not_wait_one_by_one():
+    w = world(num_blocks=2000, num_rows=40, max_tokens=4000, num_snapshots=40)
+    for n in range(1, 33):
+        w.add(make_request(f"of {n}", list(range(10, 11 + 4 * n)), 1, stop_ids=frozenset()))
+    w.drain()
+    assert w.steps <= 10, "32 in turn would be 32 steps"
 
 
 @pytest.mark.parametrize("max_tokens", [4, 7, 14, 27, 28, 29])
