@@ -97,6 +97,17 @@ def test_long_prompt_with_violent_step_sizes(make_scan):
     check_case(make_scan(torch.float32), case, tolerance=3e-5)
 
 
+@pytest.mark.parametrize("log_decay", [20.0, 80.0])
+def test_a_head_that_forgets_everything_at_once_stays_finite(make_scan, log_decay):
+    """A_log so large, and one step so large, that fp32 cannot tell sums of decays apart."""
+    case = make_case([(200, 200), (70, 100), (1, 1), (1, 9)], captures=[(0, 70)])
+    case.weights.decay_H[1:4] = -torch.tensor(log_decay).exp()
+    case.fused[50, -1] = 1e9
+    y, _ = case.run(make_scan(torch.float32))
+    assert y.isfinite().all()
+    check_case(make_scan(torch.float32), case, tolerance=3e-5)
+
+
 def test_what_one_row_holds_does_not_reach_another(make_scan):
     case = make_case([(1, 4), (1, 5), (66, 66), (40, 80)], num_decode=2)
     backend = make_scan(torch.float32)
