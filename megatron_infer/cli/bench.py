@@ -231,7 +231,8 @@ def _head(workload: Workload) -> Workload:
 
 
 def _plain_ids(llm: Any) -> list[int]:
-    special = llm.tokenizer.special_ids | set(llm.tokenizer.eos_ids)
+    tokenizer = llm.tokenizer
+    special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
     return [i for i in range(llm.engine.parts.shape.vocab_size) if i not in special]
 
 
