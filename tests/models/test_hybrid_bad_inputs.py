@@ -94,6 +94,19 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error_that_lists_them_
     assert "unexpected (1): backbone.layers.0.mixer.extra" in text
 
 
+@pytest.mark.parametrize("case", ["mamba2", "granite_factors"])
+def test_a_tied_model_with_a_head_of_its_own_is_refused(case, tmp_path):
+    """transformers takes the head that is there; a copy of the embedding changes nothing."""
+    random_hybrid(case).save_pretrained(tmp_path)
+    edit(tmp_path, {"tie_word_embeddings": True})
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but lm_head.weight is not .*embed"):
+        build_model(open_source(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = next(name for name in tensors if "embed" in name)
+    save_file(tensors | {"lm_head.weight": tensors[embedding].clone()}, tmp_path / "model.safetensors")
+    build_model(open_source(tmp_path))
+
+
 def test_a_bias_that_the_config_does_not_announce_is_unexpected(tmp_path):
     random_hybrid("mamba2_biases").save_pretrained(tmp_path)
     edit(tmp_path, {"use_bias": False})
