@@ -57,12 +57,13 @@ class MambaInferenceStateConfig:
                 )
 
     @classmethod
-    def from_model(cls, model: torch.nn.Module) -> MambaInferenceStateConfig | None:
+    def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
         """Of a live megatron-core model, wrapped or not, with stock mixers or ours; None without Mamba layers.
 
-        Raises ConfigError when its Mamba layers differ in shape: one slot holds all of them alike.
+        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers differ in shape:
+        one slot holds all of them alike.
         """
-        inner: Any = model
+        inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
         while not hasattr(inner, "decoder") and hasattr(inner, "module"):
             inner = inner.module
         decoder: Any = getattr(inner, "decoder", None)

@@ -393,6 +393,11 @@ def test_state_config_of_a_hybrid_model_is_what_its_mixers_say(wrapped):
     assert config == dataclasses.replace(STATE_CONFIG, ssm_states_dtype=None)
 
 
+def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
+    model = _model(["M", "*", "M", "-"], layers=[_mixer(), object(), _mixer(), object()])
+    assert MambaInferenceStateConfig.from_model([model]) == MambaInferenceStateConfig.from_model(model) is not None
+
+
 def test_mamba_layers_of_different_states_are_refused():
     with pytest.raises(ConfigError, match=r"Mamba layer 1 keeps states of .*\(8, 8, 16\).* Mamba layer 0"):
         MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))
