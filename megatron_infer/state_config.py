@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.context.layout import DTYPE_BYTES
@@ -55,6 +55,21 @@ class MambaInferenceStateConfig:
                     f"mamba_inference_state_config: {name}: {unknown_name('dtype', str(dtype), DTYPE_BYTES)}; one of "
                     f"{', '.join(DTYPE_BYTES)}, or None"
                 )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MambaInferenceStateConfig:
+        """From plain values; ConfigError for a field there is none of, and for one that is missing."""
+        known = {item.name: item.default for item in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"mamba_inference_state_config: {unknown_name('field', name, known)}")
+        missing = [name for name, default in known.items() if default is MISSING and name not in values]
+        if missing:
+            raise ConfigError(
+                f"mamba_inference_state_config lacks {', '.join(missing)}; "
+                "MambaInferenceStateConfig.from_model(model) has them all"
+            )
+        return cls(**values)
 
     @classmethod
     def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
