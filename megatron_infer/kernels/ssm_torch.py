@@ -301,7 +301,7 @@ class _Layer:
             if wave.history is not None:
                 wave.history.put(window_KXC, conv_QCW)
             y_KLM = self._wave(wave, self._convolve(window_KXC), dt_T1H[wave.dt_KL], carry_QHPN)
-            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.view(-1, spec.inner_width).to(y_TM.dtype))
+            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.reshape(-1, spec.inner_width).to(y_TM.dtype))
         slices.states.save(states.ssm_SHPN, carry_QHPN)
         tail_EWC = self.xBC_TC[slices.tail_EW].float()
         if slices.tail_history is not None:

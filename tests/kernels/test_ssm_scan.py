@@ -42,6 +42,8 @@ SHAPES = {
     "smallest": {"num_heads": 1, "num_groups": 1, "head_dim": 8, "state_dim": 16, "conv_width": 2},
     "three taps": {"conv_width": 3},
     "one tap": {"conv_width": 1},
+    "heads of one channel": {"num_heads": 4, "num_groups": 4, "head_dim": 1},
+    "one of everything": {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_dim": 1, "conv_width": 1},
     "six taps": {"conv_width": 6},
     "largest": {"num_heads": 2, "num_groups": 1, "head_dim": 128, "state_dim": 256},
     "odd": {"num_heads": 9, "num_groups": 3, "head_dim": 13, "state_dim": 37},
