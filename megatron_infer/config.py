@@ -390,9 +390,13 @@ def machine_config(
 
 def _state_asked_for(config: object, state: StateShape) -> StateShape:
     """The state in the dtypes of a state config, if there is a valid one: an invalid one is refused in a moment."""
-    values = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
-    dtypes = {"conv_dtype": values.get("conv_states_dtype"), "ssm_dtype": values.get("ssm_states_dtype")}
-    return replace(state, **{name: dtype for name, dtype in dtypes.items() if dtype in DTYPE_BYTES})
+
+    def asked(field: str, default: str) -> str:
+        dtype = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
+        return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else default
+
+    conv, ssm = asked("conv_states_dtype", state.conv_dtype), asked("ssm_states_dtype", state.ssm_dtype)
+    return replace(state, conv_dtype=conv, ssm_dtype=ssm)
 
 
 def _suit_states(

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_infer.config import ConfigWarning, MambaInferenceStateConfig, machine_config
 from megatron_infer.context.layout import GIB, ModelShape, StateShape
+from megatron_infer.errors import ConfigError
 
 LARGE = StateShape(
     num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="bfloat16", ssm_dtype="float32"
@@ -71,6 +72,12 @@ def test_sizes_suit_the_dtypes_that_states_are_asked_for_in(as_mapping):
     kept = dataclasses.replace(LARGE, conv_dtype="float32")
     sizes = config.resolve(dataclasses.replace(shape(4), state=kept), available_bytes=64 * GIB)
     assert sizes.num_snapshot_slots == 1 and sizes.state_slot_bytes == kept.slot_bytes > LARGE.slot_bytes
+
+
+@pytest.mark.parametrize("wrong", [(4, 4), {"conv_states_dtype": ["float32"]}, "float32"])
+def test_a_state_config_that_is_none_is_refused_as_such(wrong):
+    with pytest.raises(ConfigError, match="mamba_inference_state_config"):
+        machine_config({"mamba_inference_state_config": wrong}, shape(4), is_cuda=False, available_bytes=8 << 30)
 
 
 def test_models_without_state_keep_their_defaults():
