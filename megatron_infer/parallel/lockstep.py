@@ -50,7 +50,7 @@ class _Report(NamedTuple):
 
 
 class Lockstep:
-    """One rank's side. After a RankFailure it is broken: every later call raises that again.
+    """One rank's side. After a RankFailure, or plans that differ, it is broken: every later call raises that again.
 
     timeout_s: how long a rank may be late or silent before it counts as failed.
     """
@@ -62,7 +62,7 @@ class Lockstep:
         self._links = links
         phase = _PhaseOf(self)
         self._watch = Watch(links.pulses, timeout_s=timeout_s, phase=phase)
-        self._broken: RankFailure | None = None
+        self._broken: RankFailure | LockstepError | None = None
         self._finalizer = weakref.finalize(self, _close, self._watch, links)
 
     @property
@@ -132,7 +132,9 @@ class Lockstep:
         if len(set(answer["texts"])) == 1:
             return
         plans = [json.loads(text) for text in self.gather("comparison of plans", json.dumps(lines))]
-        raise LockstepError(f"step {plan.step}: {_first_difference(plans)}")
+        # Each rank has other books now: there is no way back to a common state.
+        self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
+        raise self._broken
 
     def step_failed(self, error: BaseException, seconds: float) -> None:
         """This rank's forward raised. Returns if all ranks' did in the same way; else the engine has failed, and
@@ -266,7 +268,7 @@ def digest_of(value: Any) -> str:
 def describe(plan: Plan) -> list[list[Any]]:
     """A plan in JSON, a line for each request: what it does, where, and the token before. Then what is copied."""
     lines = [
-        [r.id, "decodes", start, r.tokens[-1], len(r.tokens)]
+        [r.id, "decodes at", start, "after token", r.tokens[-1], "of", len(r.tokens)]
         for r, start in zip(plan.decode, plan.decode_starts, strict=True)
     ]
     for piece in plan.prefill:
@@ -274,7 +276,7 @@ def describe(plan: Plan) -> list[list[Any]]:
         lines.append(
             [
                 piece.request.id,
-                "prefills",
+                "prefills from",
                 piece.start,
                 piece.n,
                 len(piece.request.tokens),
