@@ -6,8 +6,8 @@
 A rank never holds more logits than its own part has: S/n whole rows are as large as S rows of V/n. What the ordinary
 sampler does to a row does not depend on the row's company, so drawing a part of the rows gives the bits of drawing all.
 Per step: one all_gather of a few integers a row, and where a row is more than greedy one all_to_all before it.
-Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plainly greedy, O the others, M this
-rank's share of O, A rows to be scored, C columns of results.
+Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plainly greedy, O the others, M
+this rank's share of O, A rows to be scored, C columns of results.
 """
 
 from __future__ import annotations
