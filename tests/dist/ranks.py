@@ -25,3 +25,18 @@ def _enter(
     function(rank, size, folder, *arguments)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def gathered(shard: torch.Tensor) -> torch.Tensor:
+    """Every rank's columns side by side."""
+    parts = [torch.empty_like(shard) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, shard.contiguous())
+    return torch.cat(parts, dim=-1)
+
+
+def new_groups(**sizes: int) -> None:
+    """megatron-core's groups for another layout of the same processes."""
+    from megatron_infer.models.mcore_compat import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)

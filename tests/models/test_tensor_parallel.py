@@ -67,7 +67,7 @@ def run_on_two_ranks(models, saved, tmp_path):
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
-    cases = ["llama_all_biases", "qwen3", "phi3", "gpt2"]
+    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "phi3_mqa", "gpt2"]
     run_on_two_ranks({case: random_hf_model(*CASES[case]) for case in cases}, "qwen3", tmp_path)
 
 
@@ -77,10 +77,10 @@ def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
 
 
 def test_a_split_that_does_not_divide_is_refused(tmp_path):
-    random_hf_model(*CASES["llama_mqa"]).save_pretrained(tmp_path)
+    random_hf_model(*CASES["qwen3"]).save_pretrained(tmp_path)
     source = open_source(tmp_path)
-    with pytest.raises(ModelError, match="num_query_groups 1 cannot be split over 2"):
-        source.load_into(build_model(source), Shard(rank=0, size=2))
+    with pytest.raises(ModelError, match=r"num_query_groups \d cannot be split over 3"):
+        source.load_into(build_model(source), Shard(rank=0, size=3))
 
 
 def test_tensor_parallel_without_torch_distributed_says_what_to_do(tmp_path):
