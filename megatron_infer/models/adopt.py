@@ -18,7 +18,7 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec
-from megatron_infer.models.layers import require_inference
+from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanNorm
 from megatron_infer.models.plans import LayerPlan
 from megatron_infer.models.reduce import Reducer
@@ -60,6 +60,8 @@ def adopt(
         num_attention += plan.attention is not None
         num_mamba += plan.mixer is not None
         layers.append(plan)
+        if plan.lean is None and live.config.sequence_parallel:
+            raise AdoptionError(plan.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from unittest import mock
 
+import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import gathered, new_groups, run_on_ranks
 from test_adopt_tensor_parallel import fill_vectors, logits_of_schedule
 
-from megatron_infer.errors import AdoptionError
+from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear
@@ -80,10 +81,20 @@ def check_packable(adopted):
 
 def on_two_ranks(rank, size, folder):
     compare(TWO_RANKS, rank, size, folder)
+    a_trainers_sequence_parallelism_does_not_matter(rank, size, folder)
     model = tiny_gpt(tensor_model_parallel_size=size)
     model.decoder.layers[1].mlp.linear_fc1.gather_output = True
     with pytest.raises(AdoptionError, match=r"linear_fc1: gathers its output"):
         adopt(model)
+
+
+def a_trainers_sequence_parallelism_does_not_matter(rank, size, folder):
+    compare({"whole_kv_heads": TWO_RANKS["whole_kv_heads"] | {"sequence_parallel": True}}, rank, size, folder)
+    model = tiny_gpt(tensor_model_parallel_size=size, sequence_parallel=True)
+    cache = paged_step.Cache(adopt(model))
+    step = cache.step([(0, [1, 2, 3, 4])])
+    with torch.inference_mode(), pytest.raises(ModelError, match="sequence_parallel=True.*turn it off around"):
+        model.decoder.layers[0](hidden_states=torch.zeros(2, 1, 64), attention_mask=None, inference_context=step)
 
 
 def on_four_ranks(rank, size, folder):

@@ -67,8 +67,11 @@ def run_on_two_ranks(models, saved, tmp_path):
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
-    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "phi3_mqa", "gpt2"]
-    run_on_two_ranks({case: random_hf_model(*CASES[case]) for case in cases}, "qwen3", tmp_path)
+    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "gpt2"]
+    models = {case: random_hf_model(*CASES[case]) for case in cases}
+    kind, settings = CASES["phi3"]
+    models["phi3_mqa"] = random_hf_model(kind, settings | {"num_key_value_heads": 1})
+    run_on_two_ranks(models, "qwen3", tmp_path)
 
 
 def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
