@@ -23,12 +23,14 @@ torch.set_num_threads(1)
 from plain_forward import full_logits
 from megatron_infer.models.build import build_model
 from megatron_infer.models.sources import open_source
+from megatron_infer.testing.cpu_shim import cpu_shim
 rank, folder, ckpt = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = torch.distributed.FileStore(folder + "/store", 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 for case in sys.argv[4:]:
     model = build_model(open_source(folder + "/" + case), tensor_parallel=2)
-    torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
+    with cpu_shim(1):  # ranks that share a kv head gather on the current CUDA device
+        torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
 again = build_model(open_source(ckpt), tensor_parallel=2)
 torch.save(full_logits(again, list(range(30))), f"{folder}/ckpt.{rank}.pt")
 torch.distributed.barrier()
