@@ -289,6 +289,8 @@ def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
     """Memory for snapshots of recurrent states; says so where options of states meet a model that has none."""
     budget = config.prefix_caching_mamba_gb
     if shape.state is None:
+        if shape.is_stage:
+            return None  # other pipeline stages keep states
         if config.mamba_inference_state_config is not None:
             raise ConfigError(
                 "mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None"
