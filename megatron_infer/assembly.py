@@ -36,6 +36,7 @@ from megatron_infer.parallel.sizes import agree_on_config, agree_on_memory, agre
 from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import for_group
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.scheduler import Scheduler
@@ -440,4 +441,5 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
+    sampler = for_group(sampler, adopted.tp_group)
     return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
