@@ -329,12 +329,11 @@ def make_context(
 
 def refuse_unsupported(groups: ParallelGroups) -> None:
     """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
-    for name, what, size in (("pp", "pipeline", groups.pp_size), ("ep", "expert", groups.ep_size)):
-        if size > 1:
-            raise NotImplementedError(
-                f"pg_collection has {name}={size}: inference over {what}-parallel ranks is not supported yet; "
-                "tensor and data parallelism are"
-            )
+    if groups.pp_size > 1:
+        raise NotImplementedError(
+            f"pg_collection has pp={groups.pp_size}: inference over pipeline stages is not supported yet; tensor, "
+            "expert and data parallelism are"
+        )
 
 
 def resolve_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> ResolvedSizes:

@@ -174,7 +174,7 @@ class Lockstep:
         return answer
 
     def _hear(self, rank: int, call: str) -> _Report:
-        deadline, link = time.monotonic() + self.timeout_s, self._links.calls[rank]
+        deadline, link = time.monotonic() + self._watch.patience_s, self._links.calls[rank]
         while True:
             try:
                 message = link.receive(SLICE_S)
@@ -184,7 +184,7 @@ class Lockstep:
                 return _Report(*message)
             self._watch.check()
             if time.monotonic() > deadline:
-                raise RankFailure(rank, self.phase, f"it lives, but has not come to {call} for {self.timeout_s:g} s")
+                raise RankFailure(rank, self.phase, self._late(rank, call))
 
     def _tell(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
@@ -195,7 +195,7 @@ class Lockstep:
 
     def _report(self, mine: _Report, patient: bool) -> dict[str, Any]:
         # Others may be awaited first, each as long as we would be.
-        deadline, link = time.monotonic() + self.size * self.timeout_s, self._links.calls[0]
+        deadline, link = time.monotonic() + self.size * self._watch.patience_s, self._links.calls[0]
         lost = False
         try:
             link.send(mine)
@@ -212,8 +212,11 @@ class Lockstep:
                 return message
             self._watch.check()
             if lost or (not patient and time.monotonic() > deadline):
-                reason = "its process has ended" if lost else f"it lives, but has not come to {mine.call}"
-                raise RankFailure(0, self.phase, reason)
+                raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
+
+    def _late(self, rank: int, call: str) -> str:
+        where = self._watch.phase_of(rank)
+        return f"it lives, in {where}, but has not come to {call} for {self.timeout_s:g} s (collective_timeout_s)"
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure
