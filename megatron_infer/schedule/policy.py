@@ -39,6 +39,20 @@ def chunk_size(remaining: int, left: int, *, max_tokens: int, chunked: bool) -> 
     return left if chunked or remaining > max_tokens else 0
 
 
+MIN_SHARE_TOKENS = 64
+"""Prompt tokens that one of several micro-batches takes at least: below it a forward costs what it costs."""
+
+
+def decode_share(num_decoding: int, num_groups: int) -> int:
+    """Requests that one of `num_groups` micro-batches decodes, so that each has its part. Example: 7 of 2 -> 4, 3."""
+    return -(-num_decoding // num_groups)
+
+
+def prompt_share(num_tokens: int, num_groups: int) -> int:
+    """Prompt tokens one of `num_groups` micro-batches takes of `num_tokens` that wait. Example: 1,000 of 2 -> 500."""
+    return max(MIN_SHARE_TOKENS, -(-num_tokens // num_groups))
+
+
 def admission_headroom(num_live: int, num_blocks: int) -> int:
     """Free blocks an admission must leave to `num_live` admitted requests, so that it does not evict at once.
 

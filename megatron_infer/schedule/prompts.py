@@ -20,10 +20,16 @@ class Draft:
 
     left: int
     """Tokens the step may still take."""
+    stop_at: int = 0
+    """No further prompt is begun or gone on with once no more than this is left: the rest is for other micro-batches."""
     slices: list[Slice] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return self.left <= self.stop_at
 
 
 class PromptPlanner:
@@ -54,10 +60,23 @@ class PromptPlanner:
     def go_on(self, draft: Draft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
         for request in list(self._roster.prefilling):
-            if not draft.left:
+            if draft.is_full:
                 return
             self._catch_up(request)
-            self._take_slice(draft, request, min(len(request.tokens) - request.scheduled, draft.left), first=False)
+            remaining = len(request.tokens) - request.scheduled
+            self._take_slice(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+
+    def num_waiting_tokens(self, limit: int) -> int:
+        """Known tokens to compute of prompts begun and of those next in line; counted up to `limit` or a little more.
+
+        Tokens that will be found in the prefix cache count too.
+        """
+        total = sum(len(request.tokens) - request.scheduled for request in self._roster.prefilling)
+        for request in self._queue.candidates(self._context.num_free_rows):
+            if total >= limit:
+                break
+            total += len(request.tokens)
+        return total
 
     def admit(self, draft: Draft, *, root: bytes) -> None:
         """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
@@ -65,7 +84,7 @@ class PromptPlanner:
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
         for request in self._queue.candidates(self._context.num_free_rows):
-            if not draft.left or not self._context.num_free_rows:
+            if draft.is_full or not self._context.num_free_rows:
                 break
             if self._try_admit(draft, request, root):
                 admitted.add(request)
@@ -95,9 +114,7 @@ class PromptPlanner:
         if lease.waits:  # in the next step it can skip what this one computes for another
             context.release(lease)
             return False
-        n = policy.chunk_size(
-            total - lease.cached, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill
-        )
+        n = self._chunk_size(draft, total - lease.cached)
         fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
@@ -126,11 +143,16 @@ class PromptPlanner:
     def _bring_back(self, draft: Draft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
         remaining = len(request.tokens) - self._pressure.swapped[request].num_tokens
-        n = policy.chunk_size(remaining, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        n = self._chunk_size(draft, remaining)
         if not n or not self._pressure.swap_in(request, headroom=self._headroom()):
             return False
         self._take_slice(draft, request, n, first=True)
         return True
+
+    def _chunk_size(self, draft: Draft, remaining: int) -> int:
+        """Without chunking a prompt is taken whole even where it exceeds its micro-batch's share."""
+        left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
+        return policy.chunk_size(remaining, left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
 
     def _headroom(self) -> int:
         return policy.admission_headroom(self._roster.num_running, self._context.num_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from megatron_infer.config import PreemptionMode
@@ -26,6 +27,10 @@ class Scheduler:
 
     A step may be scheduled before the last one is committed (overlap): a request then counts on a token that only the
     device knows. Whoever has such a step in flight keeps its lease until the commit.
+
+    With `num_groups` micro-batches in flight a token that is being drawn is on the way through the pipeline, and the
+    first stage does not know it: its request sits out until the commit, and each micro-batch takes its share of the
+    others. Chunks of one prompt need no drawn token and may follow each other closely.
     """
 
     def __init__(
@@ -38,9 +43,13 @@ class Scheduler:
         root: bytes,
         version: int = 0,
         preemption: PreemptionMode = PreemptionMode.AUTO,
+        num_groups: int = 1,
         on_event: EventHook | None = None,
     ) -> None:
+        """num_groups: micro-batches in flight at once, one for each pipeline stage; 1: steps follow each other."""
         assert max_tokens >= 1, f"max_tokens {max_tokens}"
+        assert num_groups >= 1, f"num_groups {num_groups}"
+        self.num_groups = num_groups
         self.context = context
         self.max_tokens = max_tokens
         self.root = root
@@ -131,22 +140,28 @@ class Scheduler:
             self.roster.start_over(request)
         self.queue.restart(live)
 
-    def cancel(self, plan: Plan) -> None:
-        """Undo a plan whose step failed, all earlier ones being committed: its requests start over from the queue.
+    def cancel(self, *plans: Plan) -> None:
+        """Undo plans whose steps failed, all earlier ones being committed: their requests start over from the queue.
 
+        Plans made after a failed one go with it: they build on what it should have computed.
         Its slices' blocks were published when it was planned and are not computed. The whole prefix index goes with
         them, as this is rare. They are held by members of the plan, who found them in it, and by requests that the
         commit of the step before has moved to them: these start over too. Nobody else can: no plan was made since.
         """
-        if not plan.num_tokens:
+        plans = tuple(plan for plan in plans if plan.num_tokens)
+        if not plans:
             return
-        self._num_uncommitted -= 1
+        self._num_uncommitted -= len(plans)
         assert not self._num_uncommitted, f"{self._num_uncommitted} earlier steps are in flight"
         self.context.forget_all()  # first: blocks given back below must not be kept as cached
-        lost = {block for piece in plan.prefill for block in _written_blocks(piece, self.context.block_size)}
+        pieces = [piece for plan in plans for piece in plan.prefill]
+        lost = {block for piece in pieces for block in _written_blocks(piece, self.context.block_size)}
         back = []
-        for request in [*plan.sampled, *(s.request for s in plan.prefill if not s.samples)]:
+        sampled = [request for plan in plans for request in plan.sampled]
+        for request in [*sampled, *(piece.request for piece in pieces if not piece.samples)]:
             request.in_flight -= 1
+            if request.in_flight:
+                continue  # a later one of the plans has it, too
             if request.status is Status.FINISHED:
                 self.roster.let_go(request)
             else:
@@ -157,7 +172,7 @@ class Scheduler:
                 self.roster.start_over(request)
                 back.append(request)
         self.queue.restart(back)
-        self._returned += [request for request in plan.returned if request.lease is not None]
+        self._returned += [request for plan in plans for request in plan.returned if request.lease is not None]
         # The failed step may have taken table writes and moves without executing them. Who was swapped in starts over
         # with it; what was swapped out may never have arrived.
         self.context.repeat_table_writes()
@@ -253,8 +268,10 @@ class Scheduler:
         context.begin_step()
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
-        decode, starts = self._plan_decode()
+        decode, starts = self._plan_decode() if self.num_groups == 1 else self._plan_group()
         draft = Draft(left=self.max_tokens - len(decode))
+        if self.num_groups > 1:
+            draft.stop_at = self._keep_for_others(draft.left)
         if draft.left and roster.prefilling:
             self._prompts.go_on(draft)
         # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
@@ -273,11 +290,15 @@ class Scheduler:
         )
 
     def _plan_decode(self) -> tuple[list[Request], list[int]]:
-        """One token for each decoding request, oldest first; `Pressure` has seen to it that there is room."""
+        """One token for each decoding request, oldest first."""
+        return self._take_tokens(islice(self.roster.decoding, self.max_tokens))
+
+    def _take_tokens(self, requests: Iterable[Request]) -> tuple[list[Request], list[int]]:
+        """Plan the next token of each; `Pressure` has seen to it that there is room."""
         decode: list[Request] = []
         starts: list[int] = []
         take, take_start = decode.append, starts.append
-        for request in islice(self.roster.decoding, self.max_tokens):
+        for request in requests:
             start = request.scheduled
             if start >= request.max_total - 1:
                 continue  # its last token is in flight
@@ -291,6 +312,22 @@ class Scheduler:
             take(request)
             take_start(start)
         return decode, starts
+
+    def _plan_group(self) -> tuple[list[Request], list[int]]:
+        """One token for a share of the decoding requests: the oldest of those with nothing in flight.
+
+        Nobody is left out for long: a request that is passed over is idle, everyone older is planned once in as many
+        steps as there are groups, and their shares together are all.
+        """
+        decoding = self.roster.decoding
+        share = policy.decode_share(len(decoding), self.num_groups)
+        idle = (request for request in decoding if not request.in_flight)
+        return self._take_tokens(islice(idle, min(share, self.max_tokens)))
+
+    def _keep_for_others(self, left: int) -> int:
+        """How much of a step's budget for prompts is left to other micro-batches, so that all have their share."""
+        waiting = self._prompts.num_waiting_tokens(self.num_groups * left)
+        return max(0, left - policy.prompt_share(waiting, self.num_groups))
 
     # ------------------------------------------------------------------ committing
 
