@@ -19,11 +19,15 @@ from megatron_infer.config import (
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
+from megatron_infer.context.stages import NUM_LIMITS, StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
+from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
@@ -95,7 +99,9 @@ class Assembly:
         """Launch a step: what the context has journaled since the last one, then the forward."""
         context = self.context
         flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
-        self.free_host_slots()
+        blocks, states = context.take_freed_slots(), context.take_freed_states()
+        if blocks or states:  # after the moves of the steps launched so far
+            self.runner.then(partial(self._free_host, blocks, states))
         return flight
 
     def finish_moves(self) -> None:
@@ -113,8 +119,11 @@ class Assembly:
 
     def free_host_slots(self) -> None:
         """Give back host memory of evicted requests that came back or ended."""
-        self.runner.store.free_host_slots(self.context.take_freed_slots())
-        self.runner.store.free_host_states(self.context.take_freed_states())
+        self._free_host(self.context.take_freed_slots(), self.context.take_freed_states())
+
+    def _free_host(self, blocks: Sequence[int], states: Sequence[int]) -> None:
+        self.runner.store.free_host_slots(blocks)
+        self.runner.store.free_host_states(states)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode."""
@@ -232,7 +241,9 @@ def assemble(
     refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
-    sizes = config.resolve(shape, available_bytes=where.available_bytes())
+    stages = getattr(adopted.live.pg_collection, "pp", None) if shape.is_stage else None
+    agreed = agreed_sizes(config, shape, where, stages)
+    sizes = agreed.sizes
     chosen = choose(
         where.torch,
         getattr(torch, shape.dtype),
@@ -242,7 +253,6 @@ def assemble(
         conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
         ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
     )
-    num_host_slots, num_host_states = host_places_of(config, sizes)
     parts = Assembly(
         adopted.live,
         adopted,
@@ -260,10 +270,10 @@ def assemble(
         max_blocks_per_row=sizes.max_blocks_per_row,
         prefix_caching=config.enable_prefix_caching,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
-        num_host_slots=num_host_slots,
-        recurrent=shape.state is not None,
+        num_host_slots=agreed.host[0],
+        recurrent=agreed.recurrent,
         num_snapshots=sizes.num_snapshot_slots,
-        num_host_states=num_host_states,
+        num_host_states=agreed.host[1],
     )
     parts.scheduler = Scheduler(
         parts.context,
@@ -272,9 +282,11 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
+        num_groups=1 if stages is None else stages.size() + config.overlap,
         on_event=on_event,
     )
-    parts.runner = make_runner(adopted, config, sizes, chosen, where)
+    link = None if stages is None else StageLink(stages, hidden_size=shape.hidden_size, device=where.torch)
+    parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
     register_derived(parts)
     if parts.context.host is not None:
         parts.speeds = SpeedMeter(parts.runner.store)
@@ -331,12 +343,39 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
     )
 
 
+def agreed_sizes(
+    config: InferenceConfig, shape: ModelShape, where: Device, stages: torch.distributed.ProcessGroup | None
+) -> StageSizes:
+    """Sizes that every pipeline stage can hold, equal on all of them; one all_reduce where there are several."""
+    error: InferenceError | None = None
+    limits = [-1] * NUM_LIMITS
+    try:
+        sizes = config.resolve(shape, available_bytes=where.available_bytes())
+        limits = stage_limits(shape, sizes, host_places_of(config, sizes))
+    except InferenceError as found:
+        error = found
+    if stages is not None:  # a stage that cannot be sized says so, rather than leave the others waiting
+        least = torch.tensor(limits, dtype=torch.int64, device=where.torch)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=stages)
+        limits = least.tolist()
+    if error is not None:
+        raise error
+    if limits[0] < 0:
+        raise CapacityError("another pipeline stage cannot be sized; its error says why")
+    return agree(shape, sizes, limits)
+
+
 def make_runner(
-    adopted: AdoptedModel, config: InferenceConfig, sizes: ResolvedSizes, chosen: Chosen, where: Device
+    adopted: AdoptedModel,
+    config: InferenceConfig,
+    agreed: StageSizes,
+    chosen: Chosen,
+    where: Device,
+    link: StageLink | None,
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
-    shape, dtype = adopted.shape, getattr(torch, adopted.shape.dtype)
-    num_host_slots, num_host_states = host_places_of(config, sizes)
+    shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
+    num_host_slots, num_host_states = agreed.host
     store = StateStore(
         num_layers=shape.num_attention_layers,
         num_blocks=sizes.num_blocks,
@@ -377,4 +416,5 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    make = ModelRunner if link is None else partial(StageRunner, link=link)
+    return make(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

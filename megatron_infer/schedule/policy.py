@@ -43,9 +43,14 @@ MIN_SHARE_TOKENS = 64
 """Prompt tokens that one of several micro-batches takes at least: below it a forward costs what it costs."""
 
 
-def decode_share(num_decoding: int, num_groups: int) -> int:
-    """Requests that one of `num_groups` micro-batches decodes, so that each has its part. Example: 7 of 2 -> 4, 3."""
-    return -(-num_decoding // num_groups)
+def decode_share(num_decoding: int, num_idle: int, *, num_groups: int, num_in_flight: int) -> int:
+    """Requests that the next of `num_groups` micro-batches decodes, `num_in_flight` others being under way.
+
+    What is idle is divided over the micro-batches that are not, within an even share of all, so that groups which came
+    about by chance even out. Example: 7 in 3 groups, none in flight -> 3; then 4 idle, 1 in flight -> 2; then 2.
+    """
+    fewest, most = num_decoding // num_groups, -(-num_decoding // num_groups)
+    return min(most, max(fewest, -(-num_idle // max(1, num_groups - num_in_flight))))
 
 
 def prompt_share(num_tokens: int, num_groups: int) -> int:

@@ -21,7 +21,7 @@ class Draft:
     left: int
     """Tokens the step may still take."""
     stop_at: int = 0
-    """No further prompt is begun or gone on with once no more than this is left: the rest is for other micro-batches."""
+    """Prompts are left to other micro-batches once no more than this is left."""
     slices: list[Slice] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -49,13 +49,26 @@ class PromptPlanner:
         *,
         max_tokens: int,
         chunked_prefill: bool,
+        num_groups: int = 1,
     ) -> None:
+        """num_groups: micro-batches that divide the prompts that wait."""
         self._context = context
         self._queue = queue
         self._roster = roster
         self._pressure = pressure
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
+        self._num_groups = num_groups
+
+    def begin(self, left: int, *, in_flight: int) -> Draft:
+        """The prompt part of a step that may take `left` tokens.
+
+        Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
+        """
+        if self._num_groups == 1:
+            return Draft(left=left)
+        total = in_flight + self._num_waiting_tokens(self._num_groups * left)
+        return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
 
     def go_on(self, draft: Draft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
@@ -66,7 +79,7 @@ class PromptPlanner:
             remaining = len(request.tokens) - request.scheduled
             self._take_slice(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
 
-    def num_waiting_tokens(self, limit: int) -> int:
+    def _num_waiting_tokens(self, limit: int) -> int:
         """Known tokens to compute of prompts begun and of those next in line; counted up to `limit` or a little more.
 
         Tokens that will be found in the prefix cache count too.

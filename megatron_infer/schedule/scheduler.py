@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
-
 from megatron_infer.config import PreemptionMode
-from megatron_infer.context.context import DynamicInferenceContext, Lease
+from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.errors import RequestError
 from megatron_infer.schedule import policy, returns
+from megatron_infer.schedule.decoding import DecodePlanner
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 from megatron_infer.schedule.pressure import Pressure
-from megatron_infer.schedule.prompts import Draft, PromptPlanner
+from megatron_infer.schedule.prompts import PromptPlanner
 from megatron_infer.schedule.queue import WaitingQueue, number
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.roster import EventHook, Roster, SchedulerStats
@@ -60,10 +58,17 @@ class Scheduler:
             context, self.queue, self.roster, paused_block_limit=paused_block_limit, preemption=preemption
         )
         self._prompts = PromptPlanner(
-            context, self.queue, self.roster, self.pressure, max_tokens=max_tokens, chunked_prefill=chunked_prefill
+            context,
+            self.queue,
+            self.roster,
+            self.pressure,
+            max_tokens=max_tokens,
+            chunked_prefill=chunked_prefill,
+            num_groups=num_groups,
         )
+        self._decodes = DecodePlanner(context, self.roster, num_groups=num_groups)
         self._num_arrivals = 0
-        self._num_uncommitted = 0
+        self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._returned: list[Request] = []
 
     # ------------------------------------------------------------------ commands, between steps
@@ -152,6 +157,7 @@ class Scheduler:
         if not plans:
             return
         self._num_uncommitted -= len(plans)
+        self._prompt_tokens_in_flight = 0
         assert not self._num_uncommitted, f"{self._num_uncommitted} earlier steps are in flight"
         self.context.forget_all()  # first: blocks given back below must not be kept as cached
         pieces = [piece for plan in plans for piece in plan.prefill]
@@ -226,6 +232,7 @@ class Scheduler:
             plan = self._plan_step()
         if plan.num_tokens:
             self._num_uncommitted += 1
+            self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
             self._returned = []
             stats = self.stats
             stats.steps += 1
@@ -241,6 +248,7 @@ class Scheduler:
         if not plan.num_tokens:
             return []
         self._num_uncommitted -= 1
+        self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
         finished = Status.FINISHED
         ended: list[Request] = []
         for request, token in zip(plan.sampled, result.tokens, strict=True):
@@ -268,10 +276,8 @@ class Scheduler:
         context.begin_step()
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
-        decode, starts = self._plan_decode() if self.num_groups == 1 else self._plan_group()
-        draft = Draft(left=self.max_tokens - len(decode))
-        if self.num_groups > 1:
-            draft.stop_at = self._keep_for_others(draft.left)
+        decode, starts = self._decodes.plan(self.max_tokens, num_in_flight=self._num_uncommitted)
+        draft = self._prompts.begin(self.max_tokens - len(decode), in_flight=self._prompt_tokens_in_flight)
         if draft.left and roster.prefilling:
             self._prompts.go_on(draft)
         # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
@@ -288,46 +294,6 @@ class Scheduler:
             num_tokens=self.max_tokens - draft.left,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )
-
-    def _plan_decode(self) -> tuple[list[Request], list[int]]:
-        """One token for each decoding request, oldest first."""
-        return self._take_tokens(islice(self.roster.decoding, self.max_tokens))
-
-    def _take_tokens(self, requests: Iterable[Request]) -> tuple[list[Request], list[int]]:
-        """Plan the next token of each; `Pressure` has seen to it that there is room."""
-        decode: list[Request] = []
-        starts: list[int] = []
-        take, take_start = decode.append, starts.append
-        for request in requests:
-            start = request.scheduled
-            if start >= request.max_total - 1:
-                continue  # its last token is in flight
-            lease: Lease = request.lease  # type: ignore[assignment]
-            if start >= lease.capacity:
-                grown = self.context.extend(lease, start + 1)
-                assert grown, f"{request.id!r} decodes without a block for its next token"
-                self.context.keep_drawn_state(lease, start)
-            request.scheduled = start + 1
-            request.in_flight += 1
-            take(request)
-            take_start(start)
-        return decode, starts
-
-    def _plan_group(self) -> tuple[list[Request], list[int]]:
-        """One token for a share of the decoding requests: the oldest of those with nothing in flight.
-
-        Nobody is left out for long: a request that is passed over is idle, everyone older is planned once in as many
-        steps as there are groups, and their shares together are all.
-        """
-        decoding = self.roster.decoding
-        share = policy.decode_share(len(decoding), self.num_groups)
-        idle = (request for request in decoding if not request.in_flight)
-        return self._take_tokens(islice(idle, min(share, self.max_tokens)))
-
-    def _keep_for_others(self, left: int) -> int:
-        """How much of a step's budget for prompts is left to other micro-batches, so that all have their share."""
-        waiting = self._prompts.num_waiting_tokens(self.num_groups * left)
-        return max(0, left - policy.prompt_share(waiting, self.num_groups))
 
     # ------------------------------------------------------------------ committing
 
