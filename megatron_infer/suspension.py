@@ -179,6 +179,7 @@ class Suspension:
         store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
             return TagReport(bytes_resident=_resident(store))
+        context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
         done = store.restore(set(context.held_blocks()), tick, keep_states=set(context.held_state_slots()))
         return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 

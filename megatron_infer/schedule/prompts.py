@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.context.prefix import salted
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.plan import Slice
@@ -59,6 +59,8 @@ class PromptPlanner:
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
         self._num_groups = num_groups
+        self._waited: dict[Request, int] = {}
+        """Who waits for a state that is being computed, and what it could skip when it began to."""
 
     def begin(self, left: int, *, in_flight: int) -> Draft:
         """The prompt part of a step that may take `left` tokens.
@@ -109,6 +111,7 @@ class PromptPlanner:
                 overtaken.get(older, 0) >= policy.MAX_OVERTAKEN for older in skipped
             ):
                 break
+        self._waited = {request: self._waited[request] for request in skipped if request in self._waited}
         self._queue.take_out(admitted)
 
     def _try_admit(self, draft: Draft, request: Request, root: bytes) -> bool:
@@ -124,7 +127,7 @@ class PromptPlanner:
         lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False
-        if lease.waits:  # in the next step it can skip what this one computes for another
+        if lease.waits and self._is_worth_waiting(request, lease):
             context.release(lease)
             return False
         n = self._chunk_size(draft, total - lease.cached)
@@ -135,6 +138,16 @@ class PromptPlanner:
         self._roster.enter(request, lease)
         self._load_state(request)
         self._take_slice(draft, request, n, first=True)
+        return True
+
+    def _is_worth_waiting(self, request: Request, lease: Lease) -> bool:
+        """In the next step it can skip what this one computes for another, unless that state gives way before.
+
+        One who gained nothing by its last wait goes on with what there is, so that nobody waits as long as others run.
+        """
+        if lease.cached <= self._waited.get(request, -1):
+            return False
+        self._waited[request] = lease.cached
         return True
 
     def _load_state(self, request: Request) -> None:

@@ -180,9 +180,10 @@ class Scheduler:
         self.queue.restart(back)
         self._returned += [request for plan in plans for request in plan.returned if request.lease is not None]
         # The failed step may have taken table writes and moves without executing them. Who was swapped in starts over
-        # with it; what was swapped out may never have arrived.
+        # with it; what was swapped out may never have arrived. Moves that nobody took are for places given up by now.
         self.context.repeat_table_writes()
         self.pressure.drop_all()
+        self.context.take_moves()
 
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is ever matched again -> free cached blocks dropped. Steps may be in flight.
