@@ -19,11 +19,14 @@ from megatron_infer.config import (
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
+from megatron_infer.context.stages import StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
@@ -32,7 +35,7 @@ from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.parallel.groups import ParallelGroups
-from megatron_infer.parallel.sizes import agree_on_config, agree_on_memory, agree_on_places, agree_on_sizes
+from megatron_infer.parallel.options import agree_on_config
 from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
@@ -102,7 +105,9 @@ class Assembly:
         """Launch a step: what the context has journaled since the last one, then the forward."""
         context = self.context
         flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
-        self.free_host_slots()
+        blocks, states = context.take_freed_slots(), context.take_freed_states()
+        if blocks or states:  # after the moves of the steps launched so far
+            self.runner.then(partial(self._free_host, blocks, states))
         return flight
 
     def finish_moves(self) -> None:
@@ -121,8 +126,11 @@ class Assembly:
 
     def free_host_slots(self) -> None:
         """Give back host memory of evicted requests that came back or ended."""
-        self.runner.store.free_host_slots(self.context.take_freed_slots())
-        self.runner.store.free_host_states(self.context.take_freed_states())
+        self._free_host(self.context.take_freed_slots(), self.context.take_freed_states())
+
+    def _free_host(self, blocks: Sequence[int], states: Sequence[int]) -> None:
+        self.runner.store.free_host_slots(blocks)
+        self.runner.store.free_host_states(states)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode, and no collective waits longer than it may."""
@@ -250,11 +258,11 @@ def assemble(
     """Adopt the model, size the pool, choose kernels, and connect everything."""
     adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
-    refuse_unsupported(groups)
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
-    sizes = resolve_sizes(config, shape, where, team)
+    agreed = agreed_sizes(config, shape, where, team)
+    sizes = agreed.sizes
     chosen = choose(
         where.torch,
         getattr(torch, shape.dtype),
@@ -264,7 +272,6 @@ def assemble(
         conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
         ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
     )
-    host_places = agree_on_places(host_places_of(config, sizes), team.lockstep)
     parts = Assembly(
         adopted.live,
         adopted,
@@ -276,7 +283,7 @@ def assemble(
         owns_weights=owns_weights,
         team=team,
     )
-    parts.context = make_context(config, sizes, host_places, recurrent=shape.state is not None)
+    parts.context = make_context(config, agreed)
     parts.scheduler = Scheduler(
         parts.context,
         max_tokens=sizes.max_tokens,
@@ -284,9 +291,11 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
+        num_groups=1 if groups.pp is None else groups.pp_size + config.overlap,
         on_event=on_event,
     )
-    parts.runner = make_runner(adopted, config, sizes, chosen, where, host_places=host_places)
+    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
+    parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
     register_derived(parts)
     if parts.context.host is not None:
         if groups.is_leader:
@@ -308,11 +317,9 @@ def assemble(
     return parts
 
 
-def make_context(
-    config: InferenceConfig, sizes: ResolvedSizes, host_places: tuple[int, int], *, recurrent: bool
-) -> DynamicInferenceContext:
+def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
     """The books of the cache."""
-    num_host_slots, num_host_states = host_places
+    sizes, (num_host_slots, num_host_states) = agreed.sizes, agreed.host
     return DynamicInferenceContext(
         num_blocks=sizes.num_usable_blocks,
         block_size=config.block_size_tokens,
@@ -321,31 +328,10 @@ def make_context(
         prefix_caching=config.enable_prefix_caching,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         num_host_slots=num_host_slots,
-        recurrent=recurrent,
+        recurrent=agreed.recurrent,
         num_snapshots=sizes.num_snapshot_slots,
         num_host_states=num_host_states,
     )
-
-
-def refuse_unsupported(groups: ParallelGroups) -> None:
-    """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
-    if groups.pp_size > 1:
-        raise NotImplementedError(
-            f"pg_collection has pp={groups.pp_size}: inference over pipeline stages is not supported yet; tensor, "
-            "expert and data parallelism are"
-        )
-
-
-def resolve_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> ResolvedSizes:
-    """The sizes that every rank of the engine has room for."""
-    lockstep = team.lockstep
-    if lockstep is None:
-        return config.resolve(shape, available_bytes=where.available_bytes())
-    agree_on_config(config, lockstep)
-    available = agree_on_memory(where.available_bytes(), lockstep)
-    with lockstep.together("sizing the cache"):
-        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
-    return agree_on_sizes(sizes, lockstep)
 
 
 def register_derived(parts: Assembly) -> None:
@@ -388,18 +374,29 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
     )
 
 
+def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> StageSizes:
+    """Sizes that every rank of the engine can hold, equal on all of them."""
+    available, lockstep = where.available_bytes(), team.lockstep
+    if lockstep is not None:
+        agree_on_config(config, lockstep)
+        available = min(lockstep.least("comparison of free memory", [available]))
+    with team.together("sizing the cache"):
+        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
+    limits = stage_limits(shape, sizes, host_places_of(config, sizes))
+    return agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
+
+
 def make_runner(
     adopted: AdoptedModel,
     config: InferenceConfig,
-    sizes: ResolvedSizes,
+    agreed: StageSizes,
     chosen: Chosen,
     where: Device,
-    *,
-    host_places: tuple[int, int],
+    link: StageLink | None,
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
-    shape, dtype = adopted.shape, getattr(torch, adopted.shape.dtype)
-    num_host_slots, num_host_states = host_places
+    shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
+    num_host_slots, num_host_states = agreed.host
     store = StateStore(
         num_layers=shape.num_attention_layers,
         num_blocks=sizes.num_blocks,
@@ -440,5 +437,6 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    sampler = for_group(sampler, adopted.tp_group)
-    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    of_all = for_group(sampler, adopted.tp_group)
+    make = ModelRunner if link is None else partial(StageRunner, link=link)
+    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)

@@ -253,6 +253,13 @@ class InferenceConfig:
             raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, it must be at least 1")
         asked, paused = int(self.buffer_size_gb * GIB), int((self.paused_buffer_size_gb or 0) * GIB)
         snapshots = _snapshot_bytes(self, shape)
+        if not shape.num_attention_layers and self.preemption_mode is PreemptionMode.SWAP:
+            warnings.warn(
+                'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
+                "memory, so nobody is ever evicted",
+                ConfigWarning,
+                stacklevel=2,
+            )
         if available_bytes is not None:
             available_bytes = max(0, available_bytes - (snapshots or 0))
         buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)

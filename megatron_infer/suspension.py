@@ -195,6 +195,7 @@ class Suspension:
         store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
             return TagReport(bytes_resident=_resident(store))
+        context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
         blocks, states = context.held_blocks(), context.held_state_slots()
         done = store.restore(set(blocks), transit.tick, keep_states=set(states))
         if self._mode is KVCacheManagementMode.OFFLOAD:

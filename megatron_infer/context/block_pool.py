@@ -115,6 +115,14 @@ class BlockPool:
         block = self._block_of.get(digest)
         return block if block is not None and self._preimage_of[block] == preimage else None
 
+    def run_of(self, digests: list[bytes]) -> list[int]:
+        """The blocks these stand for, to the first that stands for none; whether the content is equal, `lookup` knows.
+
+        Many at once: this is asked about the same long prompt with every chunk of it.
+        """
+        blocks: list[int] = list(map(self._block_of.get, digests))  # type: ignore[arg-type]
+        return blocks[: blocks.index(None)] if None in blocks else blocks  # type: ignore[arg-type]
+
     def content_of(self, block: int) -> tuple[bytes, bytes]:
         """(digest, preimage) of a published block."""
         return self._digest_of[block], self._preimage_of[block]

@@ -169,9 +169,7 @@ class DynamicInferenceContext(StateBook):
 
     def release(self, lease: Lease) -> None:
         """Take back the row, one reference to every block, and states that no block stands for."""
-        for slot in lease.unnamed.values():
-            self.snapshots.give_back(slot)  # type: ignore[union-attr]
-        lease.unnamed = {}
+        self._give_back_unnamed(lease)
         super().release(lease)
 
     def forget_all(self) -> int:
@@ -181,10 +179,10 @@ class DynamicInferenceContext(StateBook):
         """
         for lease in self._leases.values():
             lease.root = b""
+            self._give_back_unnamed(lease)
         if self.host is not None:
             self.host.forget_contents()
-        if self.snapshots is not None:
-            self.snapshots.forget_all()
+        self.forget_states()
         return self.pool.forget_all()
 
     def forget_free(self) -> int:
@@ -218,18 +216,35 @@ class DynamicInferenceContext(StateBook):
         With recurrent state only as far as a snapshot behind more than `beyond` tokens: nothing without one.
         """
         digests, root, size = lease.digests, lease.root, self.block_size
-        blocks: list[int] = []
         if not root or not self.prefix_caching or (self.recurrent and self.snapshots is None):
-            return blocks
+            return []
         first = len(digests)
-        for start in range(first * size, len(tokens) - size, size):
-            preimage = preimage_of(digests[-1] if digests else root, tokens[start : start + size])
-            digest = digest_of(preimage)
-            block = self.pool.lookup(digest, preimage)
-            if block is None:
-                break
-            blocks.append(block)
-            digests.append(digest)
+        before = lease.hashed[first:]
+        blocks = self.pool.run_of(before)
+        digests += before[: len(blocks)]
+        num_again = len(blocks)
+        if num_again == len(before):
+            for start in range(len(digests) * size, len(tokens) - size, size):
+                preimage = preimage_of(digests[-1] if digests else root, tokens[start : start + size])
+                digest = digest_of(preimage)
+                block = self.pool.lookup(digest, preimage)
+                if block is None:
+                    break
+                blocks.append(block)
+                digests.append(digest)
         if self.snapshots is not None and blocks:
             self._stop_at_snapshot(lease, blocks, self.snapshots, first=first, beyond=beyond)
+            if num_again and blocks:
+                self._trust(lease, tokens, blocks, first=first)
         return blocks
+
+    def _trust(self, lease: Lease, tokens: Sequence[int], blocks: list[int], *, first: int) -> None:
+        """Take blocks found by their digests alone only if all their preimages are equal too."""
+        digests, size = lease.digests, self.block_size
+        for column in range(first, len(digests)):
+            prev = digests[column - 1] if column else lease.root
+            preimage = preimage_of(prev, tokens[column * size : (column + 1) * size])
+            if self.pool.lookup(digests[column], preimage) is None:
+                del blocks[:], digests[first:]
+                lease.begins_behind = None
+                return

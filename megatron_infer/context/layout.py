@@ -379,7 +379,7 @@ def host_places(
     if not slot_bytes:
         return (swap_bytes // block_bytes if block_bytes else 0), 0
     if not block_bytes:
-        return 0, min(swap_bytes // slot_bytes, max_requests)
+        return 0, 0  # nobody is evicted for want of blocks that take no memory
     if swap_bytes < slot_bytes + block_bytes:
         return 0, 0
     typical = slot_bytes + -(-max_blocks_per_row // 2) * block_bytes

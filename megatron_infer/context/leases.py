@@ -24,6 +24,8 @@ class Lease:
     """Content digests of the leading blocks that were hit or published: a chain that starts at `root`."""
     root: bytes
     """Names what its blocks are computed with; b"" once it may publish no more (mixed weights, collision, reset)."""
+    hashed: list[bytes] = field(default_factory=list)
+    """What `digests` was when it was last cut back, so that a prompt in chunks is not hashed to its end by each."""
     begins_behind: int | None = None
     """Published block whose recurrent state it goes on from, until that is loaded."""
     waits: bool = False

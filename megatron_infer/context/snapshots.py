@@ -71,6 +71,10 @@ class Snapshots:
         del self._unnamed[slot]
         self._free.append(slot)
 
+    def any_behind(self, blocks: Collection[int]) -> bool:
+        """Whether a state is kept behind any of them."""
+        return not self._kept.keys().isdisjoint(blocks)
+
     def is_ready(self, block: int) -> bool:
         """Whether the step being planned may read the state behind `block`."""
         kept = self._kept.get(block)

@@ -55,6 +55,11 @@ class StateBook(SwapBook):
             if len(lease.digests) * self.block_size >= position:
                 self._name_state(lease, position // self.block_size - 1)
 
+    def forget_states(self) -> None:
+        """Give up every state kept behind a block: nobody will look for those blocks again."""
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
+
     def held_state_slots(self) -> list[int]:
         """Every state slot with content that somebody may go on from: of rows, and snapshots behind held blocks."""
         if not self.recurrent:
@@ -62,18 +67,27 @@ class StateBook(SwapBook):
         snapshots = self.snapshots.slots_of(set(self.pool.held())) if self.snapshots is not None else []
         return sorted([*self._leases, *snapshots])
 
+    def _give_back_unnamed(self, lease: Lease) -> None:
+        """No block will be published for the states that `lease` has kept."""
+        for slot in lease.unnamed.values():
+            self.snapshots.give_back(slot)  # type: ignore[union-attr]
+        lease.unnamed = {}
+
     def _stop_at_snapshot(
         self, lease: Lease, blocks: list[int], snapshots: Snapshots, *, first: int, beyond: int
     ) -> None:
         """Cut found blocks behind the last one with a state; where they go on, others may: a state is wanted there."""
         size, num_found = self.block_size, len(blocks)
-        num_usable = next((n for n in range(num_found, 0, -1) if snapshots.is_ready(blocks[n - 1])), 0)
+        num_usable, lease.waits = 0, False
+        if snapshots.any_behind(blocks):
+            num_usable = next((n for n in range(num_found, 0, -1) if snapshots.is_ready(blocks[n - 1])), 0)
+            lease.waits = any(map(snapshots.is_coming, blocks[num_usable:]))
         if (first + num_usable) * size <= beyond:
             num_usable = 0
-        lease.waits = any(map(snapshots.is_coming, blocks[num_usable:]))
         lease.begins_behind = blocks[num_usable - 1] if num_usable else None
         if num_usable < num_found:
             lease.keep_at.add((first + num_found) * size)
+            lease.hashed = list(lease.digests)
         del blocks[num_usable:], lease.digests[first + num_usable :]
 
     def _name_state(self, lease: Lease, column: int) -> None:

@@ -89,7 +89,7 @@ def build_model(
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
-    """The caller's groups, who need not give sizes then; else those of megatron-core's global state, made if need be."""
+    """The caller's groups (sizes need not be given then), else megatron-core's global ones, made if need be."""
     if given is None:
         init_process_groups(tensor, pipeline, expert)
         from megatron.core.process_groups_config import ProcessGroupCollection

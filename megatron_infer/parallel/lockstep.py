@@ -103,6 +103,11 @@ class Lockstep:
         texts: list[str] = self._round(_Report(what, text=text))["texts"]
         return texts
 
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        """Of each value the least that any rank has."""
+        everyone = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
+        return [min(column) for column in zip(*everyone, strict=True)]
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """The body happens on all ranks or fails on all of them: with its own error where it raised, elsewhere with
@@ -136,12 +141,12 @@ class Lockstep:
         self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
         raise self._broken
 
-    def step_failed(self, error: BaseException, seconds: float) -> None:
-        """This rank's forward raised. Returns if all ranks' did in the same way; else the engine has failed, and
-        RankFailure names the rank whose forward was the first to raise."""
+    def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False) -> None:
+        """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
+        not fatal; else the engine has failed, and RankFailure names the rank that was the first to raise."""
         text = json.dumps([f"{type(error).__name__}: {error}", seconds])
         texts = [json.loads(text) for text in self._round(_Report(FAILED_STEP, text=text, failed=True))["texts"]]
-        if len({message for message, _ in texts}) == 1:
+        if len({message for message, _ in texts}) == 1 and not fatal:
             return
         first = min(range(self.size), key=lambda rank: texts[rank][1])
         self._fail(RankFailure(first, self.phase, texts[first][0]))

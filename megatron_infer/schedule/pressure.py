@@ -199,7 +199,8 @@ class Pressure:
             self.drop(request)
 
     def weights_changed(self) -> None:
-        """What is on the host stays usable, and publishes no more (see `Scheduler.set_root`)."""
+        """What is on the host stays usable, and publishes no more (see `Scheduler.set_root`); nor is a state found."""
+        self._context.forget_states()
         if self._context.host is not None:
             self._context.host.forget_contents()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.context.prefix import salted
 from megatron_infer.schedule import policy
 from megatron_infer.schedule.plan import Slice
@@ -20,10 +20,16 @@ class Draft:
 
     left: int
     """Tokens the step may still take."""
+    stop_at: int = 0
+    """Prompts are left to other micro-batches once no more than this is left."""
     slices: list[Slice] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return self.left <= self.stop_at
 
 
 class PromptPlanner:
@@ -43,21 +49,49 @@ class PromptPlanner:
         *,
         max_tokens: int,
         chunked_prefill: bool,
+        num_groups: int = 1,
     ) -> None:
+        """num_groups: micro-batches that divide the prompts that wait."""
         self._context = context
         self._queue = queue
         self._roster = roster
         self._pressure = pressure
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
+        self._num_groups = num_groups
+        self._waited: dict[Request, int] = {}
+        """Who waits for a state that is being computed, and what it could skip when it began to."""
+
+    def begin(self, left: int, *, in_flight: int) -> Draft:
+        """The prompt part of a step that may take `left` tokens.
+
+        Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
+        """
+        if self._num_groups == 1:
+            return Draft(left=left)
+        total = in_flight + self._num_waiting_tokens(self._num_groups * left)
+        return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
 
     def go_on(self, draft: Draft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
         for request in list(self._roster.prefilling):
-            if not draft.left:
+            if draft.is_full:
                 return
             self._catch_up(request)
-            self._take_slice(draft, request, min(len(request.tokens) - request.scheduled, draft.left), first=False)
+            remaining = len(request.tokens) - request.scheduled
+            self._take_slice(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+
+    def _num_waiting_tokens(self, limit: int) -> int:
+        """Known tokens to compute of prompts begun and of those next in line; counted up to `limit` or a little more.
+
+        Tokens that will be found in the prefix cache count too.
+        """
+        total = sum(len(request.tokens) - request.scheduled for request in self._roster.prefilling)
+        for request in self._queue.candidates(self._context.num_free_rows):
+            if total >= limit:
+                break
+            total += len(request.tokens)
+        return total
 
     def admit(self, draft: Draft, *, root: bytes) -> None:
         """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
@@ -65,7 +99,7 @@ class PromptPlanner:
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
         for request in self._queue.candidates(self._context.num_free_rows):
-            if not draft.left or not self._context.num_free_rows:
+            if draft.is_full or not self._context.num_free_rows:
                 break
             if self._try_admit(draft, request, root):
                 admitted.add(request)
@@ -77,6 +111,7 @@ class PromptPlanner:
                 overtaken.get(older, 0) >= policy.MAX_OVERTAKEN for older in skipped
             ):
                 break
+        self._waited = {request: self._waited[request] for request in skipped if request in self._waited}
         self._queue.take_out(admitted)
 
     def _try_admit(self, draft: Draft, request: Request, root: bytes) -> bool:
@@ -92,12 +127,10 @@ class PromptPlanner:
         lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False
-        if lease.waits:  # in the next step it can skip what this one computes for another
+        if lease.waits and self._is_worth_waiting(request, lease):
             context.release(lease)
             return False
-        n = policy.chunk_size(
-            total - lease.cached, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill
-        )
+        n = self._chunk_size(draft, total - lease.cached)
         fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
@@ -105,6 +138,16 @@ class PromptPlanner:
         self._roster.enter(request, lease)
         self._load_state(request)
         self._take_slice(draft, request, n, first=True)
+        return True
+
+    def _is_worth_waiting(self, request: Request, lease: Lease) -> bool:
+        """In the next step it can skip what this one computes for another, unless that state gives way before.
+
+        One who gained nothing by its last wait goes on with what there is, so that nobody waits as long as others run.
+        """
+        if lease.cached <= self._waited.get(request, -1):
+            return False
+        self._waited[request] = lease.cached
         return True
 
     def _load_state(self, request: Request) -> None:
@@ -126,11 +169,16 @@ class PromptPlanner:
     def _bring_back(self, draft: Draft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
         remaining = len(request.tokens) - self._pressure.swapped[request].num_tokens
-        n = policy.chunk_size(remaining, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        n = self._chunk_size(draft, remaining)
         if not n or not self._pressure.swap_in(request, headroom=self._headroom()):
             return False
         self._take_slice(draft, request, n, first=True)
         return True
+
+    def _chunk_size(self, draft: Draft, remaining: int) -> int:
+        """Without chunking a prompt is taken whole even where it exceeds its micro-batch's share."""
+        left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
+        return policy.chunk_size(remaining, left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
 
     def _headroom(self) -> int:
         return policy.admission_headroom(self._roster.num_running, self._context.num_blocks)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_infer.context.layout import ModelShape, kv_block_bytes
+from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
 
@@ -14,6 +15,8 @@ KINDS = ("attention", "hybrid", "mamba")
 """Attention with MLPs; Mamba, attention, MLP and experts in one stack; Mamba alone."""
 RECURRENT = ("hybrid", "mamba")
 HYBRID_PATTERN = "M*-ME*M"
+UNALIGNED = 2e-5
+"""Of fp32 log probabilities computed in other pieces by kernels that round: see test_scan_tolerance."""
 STATES_GIB = 4 / 1024
 """Room for states of a prefix cache, in every kind that keeps them."""
 
@@ -27,10 +30,29 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
     return tiny_mamba(num_layers=3, **settings)
 
 
+def is_native(engine: DynamicInferenceEngine) -> bool:
+    """Whether every kernel whose sums could be ordered by the schedule is one that promises the same bits."""
+    chosen = engine.parts.chosen
+    return chosen.attention.name == "native" and (chosen.scan is None or chosen.scan.name == "native")
+
+
 def prefix_caching(kind: str, policy: str = "lru") -> dict[str, Any]:
     """Settings that turn the prefix cache on."""
     settings = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": policy}
     return settings | ({"prefix_caching_mamba_gb": STATES_GIB} if kind in RECURRENT else {})
+
+
+def bytes_of(model: torch.nn.Module, block_size: int) -> tuple[int, int]:
+    """Bytes of (a block, a state slot); 0 of what the model does not keep."""
+    shape: ModelShape = adopt(model).shape
+    block = kv_block_bytes(
+        num_layers=shape.num_attention_layers,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype_bytes=shape.kv_dtype_bytes,
+    )
+    return block, 0 if shape.state is None else shape.state.slot_bytes
 
 
 def buffers(
@@ -40,20 +62,30 @@ def buffers(
 
     The states are taken from both buffers in proportion (see `split_pool`), so both are larger by their share.
     """
-    shape: ModelShape = adopt(model).shape
-    block = kv_block_bytes(
-        num_layers=shape.num_attention_layers,
-        block_size=block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype_bytes=shape.kv_dtype_bytes,
-    )
-    states = max_requests * shape.state.slot_bytes if shape.state is not None else 0
+    block, slot = bytes_of(model, block_size)
+    states = max_requests * slot
     if not block:  # blocks take no memory
-        return {"buffer_size_gb": (states + shape.state.slot_bytes) / 2**30}  # one is for padding
+        return {"buffer_size_gb": (states + slot) / 2**30}  # one is for padding
     main, paused = (blocks + 1.25) * block, (paused_blocks + 0.25) * block if paused_blocks else 0.0
     share = states / (main + paused)
     return {
         "buffer_size_gb": main * (1 + share) / 2**30,
         "paused_buffer_size_gb": paused * (1 + share) / 2**30 if paused else None,
     }
+
+
+def poison(engine: DynamicInferenceEngine) -> None:
+    """NaN in every slot and block whose content nobody may go on from; the dummies stay as they are."""
+    context, store = engine.parts.context, engine.parts.runner.store
+    contents = context.pool.contents()
+    blocks = set(range(context.num_blocks)) - set(context.held_blocks()) - contents.keys()
+    if store.block_bytes:
+        store.kv_cache[:, :, sorted(blocks)] = float("nan")
+    if store.states is None:
+        return
+    live = {*context.held_state_slots(), context.num_rows}
+    if context.snapshots is not None:
+        live |= set(context.snapshots.slots_of(contents.keys()))
+    unused = sorted(set(range(store.num_state_slots)) - live)
+    store.states.conv_SLCW[unused] = float("nan")
+    store.states.ssm_SLHPN[unused] = float("nan")

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from model_kinds import RECURRENT, buffers, is_native, make_model, prefix_caching
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.testing.tiny import tiny_gpt
 
+pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
+"""Pure Mamba models are in the tables of those who swap, too."""
 VOCAB = 128
 BLOCK = 16
 BASE: dict[str, Any] = {
@@ -27,7 +29,7 @@ BASE: dict[str, Any] = {
 }
 MAX_SUSPENDS = 6
 """Who is set back every few steps without end would never finish."""
-PREFIX = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+PREFIX = {"prefix": "lru"}
 CHUNKED = {"enable_chunked_prefill": True, "max_tokens": 24}
 TINY_POOL = {"pool_blocks": 22}
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -36,44 +38,64 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "chunks of 1": ({"enable_chunked_prefill": True, "max_tokens": 1, "max_requests": 1}, False),
     "prefix": (PREFIX, False),
     "tiny pool": (TINY_POOL, False),
+    "tiny pool, swap": ({**TINY_POOL, "preemption_mode": "swap", "swap_buffer_size_gb": 0.05}, False),
     "overlap": ({"overlap": True}, False),
     "suspended": ({}, True),
     "suspended, overlap": ({"overlap": True}, True),
     "suspended, chunked": (CHUNKED, True),
     "all of it": ({**PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
 }
-"""Settings, and whether the engine is suspended with recomputation every few steps."""
+"""Settings, and whether the engine is suspended with recomputation every few steps.
+
+A tiny pool is none to pure Mamba models, whose blocks take no memory.
+"""
 Answer = tuple[list[int], torch.Tensor]
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
 GATED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
-MODELS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"params_dtype": torch.bfloat16},
-    "fp32 experts": {**MOE, **GATED},
-    "bf16 experts": {**MOE, **GATED, "params_dtype": torch.bfloat16},
+BF16 = {"params_dtype": torch.bfloat16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("attention", {}),
+    "bf16": ("attention", BF16),
+    "fp32 experts": ("attention", {**MOE, **GATED}),
+    "bf16 experts": ("attention", {**MOE, **GATED, **BF16}),
+    "fp32 hybrid": ("hybrid", {}),
+    "bf16 hybrid": ("hybrid", BF16),
+    "fp32 mamba": ("mamba", {}),
+    "bf16 mamba": ("mamba", BF16),
 }
+"""Kind, and what its model is built with."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request) -> torch.nn.Module:
-    model = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2, **MODELS[request.param])
-    name = make_engine(model).parts.chosen.attention.name
-    if name != "native":
-        pytest.skip(f"attention runs on {name}, which promises rounding only")
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kind(name) -> str:
+    return MODELS[name][0]
+
+
+@pytest.fixture(scope="module")
+def model(name, kind) -> torch.nn.Module:
+    model = make_model(kind, vocab_size=VOCAB, **MODELS[name][1])
+    engine = make_engine(model, kind)
+    if not is_native(engine):
+        pytest.skip(f"kernels that promise rounding only:\n{engine.parts.chosen.table()}")
     return model
 
 
-def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
     settings = {**BASE, **settings}
+    if "prefix" in settings:
+        settings |= prefix_caching(kind, settings.pop("prefix"))
     pool = settings.pop("pool_blocks", None)
     if pool is not None:
-        item = next(model.parameters()).element_size()
-        block = BLOCK * 2 * 2 * 2 * 16 * item  # B x (K, V) x layers x kv heads x head dim
-        settings["buffer_size_gb"] = (pool + 1) * block / 2**30 + 1e-9
+        settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
     return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
-def workload(kind: str) -> list[tuple[list[int], SamplingParams]]:
+def workload(drawing: str) -> list[tuple[list[int], SamplingParams]]:
     """Prompts to past 128 tokens (a tile of keys), one of them with its output past 256 (a partition)."""
     rng = random.Random(5)
     stem = [rng.randrange(4, VOCAB) for _ in range(120)]
@@ -81,7 +103,7 @@ def workload(kind: str) -> list[tuple[list[int], SamplingParams]]:
     for i, (shared, own, drawn) in enumerate([(0, 1, 30), (48, 17, 40), (120, 30, 120), (48, 3, 25), (120, 9, 30)] * 2):
         prompt = stem[:shared] + [rng.randrange(4, VOCAB) for _ in range(own)]
         how: dict[str, Any] = {"temperature": 0.0}
-        if kind == "sampled":
+        if drawing == "sampled":
             how = {"temperature": 0.9, "seed": i, **[{}, {"top_k": 12}, {"top_p": 0.8}][i % 3]}
         how["prompt_logprobs"] = 0 if i % 2 else None  # the others may hit the prefix cache
         work.append((prompt, SamplingParams(max_tokens=drawn, ignore_eos=True, logprobs=2, **how)))
@@ -103,9 +125,9 @@ def suspender(engine: DynamicInferenceEngine) -> Callable[[], None]:
     return suspend
 
 
-def run(engine: DynamicInferenceEngine, kind: str, *, suspended: bool = False) -> list[Answer]:
+def run(engine: DynamicInferenceEngine, drawing: str, *, suspended: bool = False) -> list[Answer]:
     """Every request's (tokens, log probabilities of its prompt, its tokens and the likeliest ones)."""
-    work = workload(kind)
+    work = workload(drawing)
     for i, (prompt, params) in enumerate(work):
         engine.add_request(prompt, params, request_id=str(i), stream="final")
     suspend = suspender(engine) if suspended else lambda: None
@@ -130,19 +152,23 @@ def check_same(answers: list[Answer], wanted: list[Answer]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(model) -> dict[str, list[Answer]]:
-    return {kind: run(make_engine(model), kind) for kind in ("greedy", "sampled")}
+def plain(model, kind) -> dict[str, list[Answer]]:
+    return {drawing: run(make_engine(model, kind), drawing) for drawing in ("greedy", "sampled")}
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("way", WAYS)
-def test_logprobs_have_the_same_bits(model, plain, way, kind):
+def test_logprobs_have_the_same_bits(model, kind, plain, way, drawing):
     settings, suspended = WAYS[way]
-    engine = make_engine(model, **settings)
-    check_same(run(engine, kind, suspended=suspended), plain[kind])
+    engine = make_engine(model, kind, **settings)
+    check_same(run(engine, drawing, suspended=suspended), plain[drawing])
     counters = engine.stats().counters
-    assert counters["evicted"] or "pool_blocks" not in settings, "the pool was not tight enough to test"
-    if "enable_prefix_caching" in settings:
+    tight = "pool_blocks" in settings and kind != "mamba"
+    assert counters["evicted"] or not tight, "the pool was not tight enough to test"
+    assert (counters["swapped_in"] > 0) == (tight and "preemption_mode" in settings)
+    if "prefix" in settings:
         before = counters["prefix_hit_tokens"]
-        check_same(run(engine, kind, suspended=suspended), plain[kind])
-        assert engine.stats().counters["prefix_hit_tokens"] > before
+        check_same(run(engine, drawing, suspended=suspended), plain[drawing])
+        counters = engine.stats().counters
+        assert counters["prefix_hit_tokens"] > before
+        assert (counters["states_loaded"] > 0) == (kind in RECURRENT)

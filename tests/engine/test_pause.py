@@ -8,23 +8,32 @@ from typing import Any
 
 import pytest
 import torch
+from model_kinds import KINDS, RECURRENT, make_model, prefix_caching
 from test_async_llm import make_async
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.forward.derived import DerivedCache
+from megatron_infer.models.adopt import adopt
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 PROMPTS = [list(range(i + 4, i + 30 + i)) for i in range(4)]
 
 
 @pytest.fixture
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
+def kind() -> str:
+    return "attention"
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+"""For what depends on what a model keeps of a sequence, or derives from its weights."""
+
+
+@pytest.fixture
+def model(kind) -> torch.nn.Module:
+    return make_model(kind, vocab_size=128, max_sequence_length=256)
 
 
 def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
@@ -34,8 +43,7 @@ def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceE
         "max_sequence_length": 128,
         "max_requests": 8,
         "check_invariants": True,
-        "enable_prefix_caching": True,
-        "prefix_caching_eviction_policy": "lru",
+        **prefix_caching("hybrid" if adopt(model).ssm_specs else "attention"),
     }
     return DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
 
@@ -65,6 +73,7 @@ def expected(model):
     return tokens_of(finish(engine))
 
 
+@every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 def test_pause_and_unpause_change_no_token(model, expected, mode, overlap):
@@ -88,6 +97,7 @@ def test_pause_and_unpause_change_no_token(model, expected, mode, overlap):
     assert (prefilled > sum(map(len, PROMPTS)) + len(PROMPTS[0])) == (mode == "retract")
 
 
+@every_kind
 def test_pause_abort_ends_everyone_with_what_it_has(model, expected):
     engine = make_engine(model)
     start(engine)
@@ -128,6 +138,7 @@ def change(model: torch.nn.Module, seed: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
+@every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_spans_tell_which_weights_made_each_token(model, running, overlap):
@@ -150,6 +161,7 @@ def test_spans_tell_which_weights_made_each_token(model, running, overlap):
     assert engine.stats().weight_version == 7
 
 
+@every_kind
 def test_a_version_used_twice_never_matches_the_cache_of_its_first_use(model):
     engine = make_engine(model)
     engine.set_weight_version(3)
@@ -164,6 +176,7 @@ def test_a_version_used_twice_never_matches_the_cache_of_its_first_use(model):
     assert again.outputs[0].token_ids == make_engine(model).generate(PROMPTS[:1], PARAMS)[0].outputs[0].token_ids
 
 
+@every_kind
 def test_writes_through_data_while_paused_are_noticed(model):
     engine = make_engine(model)
     start(engine)
@@ -201,21 +214,27 @@ def test_a_planted_stale_copy_is_caught(model):
     engine.verify_weights()
 
 
-def test_packed_weights_and_rotary_tables_are_refreshed_and_their_staleness_shows(model):
+@every_kind
+def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     engine = make_engine(model)
-    if not engine.parts.chosen.packed.num_weights:
-        pytest.skip("nothing is packed here")
-    assert set(engine.parts.derived.names) == {"packed weights", "rotary tables"}
-    model.decoder.layers[0].self_attention.linear_qkv.weight.data[0] += 1
-    with pytest.raises(StaleCache, match="packed weights"):
-        engine.verify_weights()
-    engine.refresh_weights()
-    engine.verify_weights()
-    model.rotary_pos_emb.inv_freq.mul_(0.5)
-    with pytest.raises(StaleCache, match="rotary tables"):
-        engine.verify_weights()
-    engine.refresh_weights()
-    engine.verify_weights()
+    packed, scan = engine.parts.chosen.packed, ["scan weights"] if kind in RECURRENT else []
+    assert set(engine.parts.derived.names) == {"packed weights", "rotary tables", *scan}
+    mixer = model.decoder.layers[0].mixer if scan else None
+    plants: dict[str, list[torch.Tensor]] = {
+        "packed weights": [(mixer.in_proj if scan else model.decoder.layers[0].self_attention.linear_qkv).weight.data]
+        if packed.num_weights
+        else [],
+        "rotary tables": [model.rotary_pos_emb.inv_freq] if kind != "mamba" else [],
+        "scan weights": [mixer.A_log.data] if scan else [],
+    }
+    assert any(plants.values())
+    for name, tensors in plants.items():
+        for tensor in tensors:
+            tensor[0] += 1
+            with pytest.raises(StaleCache, match=name):
+                engine.verify_weights()
+            engine.refresh_weights()
+            engine.verify_weights()
     with pytest.raises(ValueError, match="registered already"):
         engine.parts.derived.register(DerivedCache(name="rotary tables", refresh=print, differs=lambda: None))
 
@@ -243,6 +262,7 @@ def test_copies_that_stay_over_a_suspend_follow_an_update_within_it(model):
     assert engine.stats().weight_version == 4
 
 
+@every_kind
 def test_an_update_that_failed_half_way_leaves_no_mix_of_derived_copies(model):
     """Written through .data under running requests, so that nothing but the failed call tells of it."""
     engine = make_engine(model)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import World, make_group, make_request
+from fake_device import World, continued, make_group, make_request
 
+from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.prefix import DIGEST_SIZE, digest_of
 from megatron_infer.context.snapshots import Snapshots
+from megatron_infer.schedule.request import CacheUse
 
 PROMPT = list(range(10, 40))
 
@@ -18,6 +21,14 @@ def world(**fields):
 def finish(world, name, tokens, max_new=3, **kwargs):
     request = world.add(make_request(name, tokens, max_new, stop_ids=frozenset(), **kwargs))
     world.drain()
+    return request
+
+
+def finish_beside(world, name, tokens, max_new=1):
+    """Others go on as long as it takes, and no longer."""
+    request = world.add(make_request(name, tokens, max_new, stop_ids=frozenset()))
+    while request.finish_reason is None:
+        world.step()
     return request
 
 
@@ -68,6 +79,38 @@ def test_states_of_answers_never_push_out_those_of_prompts():
     assert finish(w, "b again", PROMPT[::-1]).history.cached_tokens == 28
 
 
+def test_state_of_an_answer_is_the_first_to_make_room():
+    w = world(num_snapshots=2)
+    finish(w, "a", PROMPT)
+    finish(w, "long", [70, 71], max_new=20)
+    assert w.context.snapshots.num_kept == 2
+    finish(w, "b", PROMPT[::-1])
+    assert finish(w, "a again", PROMPT).history.cached_tokens == 28
+
+
+def test_newer_prompts_push_out_the_state_used_longest_ago():
+    w = world(num_snapshots=2)
+    first, second, third = PROMPT, PROMPT[::-1], [x + 40 for x in PROMPT]
+    for name, prompt in (("a", first), ("b", second), ("a again", first), ("c", third)):
+        finish(w, name, prompt)
+    assert [finish(w, f"last {i}", p).history.cached_tokens for i, p in enumerate((first, third, second))] == [
+        28,
+        28,
+        0,
+    ]
+
+
+def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
+    w = world()
+    answer = continued([70, 71], 40, 0)
+    w.add(make_request("long", [70, 71], 40, stop_ids=frozenset()))
+    while not w.context.snapshots.num_kept:
+        w.step()
+    assert finish_beside(w, "turn", answer[:9]).history.cached_tokens == 4
+    w.drain()
+    assert finish(w, "late", answer[:6]).history.cached_tokens == 4, "the one that the first turn went on from"
+
+
 def test_one_answer_keeps_one_state():
     w = world(num_snapshots=8)
     finish(w, "long", [70, 71], max_new=60)
@@ -82,6 +125,97 @@ def test_late_state_lets_a_prompt_in_progress_skip_ahead():
     b = w.add(make_request("b", long, 2, stop_ids=frozenset()))
     w.drain()
     assert b.history.cached_tokens > 0 and w.scheduler.stats.states_loaded >= 1
+
+
+def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
+    """A decoding request keeps one state: with blocks of one token it moves on with every step."""
+    w = world(block_size=1, num_blocks=300)
+    start = [70, 71]
+    w.add(make_request("decodes", start, 60, stop_ids=frozenset()))
+    for _ in range(6):
+        w.step()
+    follower = w.add(make_request("follows", continued(start, 58, 0), 3, stop_ids=frozenset()))
+    for _ in range(2):
+        w.step()
+    assert follower.lease is not None, "it waits as long as the other decodes"
+    w.drain()
+
+
+def test_who_gains_by_waiting_waits_again():
+    """Each prompt is the one before and more: the last waits for the state of every one of them in turn."""
+    w = world()
+    prompts = [list(range(10, 10 + n)) for n in (9, 17, 25, 33)]
+    for i, prompt in enumerate(prompts):
+        w.add(make_request(f"r{i}", prompt, 2, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == 9 + 3 * (8 + 1)
+
+
+@pytest.mark.parametrize("max_tokens", [4, 7, 14, 27, 28, 29])
+def test_state_is_kept_wherever_chunks_end(max_tokens):
+    """Behind a chunk it is copied, inside it is captured: one of the two, and the same state."""
+    w = world(chunked=True, max_tokens=max_tokens)
+    finish(w, "first", PROMPT, max_new=1)
+    assert w.device.num_state_copies + w.device.num_captures == w.scheduler.stats.states_kept == 1
+    assert w.device.num_state_copies == (28 % max_tokens == 0)
+    assert finish(w, "second", PROMPT).history.cached_tokens == 28
+    assert w.scheduler.stats.states_loaded == 1
+
+
+def test_prompt_in_chunks_that_finds_blocks_without_states_is_hashed_once(monkeypatch):
+    """Every chunk looks for a state further on: the work of a step must not grow with the prompt's length."""
+    long = list(range(1000, 1400))
+    w = world(chunked=True, max_tokens=8, num_blocks=300)
+    finish(w, "first", long)
+    w.context.forget_states()
+    num_hashed = 0
+
+    def counted(preimage):
+        nonlocal num_hashed
+        num_hashed += 1
+        return digest_of(preimage)
+
+    monkeypatch.setattr("megatron_infer.context.context.digest_of", counted)
+    assert finish(w, "second", long).history.cached_tokens == 0
+    assert num_hashed <= 3 * 100, "a block is found, announced and published"
+
+
+def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(monkeypatch):
+    monkeypatch.setattr(
+        "megatron_infer.context.context.digest_of",  # of a second block: it knows what is before it, no more
+        lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
+    )
+    head, root = [1, 2, 3, 4], b"a root of some length"
+    context = DynamicInferenceContext(
+        num_blocks=16,
+        block_size=4,
+        num_rows=4,
+        max_blocks_per_row=8,
+        prefix_caching=True,
+        recurrent=True,
+        num_snapshots=4,
+    )
+
+    def compute(tokens):
+        context.begin_step()
+        lease = context.admit(tokens, root=root)
+        assert lease.cached == 0 and context.extend(lease, len(tokens))
+        context.keep_states(lease, 0, len(tokens))
+        context.announce(lease, tokens, len(tokens))
+        return lease
+
+    tokens = [*head, 5, 6, 7, 8, 9]
+    gone = compute(tokens)
+    context.forget_states()
+    waiting = context.admit(tokens, root=root)
+    assert context.extend(waiting, len(tokens)) and waiting.hashed == gone.digests
+    context.release(gone)
+    other = compute([*head, 9, 9, 9, 9, 9])
+    assert other.digests == waiting.hashed and context.snapshots.num_kept == 1
+    context.begin_step()
+    assert context.catch_up(waiting, tokens, 0) == 0 and waiting.begins_behind is None
+    assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
+    context.check()
 
 
 def test_group_forks_the_state_of_one_prefill():
@@ -112,6 +246,53 @@ def test_state_of_former_weights_is_never_loaded():
     finish(w, "a", PROMPT)
     w.new_weights(keep=True)
     assert finish(w, "b", PROMPT).history.cached_tokens == 0
+
+
+def test_states_of_former_weights_leave_room_for_answers():
+    """An answer keeps its state only where a slot is free: those that nobody will look for again must not fill them."""
+    w = world(num_snapshots=2, num_rows=2)
+    finish(w, "a", PROMPT)
+    finish(w, "b", PROMPT[::-1])
+    assert w.context.snapshots.num_kept == 2
+    w.new_weights(keep=True)
+    first = finish(w, "turn 1", [70, 71], max_new=20)
+    assert finish(w, "turn 2", [*first.tokens, 60]).history.cached_tokens == 20
+
+
+def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
+    """Equal prompts computed side by side: the second's state has no block before the step's commit."""
+    w = world(num_snapshots=2, overlap=True)
+    alone = CacheUse(allowed=False)
+    for name in ("first", "second"):
+        w.add(make_request(name, PROMPT, 40, stop_ids=frozenset(), cache=alone))
+    w.step()
+    assert w.context.snapshots.slots_of(()), "no state waits for its block"
+    w.scheduler.reset_prefix_cache()
+    w.check()
+    assert not w.context.snapshots.slots_of(())
+    w.drain()
+
+
+def test_prompt_under_way_at_a_reset_takes_no_slot_any_more():
+    w = world(chunked=True, max_tokens=9)
+    w.add(make_request("begun", PROMPT, 20, stop_ids=frozenset()))
+    w.step()
+    w.scheduler.reset_prefix_cache()
+    for _ in range(12):
+        w.step()
+        assert not w.context.snapshots.slots_of(())
+    assert w.scheduler.stats.states_kept == 0
+    w.drain()
+
+
+def test_moves_of_a_failed_step_are_not_made_up_for():
+    w = world()
+    w.add(make_request("decodes", [70, 71], 20, stop_ids=frozenset()))
+    for _ in range(3):
+        w.step()
+    plan = w.fail_step("before")
+    assert plan.decode_starts == [4], "where a block ends and its state is copied"
+    assert not w.context.take_moves()
 
 
 def test_oldest_unused_state_makes_room():

@@ -64,3 +64,11 @@ def test_models_without_state_keep_their_defaults():
     assert machine_config({}, plain, is_cuda=False, available_bytes=8 << 30) == machine_config(
         {}, is_cuda=False, available_bytes=8 << 30
     )
+
+
+def test_swap_where_nobody_is_evicted_is_said_to_have_no_effect():
+    config = machine_config(
+        {"preemption_mode": "swap", "swap_buffer_size_gb": 1}, shape(0), is_cuda=False, available_bytes=8 << 30
+    )
+    with pytest.warns(ConfigWarning, match="nobody is ever evicted"):
+        config.resolve(shape(0))

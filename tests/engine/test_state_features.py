@@ -1,0 +1,235 @@
+"""Features that meet in the recurrent state: groups fork it, prefixes load it, it waits on the host, steps fail.
+
+Blocks can be written twice without harm, a state that has gone a step too far cannot be taken back; and what lies in a
+slot or block that nobody has is NaN here, so that whoever reads it shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import RECURRENT, UNALIGNED, buffers, is_native, make_model, poison, prefix_caching
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.schedule.params import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
+"""Pure Mamba models are in the tables of those who swap, too."""
+VOCAB = 128
+BLOCK = 16
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": BLOCK,
+    "max_sequence_length": 160,
+    "max_requests": 10,
+    "max_tokens": 512,
+    "check_invariants": True,
+}
+Answers = dict[str, list[tuple[list[int], list[float]]]]
+SWAP = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.02}
+WAYS: dict[str, dict[str, Any]] = {
+    "prefix": {"prefix": "lru"},
+    "prefix, evicted": {"prefix": "lru", "pool_blocks": 18},
+    "prefix, swapped": {"prefix": "lru", "pool_blocks": 18, **SWAP},
+    "prefix, chunked, few rows": {
+        "prefix": "ref_zero",
+        "max_requests": 5,
+        "enable_chunked_prefill": True,
+        "max_tokens": 24,
+    },
+    "two states": {"prefix": "lru", "states": 2, "max_requests": 4},
+}
+DISTURBED = [("", False), ("", True), ("offload", True), ("recompute", False)]
+"""How the engine is suspended now and then, and whether steps overlap."""
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind) -> torch.nn.Module:
+    return make_model(kind, vocab_size=VOCAB)
+
+
+def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
+    """prefix: policy of the prefix cache; states: how many it may keep; pool_blocks: sizes the pool."""
+    settings = {**BASE, **settings}
+    states = settings.pop("states", None)
+    if "prefix" in settings:
+        settings |= prefix_caching(kind, settings.pop("prefix"))
+    if states is not None:
+        plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
+        settings["prefix_caching_mamba_gb"] = (states + 0.5) * plain.parts.sizes.state_slot_bytes / 2**30
+    pool = settings.pop("pool_blocks", None)
+    if pool is not None:
+        settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
+    engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
+    assert states in (None, engine.parts.sizes.num_snapshot_slots)
+    return engine
+
+
+def workload() -> list[tuple[list[int], SamplingParams]]:
+    """Groups of 3 and single requests, in turn; stems end at a block's end and within one."""
+    rng = random.Random(11)
+    stem = [rng.randrange(4, VOCAB) for _ in range(48)]
+    work = []
+    for i, shared in enumerate([48, 40, 48, 0, 33, 48, 40]):
+        prompt = stem[:shared] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 30))]
+        params = SamplingParams(
+            n=3 if i % 2 == 0 else 1, temperature=0.9, top_k=40, seed=i, max_tokens=24, ignore_eos=True, logprobs=0
+        )
+        work.append((prompt, params))
+    return work
+
+
+def answer(output: RequestOutput) -> list[tuple[list[int], list[float]]]:
+    return [
+        (s.token_ids, [entry[t].logprob for t, entry in zip(s.token_ids, s.logprobs, strict=True)])
+        for s in output.outputs
+    ]
+
+
+def run(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: None) -> Answers:
+    """Two rounds of the workload, the second of which finds prefixes of the first."""
+    done = {}
+    for number in range(2):
+        for i, (prompt, params) in enumerate(workload()):
+            engine.add_request(prompt, params, request_id=f"{number}.{i}", stream="final")
+        while engine.has_unfinished():
+            disturb()
+            poison(engine)
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
+    assert engine.parts.context.num_free_rows == engine.parts.sizes.max_requests, "a row leaked"
+    return {name: answer(output) for name, output in done.items()}
+
+
+def check_same(engine: DynamicInferenceEngine, got: Answers, wanted: Answers) -> None:
+    assert got.keys() == wanted.keys()
+    for name, samples in got.items():
+        for (tokens, values), (other, bits) in zip(samples, wanted[name], strict=True):
+            assert tokens == other, name
+            assert values == (bits if is_native(engine) else pytest.approx(bits, rel=0, abs=UNALIGNED)), name
+
+
+@pytest.fixture(scope="module")
+def expected(model, kind) -> Answers:
+    """One request after the other, nothing switched on."""
+    engine = make_engine(model, kind)
+    answers = {str(i): answer(engine.generate([p], q)[0]) for i, (p, q) in enumerate(workload())}
+    return {f"{number}.{i}": answers[i] for number in range(2) for i in answers}
+
+
+@pytest.mark.parametrize(("mode", "overlap"), DISTURBED, ids=["", "overlap", "offload, overlap", "recompute"])
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, overlap):
+    engine = make_engine(model, kind, overlap=overlap, **WAYS[way])
+
+    def suspend() -> None:
+        if mode and engine.num_steps in (4, 12, 20, 45, 55):
+            engine.suspend(mode)
+            engine.resume()
+
+    check_same(engine, run(engine, suspend), expected)
+    counters = engine.stats().counters
+    assert counters["forked"] > 0 and counters["prefix_hits"] > 0 and counters["states_loaded"] > 0
+    tight = "pool_blocks" in WAYS[way] and kind != "mamba"  # whose blocks take no memory
+    assert (counters["evicted"] > 0) or not tight, "the pool was not tight enough to test"
+    assert (counters["swapped_in"] > 0) == (tight and "preemption_mode" in WAYS[way])
+
+
+@pytest.mark.parametrize("where", ["before it", "behind its forward", "behind its draw"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, overlap, where, monkeypatch):
+    engine = make_engine(model, kind, overlap=overlap, prefix="lru", enable_chunked_prefill=True, max_tokens=40)
+    runner, failures, steps = engine.parts.runner, 0, 0
+    forward, sample = runner.forward, runner.sample
+
+    def fails() -> bool:
+        nonlocal failures
+        failures += steps in (3, 9, 10, 21, 40)
+        return steps in (3, 9, 10, 21, 40)
+
+    def failing_forward(*work: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if where == "before it" and fails():
+            raise KeyboardInterrupt
+        flight = forward(*work)
+        if where == "behind its forward" and fails():
+            raise KeyboardInterrupt
+        return flight
+
+    def failing_sample(flight: Any) -> None:
+        sample(flight)
+        if where == "behind its draw" and fails():
+            raise KeyboardInterrupt
+
+    step = engine.step
+
+    def patient_step() -> list[RequestOutput]:
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return []
+
+    monkeypatch.setattr(runner, "forward", failing_forward)
+    monkeypatch.setattr(runner, "sample", failing_sample)
+    monkeypatch.setattr(engine, "step", patient_step)
+    check_same(engine, run(engine), expected)
+    assert failures == 5
+
+
+PROMPT = [5 + i % 90 for i in range(70)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def finish(engine: DynamicInferenceEngine) -> dict[str, RequestOutput]:
+    done = {}
+    while engine.has_unfinished():
+        poison(engine)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+@pytest.mark.parametrize(
+    ("mode", "held", "hit"), [("persist", False, 64), ("offload", False, 0), ("offload", True, 64)]
+)
+def test_states_behind_free_blocks_go_with_an_offload_and_are_not_hit(model, kind, mode, held, hit):
+    engine = make_engine(model, kind, prefix="lru")
+    engine.add_request(PROMPT, GREEDY, request_id="first", stream="final")
+    if not held:
+        plain = finish(engine)["first"].outputs[0].token_ids
+    else:
+        engine.step()
+    snapshots = engine.parts.context.snapshots
+    assert snapshots.num_kept > 0
+    kept = snapshots.num_kept
+    engine.suspend(mode)
+    assert snapshots.num_kept == (0 if mode == "offload" and not held else kept)
+    engine.resume()
+    engine.add_request(PROMPT, GREEDY, request_id="late", stream="final")
+    done = finish(engine)
+    assert done["late"].num_cached_tokens == hit
+    want = done["first"].outputs[0].token_ids if held else plain
+    assert done["late"].outputs[0].token_ids == want
+    assert engine.stats().counters["states_loaded"] == (hit > 0)
+
+
+def test_a_prefix_is_hit_as_far_as_a_state_was_kept_and_no_further(model, kind):
+    """Blocks alone are of no use; where two prompts part the next one finds a state, at the latest."""
+    engine = make_engine(model, kind, prefix="lru")
+    others = [PROMPT[:40] + [100 + i] * 20 for i in range(3)]
+    plain = [make_engine(model, kind).generate([other], GREEDY)[0].outputs[0].token_ids for other in others]
+    engine.generate([PROMPT], GREEDY)
+    outputs = [engine.generate([other], GREEDY)[0] for other in others]
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32]
+    assert [output.outputs[0].token_ids for output in outputs] == plain
