@@ -36,6 +36,7 @@ from megatron_infer.parallel.sizes import agree_on_config, agree_on_memory, agre
 from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import for_group
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.scheduler import Scheduler
@@ -328,12 +329,11 @@ def make_context(
 
 def refuse_unsupported(groups: ParallelGroups) -> None:
     """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
-    for name, what, size in (("pp", "pipeline", groups.pp_size), ("ep", "expert", groups.ep_size)):
-        if size > 1:
-            raise NotImplementedError(
-                f"pg_collection has {name}={size}: inference over {what}-parallel ranks is not supported yet; "
-                "tensor and data parallelism are"
-            )
+    if groups.pp_size > 1:
+        raise NotImplementedError(
+            f"pg_collection has pp={groups.pp_size}: inference over pipeline-parallel ranks is not supported yet; "
+            "tensor, expert and data parallelism are"
+        )
 
 
 def resolve_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> ResolvedSizes:
@@ -440,4 +440,5 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    sampling = for_group(sampler, adopted.tp_group)
+    return ModelRunner(adopted, store=store, builder=builder, sampler=sampling, device=where, ops=chosen.ops)
