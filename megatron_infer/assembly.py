@@ -331,8 +331,8 @@ def refuse_unsupported(groups: ParallelGroups) -> None:
     """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
     if groups.pp_size > 1:
         raise NotImplementedError(
-            f"pg_collection has pp={groups.pp_size}: inference over pipeline-parallel ranks is not supported yet; "
-            "tensor, expert and data parallelism are"
+            f"pg_collection has pp={groups.pp_size}: inference over pipeline stages is not supported yet; tensor, "
+            "expert and data parallelism are"
         )
 
 
@@ -440,5 +440,5 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    sampling = for_group(sampler, adopted.tp_group)
-    return ModelRunner(adopted, store=store, builder=builder, sampler=sampling, device=where, ops=chosen.ops)
+    sampler = for_group(sampler, adopted.tp_group)
+    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

@@ -64,7 +64,7 @@ class ParallelGroups:
         parallel_state is never read. Raises ConfigError when the two contradict each other or a group is missing.
         """
         own = getattr(model, "pg_collection", None)
-        found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "cp")}
+        found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
         for name in ("tp", "pp", "ep"):
             given = getattr(collection, name, None)
             if given is not None and getattr(own, name, None) is not None and given.size() != getattr(own, name).size():
@@ -79,7 +79,9 @@ class ParallelGroups:
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
-        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=found["dp"], engine=engine, inner=inner)
+        # For a trainer the expert-parallel ranks are data-parallel ones, too; here they are one replica.
+        replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
+        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
 
     def lockstep(self, *, timeout_s: float) -> Lockstep | None:
         """Link the engine's ranks; None for a process alone. Every rank calls it."""

@@ -50,7 +50,7 @@ class _Report(NamedTuple):
 
 
 class Lockstep:
-    """One rank's side. After a RankFailure it is broken: every later call raises that again.
+    """One rank's side. After a RankFailure, or plans that differ, it is broken: every later call raises that again.
 
     timeout_s: how long a rank may be late or silent before it counts as failed.
     """
@@ -62,7 +62,7 @@ class Lockstep:
         self._links = links
         phase = _PhaseOf(self)
         self._watch = Watch(links.pulses, timeout_s=timeout_s, phase=phase)
-        self._broken: RankFailure | None = None
+        self._broken: RankFailure | LockstepError | None = None
         self._finalizer = weakref.finalize(self, _close, self._watch, links)
 
     @property
@@ -132,7 +132,9 @@ class Lockstep:
         if len(set(answer["texts"])) == 1:
             return
         plans = [json.loads(text) for text in self.gather("comparison of plans", json.dumps(lines))]
-        raise LockstepError(f"step {plan.step}: {_first_difference(plans)}")
+        # Each rank has other books now: there is no way back to a common state.
+        self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
+        raise self._broken
 
     def step_failed(self, error: BaseException, seconds: float) -> None:
         """This rank's forward raised. Returns if all ranks' did in the same way; else the engine has failed, and
@@ -172,7 +174,7 @@ class Lockstep:
         return answer
 
     def _hear(self, rank: int, call: str) -> _Report:
-        deadline, link = time.monotonic() + self.timeout_s, self._links.calls[rank]
+        deadline, link = time.monotonic() + self._watch.patience_s, self._links.calls[rank]
         while True:
             try:
                 message = link.receive(SLICE_S)
@@ -182,7 +184,7 @@ class Lockstep:
                 return _Report(*message)
             self._watch.check()
             if time.monotonic() > deadline:
-                raise RankFailure(rank, self.phase, f"it lives, but has not come to {call} for {self.timeout_s:g} s")
+                raise RankFailure(rank, self.phase, self._late(rank, call))
 
     def _tell(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
@@ -193,7 +195,7 @@ class Lockstep:
 
     def _report(self, mine: _Report, patient: bool) -> dict[str, Any]:
         # Others may be awaited first, each as long as we would be.
-        deadline, link = time.monotonic() + self.size * self.timeout_s, self._links.calls[0]
+        deadline, link = time.monotonic() + self.size * self._watch.patience_s, self._links.calls[0]
         lost = False
         try:
             link.send(mine)
@@ -210,8 +212,11 @@ class Lockstep:
                 return message
             self._watch.check()
             if lost or (not patient and time.monotonic() > deadline):
-                reason = "its process has ended" if lost else f"it lives, but has not come to {mine.call}"
-                raise RankFailure(0, self.phase, reason)
+                raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
+
+    def _late(self, rank: int, call: str) -> str:
+        where = self._watch.phase_of(rank)
+        return f"it lives, in {where}, but has not come to {call} for {self.timeout_s:g} s (collective_timeout_s)"
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure
@@ -266,7 +271,7 @@ def digest_of(value: Any) -> str:
 def describe(plan: Plan) -> list[list[Any]]:
     """A plan in JSON, a line for each request: what it does, where, and the token before. Then what is copied."""
     lines = [
-        [r.id, "decodes", start, r.tokens[-1], len(r.tokens)]
+        [r.id, "decodes at", start, "after token", r.tokens[-1], "of", len(r.tokens)]
         for r, start in zip(plan.decode, plan.decode_starts, strict=True)
     ]
     for piece in plan.prefill:
@@ -274,7 +279,7 @@ def describe(plan: Plan) -> list[list[Any]]:
         lines.append(
             [
                 piece.request.id,
-                "prefills",
+                "prefills from",
                 piece.start,
                 piece.n,
                 len(piece.request.tokens),
