@@ -89,7 +89,7 @@ def build_model(
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
-    """The caller's groups (sizes need not be given then), else megatron-core's global ones, made if need be."""
+    """The caller's groups, who need not give sizes then; else megatron-core's global ones, made if need be."""
     if given is None:
         init_process_groups(tensor, pipeline, expert)
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -231,6 +231,7 @@ def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, gr
         post_process=stage == group_size(groups.pp) - 1,
         pg_collection=apart,
     )
+    model.true_vocab_size = plan.vocab_size  # adopt: what lies beyond is padding, and never drawn
     model.pg_collection, model.embd_group = groups, getattr(groups, "embd", None)
     return cpu_rotary(model)
 
