@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -14,14 +15,12 @@ from megatron_infer.config import (
     PreemptionMode,
     PrefixCachingEvictionPolicy,
     ResolvedSizes,
-    refuse_parallel_groups,
 )
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
-from megatron_infer.context.stages import NUM_LIMITS, StageSizes, agree, stage_limits
+from megatron_infer.context.stages import StageSizes
 from megatron_infer.context.store import StateStore
-from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
@@ -35,9 +34,14 @@ from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.parallel.groups import ParallelGroups
+from megatron_infer.parallel.sizes import agree_on_config, agree_on_memory, agree_on_sizes
+from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import for_group
 from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.scheduler import Scheduler
 from megatron_infer.speeds import SpeedMeter
 
@@ -64,9 +68,11 @@ class Assembly:
         device: Device,
         name: str,
         owns_weights: bool,
+        team: Team,
     ) -> None:
         self.model, self.adopted, self.config, self.sizes, self.chosen = model, adopted, config, sizes, chosen
         self.name = name
+        self.team = team
         self.device = device
         self.weight_version = 0
         self.num_updates = 0
@@ -79,7 +85,7 @@ class Assembly:
         self.scheduler: Scheduler
         self.runner: ModelRunner
         self.speeds: SpeedMeter | None = None
-        """Only where swapping is a choice; elsewhere the unit of the prices does not matter."""
+        """Only where swapping is a choice, and on the leader; elsewhere the unit of the prices does not matter."""
         self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
         check_writer(config.metrics_writer)
         self._training: list[torch.nn.Module] = []
@@ -110,7 +116,8 @@ class Assembly:
         When that fails nobody knows what has arrived: everyone is computed anew.
         """
         try:
-            self.runner.store.run_moves(self.context.take_moves())
+            with self.team.together("moving blocks"):
+                self.runner.store.run_moves(self.context.take_moves())
         except BaseException:
             self.scheduler.requeue_all()
             raise
@@ -126,7 +133,8 @@ class Assembly:
         self.runner.store.free_host_states(states)
 
     def enter_inference(self) -> None:
-        """Before a step: modules in eval mode."""
+        """Before a step: modules in eval mode, and no collective waits longer than it may."""
+        self.team.limit_collectives(True)
         if self.model.training:
             self._training = [module for module in self.model.modules() if module.training]
             self.model.eval()
@@ -136,6 +144,7 @@ class Assembly:
         for module in self._training:
             module.training = True
         self._training = []
+        self.team.limit_collectives(False)
 
     # ------------------------------------------------------------------ weights
 
@@ -149,23 +158,34 @@ class Assembly:
 
         When it fails, derived copies may be of old and new weights: the next step sees to them again.
         """
-        self.guard.doubt()
-        self.derived.refresh_held(tick)  # the resume rebuilds what is released
-        tick("the weights' checksums")
-        self.guard.accept()
+        try:
+            with self.team.together("accepting the weights"):
+                self.guard.doubt()
+                self.derived.refresh_held(tick)  # the resume rebuilds what is released
+                tick("the weights' checksums")
+                self.guard.accept()
+        except BaseException:
+            self.guard.doubt()  # also where it went well: all ranks try again
+            raise
         self.weight_version = version
         self.num_updates += 1
         self.scheduler.set_root(self.root(), version=version)
         log.info("weights changed: version %d", version)
         if self.config.check_invariants:
+            self.verify_derived()
+
+    def verify_derived(self) -> None:
+        """Raise StaleCache if a copy is not of the weights as they are now."""
+        with self.team.together("verifying what is derived from the weights"):
             self.derived.verify()
 
     def catch_up_with_weights(self, tick: Tick = _no_tick) -> None:
         """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released."""
-        if self.guard.changed():
+        if self.team.any_rank(self.guard.changed()):
             self.accept_weights(self.weight_version + 1, tick)
         if self.derived.is_released:
-            self.derived.refresh(tick)
+            with self.team.together("rebuilding what is derived from the weights"):
+                self.derived.refresh(tick)
 
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
@@ -236,13 +256,13 @@ def assemble(
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
-    refuse_parallel_groups(config.pg_collection)
     adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
-    refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
+    groups = ParallelGroups.of(config.pg_collection, adopted.live)
+    refuse_unsupported(groups)
+    team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
-    stages = getattr(adopted.live.pg_collection, "pp", None) if shape.is_stage else None
-    agreed = agreed_sizes(config, shape, where, stages)
+    agreed = resolve_sizes(config, shape, where, team)
     sizes = agreed.sizes
     chosen = choose(
         where.torch,
@@ -262,19 +282,9 @@ def assemble(
         device=where,
         name=name,
         owns_weights=owns_weights,
+        team=team,
     )
-    parts.context = DynamicInferenceContext(
-        num_blocks=sizes.num_usable_blocks,
-        block_size=config.block_size_tokens,
-        num_rows=sizes.max_requests,
-        max_blocks_per_row=sizes.max_blocks_per_row,
-        prefix_caching=config.enable_prefix_caching,
-        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
-        num_host_slots=agreed.host[0],
-        recurrent=agreed.recurrent,
-        num_snapshots=sizes.num_snapshot_slots,
-        num_host_states=agreed.host[1],
-    )
+    parts.context = make_context(config, agreed)
     parts.scheduler = Scheduler(
         parts.context,
         max_tokens=sizes.max_tokens,
@@ -282,15 +292,18 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
-        num_groups=1 if stages is None else stages.size() + config.overlap,
+        num_groups=1 if groups.pp is None else groups.pp_size + config.overlap,
         on_event=on_event,
     )
+    stages = groups.pp
     link = None if stages is None else StageLink(stages, hidden_size=shape.hidden_size, device=where.torch)
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
     register_derived(parts)
     if parts.context.host is not None:
-        parts.speeds = SpeedMeter(parts.runner.store)
-        parts.scheduler.pressure.costs = parts.speeds.costs
+        if groups.is_leader:
+            parts.speeds = SpeedMeter(parts.runner.store)
+        prices = None if parts.speeds is None else asdict(parts.speeds.costs)
+        parts.scheduler.pressure.costs = CostModel(**team.from_leader("prices of evictions", prices))
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -299,8 +312,50 @@ def assemble(
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
     )
-    parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+    seed = config.seed
+    if config.offset_sampling_seed_by_dp_rank:
+        seed = (seed + groups.dp_rank) % 2**64
+    parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
+    """The books of the cache."""
+    sizes, (num_host_slots, num_host_states) = agreed.sizes, agreed.host
+    return DynamicInferenceContext(
+        num_blocks=sizes.num_usable_blocks,
+        block_size=config.block_size_tokens,
+        num_rows=sizes.max_requests,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+        prefix_caching=config.enable_prefix_caching,
+        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+        num_host_slots=num_host_slots,
+        recurrent=agreed.recurrent,
+        num_snapshots=sizes.num_snapshot_slots,
+        num_host_states=num_host_states,
+    )
+
+
+def refuse_unsupported(groups: ParallelGroups) -> None:
+    """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
+    if groups.ep_size > 1:
+        raise NotImplementedError(
+            f"pg_collection has ep={groups.ep_size}: inference over expert-parallel ranks is not supported yet; "
+            "tensor, pipeline and data parallelism are"
+        )
+
+
+def resolve_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> StageSizes:
+    """The sizes that every rank of the engine has room for."""
+    lockstep = team.lockstep
+    if lockstep is None:
+        sizes = config.resolve(shape, available_bytes=where.available_bytes())
+        return StageSizes(sizes=sizes, host=host_places_of(config, sizes), recurrent=shape.state is not None)
+    agree_on_config(config, lockstep)
+    available = agree_on_memory(where.available_bytes(), lockstep)
+    with lockstep.together("sizing the cache"):
+        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
+    return agree_on_sizes(shape, sizes, host_places_of(config, sizes), lockstep)
 
 
 def register_derived(parts: Assembly) -> None:
@@ -341,28 +396,6 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
         max_requests=sizes.max_requests,
         max_blocks_per_row=sizes.max_blocks_per_row,
     )
-
-
-def agreed_sizes(
-    config: InferenceConfig, shape: ModelShape, where: Device, stages: torch.distributed.ProcessGroup | None
-) -> StageSizes:
-    """Sizes that every pipeline stage can hold, equal on all of them; one all_reduce where there are several."""
-    error: InferenceError | None = None
-    limits = [-1] * NUM_LIMITS
-    try:
-        sizes = config.resolve(shape, available_bytes=where.available_bytes())
-        limits = stage_limits(shape, sizes, host_places_of(config, sizes))
-    except InferenceError as found:
-        error = found
-    if stages is not None:  # a stage that cannot be sized says so, rather than leave the others waiting
-        least = torch.tensor(limits, dtype=torch.int64, device=where.torch)
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=stages)
-        limits = least.tolist()
-    if error is not None:
-        raise error
-    if limits[0] < 0:
-        raise CapacityError("another pipeline stage cannot be sized; its error says why")
-    return agree(shape, sizes, limits)
 
 
 def make_runner(
@@ -416,5 +449,6 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
+    sampler = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link)
     return make(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

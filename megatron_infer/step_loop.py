@@ -13,6 +13,7 @@ from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.request import FinishReason
 
 
@@ -42,10 +43,16 @@ class StepLoop:
 
     def __init__(self, parts: Assembly, ledger: Ledger, *, overlap: bool, check_invariants: bool) -> None:
         self.parts, self.ledger = parts, ledger
+        self._ranks = parts.team.lockstep
+        self.set_costs: Callable[[CostModel], None] = self.take_costs
+        """What becomes of new prices of evictions: taken at once, or sent to all ranks first."""
         self.listeners: list[Listener] = []
         self.num_steps = 0
         self.backlog: list[RequestOutput] = []
         """Outputs that the next step hands out."""
+        self.was_idle = True
+        """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
+        has requests that the others have not heard of."""
         self._check_invariants = check_invariants
         self._ahead = parts.scheduler.num_groups - 1 if parts.scheduler.num_groups > 1 else int(overlap)
         """Steps that stay in flight when a step returns."""
@@ -61,20 +68,23 @@ class StepLoop:
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, weights_changed: bool | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        When it is interrupted, what it would have handed out comes with the next one.
+        When it is interrupted, what it would have handed out comes with the next one. weights_changed: what the ranks
+        of the engine have agreed on; None: look.
         """
         outputs = self.take_backlog()
         try:
-            self._step(outputs)
+            self._step(outputs, weights_changed)
         except BaseException:
             self.backlog = outputs + self.backlog
             raise
+        finally:
+            self.was_idle = self.is_idle
         return outputs
 
-    def _step(self, outputs: list[RequestOutput]) -> None:
+    def _step(self, outputs: list[RequestOutput], weights_changed: bool | None) -> None:
         parts = self.parts
         if self.is_idle:
             parts.leave_inference()
@@ -82,10 +92,12 @@ class StepLoop:
         started = time.perf_counter()
         parts.enter_inference()
         self._commit(outputs, leave=max(1, self._ahead))
-        if parts.weights_differ():
+        if parts.weights_differ() if weights_changed is None else weights_changed:
             self._commit(outputs)
             parts.accept_weights(parts.weight_version + 1)
         plan = parts.scheduler.schedule()
+        if self._ranks is not None:
+            self._ranks.planned(plan, check=self._check_invariants)
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
         self._commit(outputs, leave=self._ahead if launched else max(0, len(self._flights) - 1))
         if not len(self.ledger):  # what was launched for requests that ended is let go at once
@@ -97,10 +109,14 @@ class StepLoop:
             listener.on_step(self.num_steps, outputs)
         seconds = time.perf_counter() - started
         if parts.speeds is not None and parts.speeds.take(plan, seconds):
-            parts.scheduler.pressure.costs = parts.speeds.costs
+            self.set_costs(parts.speeds.costs)
         parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
         if self.is_idle:
             parts.leave_inference()
+
+    def take_costs(self, costs: CostModel) -> None:
+        """The next step decides on evictions with these prices."""
+        self.parts.scheduler.pressure.costs = costs
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one, and make blocks hold what the books say.
@@ -113,11 +129,13 @@ class StepLoop:
     def stand_still(self, tick: Callable[[str], None]) -> None:
         """Nothing in flight, and the modules back in the mode they were found in: training may follow.
 
-        tick: called while the device is waited for; may raise, and then the step stays in flight.
+        tick: called first and while the device is waited for; may raise, and then the step stays in flight.
         """
-        while not all(flight.is_done() for flight in self._flights):
+        with self.parts.team.together("waiting for the step in flight"):
             tick("the step in flight")
-            time.sleep(POLL_S)
+            while not all(flight.is_done() for flight in self._flights):
+                tick("the step in flight")
+                time.sleep(POLL_S)
         self.drain()
         self.parts.leave_inference()
 
@@ -145,10 +163,13 @@ class StepLoop:
 
     def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> bool:
         """Whether the step is on its way."""
+        started = time.perf_counter()
         try:
             flight = self.parts.forward(plan)
             self.parts.runner.sample(flight)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
+            if self._ranks is not None:
+                self._ranks.step_failed(error, time.perf_counter() - started)
             self._commit(outputs)
             self._fail(
                 plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs

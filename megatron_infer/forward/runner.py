@@ -15,6 +15,7 @@ from megatron_infer.forward.device import Device, HostRead
 from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan, StepResult
 from megatron_infer.schedule.request import Request
 
@@ -90,7 +91,7 @@ class ModelRunner:
         *,
         store: StateStore,
         builder: BatchBuilder,
-        sampler: Sampler,
+        sampler: Sampler | TensorParallelSampler,
         device: Device,
         ops: Ops,
     ) -> None:

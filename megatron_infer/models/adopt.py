@@ -18,10 +18,10 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec
-from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.layers import require_inference
+from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanNorm
 from megatron_infer.models.plans import LayerPlan
+from megatron_infer.models.reduce import Reducer
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.shape import model_shape
 from megatron_infer.models.support import check_config, check_model, final_norm_of, unwrap
@@ -45,7 +45,7 @@ def adopt(
     live = unwrap(model)
     check_config(live.config)
     check_model(live)
-    num_ranks = mcore.group_size(live.pg_collection.tp)
+    tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerPlan] = []
     num_attention = num_mamba = 0
     for i, layer in enumerate(live.decoder.layers):
@@ -53,13 +53,15 @@ def adopt(
             layer,
             f"decoder.layers.{i}",
             model=live,
-            num_ranks=num_ranks,
+            tp=tp,
             num_attention=num_attention,
             num_mamba=num_mamba,
         )
         num_attention += plan.attention is not None
         num_mamba += plan.mixer is not None
         layers.append(plan)
+        if plan.lean is None and live.config.sequence_parallel:
+            raise AdoptionError(plan.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)
@@ -72,14 +74,21 @@ def adopt(
     for plan in layers:
         plan.apply()
     cpu_rotary(live)
-    return AdoptedModel(live, shape, layers, lean_norm, num_ranks=num_ranks, name=name)
+    return AdoptedModel(live, shape, layers, lean_norm, tp=tp, name=name)
 
 
 class AdoptedModel:
     """kernels.base.PagedModel over a live model. Of tensors it holds only the scan weights derived from parameters."""
 
     def __init__(
-        self, live: Any, shape: ModelShape, layers: list[LayerPlan], norm: LeanNorm | None, *, num_ranks: int, name: str
+        self,
+        live: Any,
+        shape: ModelShape,
+        layers: list[LayerPlan],
+        norm: LeanNorm | None,
+        *,
+        tp: Reducer | None,
+        name: str,
     ) -> None:
         self.live, self.shape, self.name = live, shape, name
         """live: the model itself, without wrappers."""
@@ -97,8 +106,7 @@ class AdoptedModel:
         self._drives_itself = all(lean is not None for lean in self._lean)
         self._norm = norm
         self._dtype = getattr(torch, shape.dtype)
-        self._tp_group = live.pg_collection.tp if num_ranks > 1 else None
-        self._lean_embedding = num_ranks == 1
+        self._tp = tp
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings, [T, 1, D]."""
@@ -134,13 +142,13 @@ class AdoptedModel:
         return out_TD if self.is_last_stage else out_TD.float()
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, padded V] in the model's dtype, gathered over tensor-parallel ranks."""
-        logits_SV = ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
-        if self._tp_group is None:
-            return logits_SV
-        parts = [torch.empty_like(logits_SV) for _ in range(self._tp_group.size())]
-        torch.distributed.all_gather(parts, logits_SV.contiguous(), group=self._tp_group)
-        return torch.cat(parts, dim=-1)
+        """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
+        return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+
+    @property
+    def tp_group(self) -> Any:
+        """The ranks that the vocabulary (and every layer) is split over; None: this process alone."""
+        return None if self._tp is None else self._tp.group
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         """cos and sin of positions 0 .. num_positions - 1; None without rotary embedding."""
@@ -152,10 +160,9 @@ class AdoptedModel:
         """Weights of this rank that go through `ops.linear`, the output layer's included."""
         if self.is_last_stage:
             yield self._output_weight()
-        if self._tp_group is None:
-            for layer in self._lean:
-                if layer is not None:
-                    yield from layer.weights()
+        for layer in self._lean:
+            if layer is not None:
+                yield from layer.weights()
 
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; after every change of the model's parameters."""
@@ -171,9 +178,15 @@ class AdoptedModel:
 
     def _embed(self, step: StepInputs) -> Tensor:
         embedding = self.live.embedding
-        if not self._lean_embedding:
-            return embedding(step.token_ids_T.unsqueeze(0), step.positions_T.unsqueeze(0)).squeeze(1)
-        x_TD = F.embedding(step.token_ids_T, embedding.word_embeddings.weight)
+        words = embedding.word_embeddings
+        if self._tp is None:
+            x_TD = F.embedding(step.token_ids_T, words.weight)
+        else:
+            # Every token's row is on one rank: the others add zeros, which changes no bit of it.
+            local_T = step.token_ids_T - words.vocab_start_index
+            elsewhere_T = (local_T < 0) | (local_T >= len(words.weight))
+            x_TD = F.embedding(local_T.masked_fill_(elsewhere_T, 0), words.weight)
+            x_TD = self._tp.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)
         return x_TD

@@ -30,9 +30,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "mtp_num_layers": "multi-token prediction comes with speculative decoding",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
-    "sequence_parallel": (
-        "turn it off around generation: megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
-    ),
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
     "context_parallel_size": "context parallelism splits a sequence over ranks; generate without it",
 }
