@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -14,16 +15,18 @@ from megatron_infer.config import (
     PreemptionMode,
     PrefixCachingEvictionPolicy,
     ResolvedSizes,
-    refuse_parallel_groups,
 )
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
+from megatron_infer.context.stages import StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose
@@ -31,9 +34,14 @@ from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.parallel.groups import ParallelGroups
+from megatron_infer.parallel.options import agree_on_config
+from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import for_group
 from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.scheduler import Scheduler
 from megatron_infer.speeds import SpeedMeter
 
@@ -60,9 +68,11 @@ class Assembly:
         device: Device,
         name: str,
         owns_weights: bool,
+        team: Team,
     ) -> None:
         self.model, self.adopted, self.config, self.sizes, self.chosen = model, adopted, config, sizes, chosen
         self.name = name
+        self.team = team
         self.device = device
         self.weight_version = 0
         self.num_updates = 0
@@ -75,7 +85,7 @@ class Assembly:
         self.scheduler: Scheduler
         self.runner: ModelRunner
         self.speeds: SpeedMeter | None = None
-        """Only where swapping is a choice; elsewhere the unit of the prices does not matter."""
+        """Only where swapping is a choice, and on the leader; elsewhere the unit of the prices does not matter."""
         self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
         check_writer(config.metrics_writer)
         self._training: list[torch.nn.Module] = []
@@ -95,7 +105,9 @@ class Assembly:
         """Launch a step: what the context has journaled since the last one, then the forward."""
         context = self.context
         flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
-        self.free_host_slots()
+        blocks, states = context.take_freed_slots(), context.take_freed_states()
+        if blocks or states:  # after the moves of the steps launched so far
+            self.runner.then(partial(self._free_host, blocks, states))
         return flight
 
     def finish_moves(self) -> None:
@@ -104,7 +116,8 @@ class Assembly:
         When that fails nobody knows what has arrived: everyone is computed anew.
         """
         try:
-            self.runner.store.run_moves(self.context.take_moves())
+            with self.team.together("moving blocks"):
+                self.runner.store.run_moves(self.context.take_moves())
         except BaseException:
             self.scheduler.requeue_all()
             raise
@@ -113,11 +126,15 @@ class Assembly:
 
     def free_host_slots(self) -> None:
         """Give back host memory of evicted requests that came back or ended."""
-        self.runner.store.free_host_slots(self.context.take_freed_slots())
-        self.runner.store.free_host_states(self.context.take_freed_states())
+        self._free_host(self.context.take_freed_slots(), self.context.take_freed_states())
+
+    def _free_host(self, blocks: Sequence[int], states: Sequence[int]) -> None:
+        self.runner.store.free_host_slots(blocks)
+        self.runner.store.free_host_states(states)
 
     def enter_inference(self) -> None:
-        """Before a step: modules in eval mode."""
+        """Before a step: modules in eval mode, and no collective waits longer than it may."""
+        self.team.limit_collectives(True)
         if self.model.training:
             self._training = [module for module in self.model.modules() if module.training]
             self.model.eval()
@@ -127,6 +144,7 @@ class Assembly:
         for module in self._training:
             module.training = True
         self._training = []
+        self.team.limit_collectives(False)
 
     # ------------------------------------------------------------------ weights
 
@@ -140,23 +158,34 @@ class Assembly:
 
         When it fails, derived copies may be of old and new weights: the next step sees to them again.
         """
-        self.guard.doubt()
-        self.derived.refresh_held(tick)  # the resume rebuilds what is released
-        tick("the weights' checksums")
-        self.guard.accept()
+        try:
+            with self.team.together("accepting the weights"):
+                self.guard.doubt()
+                self.derived.refresh_held(tick)  # the resume rebuilds what is released
+                tick("the weights' checksums")
+                self.guard.accept()
+        except BaseException:
+            self.guard.doubt()  # also where it went well: all ranks try again
+            raise
         self.weight_version = version
         self.num_updates += 1
         self.scheduler.set_root(self.root(), version=version)
         log.info("weights changed: version %d", version)
         if self.config.check_invariants:
+            self.verify_derived()
+
+    def verify_derived(self) -> None:
+        """Raise StaleCache if a copy is not of the weights as they are now."""
+        with self.team.together("verifying what is derived from the weights"):
             self.derived.verify()
 
     def catch_up_with_weights(self, tick: Tick = _no_tick) -> None:
         """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released."""
-        if self.guard.changed():
+        if self.team.any_rank(self.guard.changed()):
             self.accept_weights(self.weight_version + 1, tick)
         if self.derived.is_released:
-            self.derived.refresh(tick)
+            with self.team.together("rebuilding what is derived from the weights"):
+                self.derived.refresh(tick)
 
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
@@ -227,12 +256,13 @@ def assemble(
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
-    refuse_parallel_groups(config.pg_collection)
     adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
-    refuse_parallel_groups(getattr(adopted.live, "pg_collection", None))
+    groups = ParallelGroups.of(config.pg_collection, adopted.live)
+    team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
-    sizes = config.resolve(shape, available_bytes=where.available_bytes())
+    agreed = agreed_sizes(config, shape, where, team)
+    sizes = agreed.sizes
     chosen = choose(
         where.torch,
         getattr(torch, shape.dtype),
@@ -242,7 +272,6 @@ def assemble(
         conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
         ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
     )
-    num_host_slots, num_host_states = host_places_of(config, sizes)
     parts = Assembly(
         adopted.live,
         adopted,
@@ -252,19 +281,9 @@ def assemble(
         device=where,
         name=name,
         owns_weights=owns_weights,
+        team=team,
     )
-    parts.context = DynamicInferenceContext(
-        num_blocks=sizes.num_usable_blocks,
-        block_size=config.block_size_tokens,
-        num_rows=sizes.max_requests,
-        max_blocks_per_row=sizes.max_blocks_per_row,
-        prefix_caching=config.enable_prefix_caching,
-        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
-        num_host_slots=num_host_slots,
-        recurrent=shape.state is not None,
-        num_snapshots=sizes.num_snapshot_slots,
-        num_host_states=num_host_states,
-    )
+    parts.context = make_context(config, agreed)
     parts.scheduler = Scheduler(
         parts.context,
         max_tokens=sizes.max_tokens,
@@ -272,13 +291,17 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
+        num_groups=1 if groups.pp is None else groups.pp_size + config.overlap,
         on_event=on_event,
     )
-    parts.runner = make_runner(adopted, config, sizes, chosen, where)
+    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
+    parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
     register_derived(parts)
     if parts.context.host is not None:
-        parts.speeds = SpeedMeter(parts.runner.store)
-        parts.scheduler.pressure.costs = parts.speeds.costs
+        if groups.is_leader:
+            parts.speeds = SpeedMeter(parts.runner.store)
+        prices = None if parts.speeds is None else asdict(parts.speeds.costs)
+        parts.scheduler.pressure.costs = CostModel(**team.from_leader("prices of evictions", prices))
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -287,8 +310,28 @@ def assemble(
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
     )
-    parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=config.seed)
+    seed = config.seed
+    if config.offset_sampling_seed_by_dp_rank:
+        seed = (seed + groups.dp_rank) % 2**64
+    parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
+    """The books of the cache."""
+    sizes, (num_host_slots, num_host_states) = agreed.sizes, agreed.host
+    return DynamicInferenceContext(
+        num_blocks=sizes.num_usable_blocks,
+        block_size=config.block_size_tokens,
+        num_rows=sizes.max_requests,
+        max_blocks_per_row=sizes.max_blocks_per_row,
+        prefix_caching=config.enable_prefix_caching,
+        keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
+        num_host_slots=num_host_slots,
+        recurrent=agreed.recurrent,
+        num_snapshots=sizes.num_snapshot_slots,
+        num_host_states=num_host_states,
+    )
 
 
 def register_derived(parts: Assembly) -> None:
@@ -331,12 +374,29 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
     )
 
 
+def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> StageSizes:
+    """Sizes that every rank of the engine can hold, equal on all of them."""
+    available, lockstep = where.available_bytes(), team.lockstep
+    if lockstep is not None:
+        agree_on_config(config, lockstep)
+        available = min(lockstep.least("comparison of free memory", [available]))
+    with team.together("sizing the cache"):
+        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
+    limits = stage_limits(shape, sizes, host_places_of(config, sizes))
+    return agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
+
+
 def make_runner(
-    adopted: AdoptedModel, config: InferenceConfig, sizes: ResolvedSizes, chosen: Chosen, where: Device
+    adopted: AdoptedModel,
+    config: InferenceConfig,
+    agreed: StageSizes,
+    chosen: Chosen,
+    where: Device,
+    link: StageLink | None,
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
-    shape, dtype = adopted.shape, getattr(torch, adopted.shape.dtype)
-    num_host_slots, num_host_states = host_places_of(config, sizes)
+    shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
+    num_host_slots, num_host_states = agreed.host
     store = StateStore(
         num_layers=shape.num_attention_layers,
         num_blocks=sizes.num_blocks,
@@ -377,4 +437,6 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    return ModelRunner(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    of_all = for_group(sampler, adopted.tp_group)
+    make = ModelRunner if link is None else partial(StageRunner, link=link)
+    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)

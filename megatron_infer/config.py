@@ -47,7 +47,6 @@ __all__ = [
     "SizeRow",
     "machine_config",
     "machine_defaults",
-    "refuse_parallel_groups",
 ]
 
 WandbModule = ModuleType
@@ -153,7 +152,8 @@ class InferenceConfig:
     """Recurrent states of a model with Mamba layers (see `MambaInferenceStateConfig.from_model`): needed only for
     other dtypes than its own; shapes that are not the model's are refused. None: what the model says."""
     pg_collection: ProcessGroupCollection | None = None
-    """megatron-core process groups of a distributed model. None: one process."""
+    """megatron-core process groups of a distributed model. What it lacks, or all for None, is taken from the model's
+    own pg_collection; parallel_state is never read."""
     use_flashinfer_fused_rope: bool | None = False
     """Rotate queries and keys with FlashInfer's fused kernel. None: when it is available and faster."""
     materialize_only_last_token_logits: bool = True
@@ -202,7 +202,14 @@ class InferenceConfig:
     """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
     none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
     check_invariants: bool = False
-    """Prove the books (blocks, rows, references) after every step; for debugging, costs time."""
+    """Prove the books (blocks, rows, references) after every step, and with several ranks that all of them plan the
+    same; for debugging, costs time."""
+    collective_timeout_s: int | float = 120
+    """Seconds that a rank of a distributed engine may be late or silent before the others end with RankFailure. Bounds
+    the engine's own collectives, too; between its calls the process groups keep the timeouts they came with."""
+    offset_sampling_seed_by_dp_rank: bool = True
+    """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
+    the same everywhere."""
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
         """Refuse an unknown keyword with the nearest known one, where dataclasses would only name it."""
@@ -290,6 +297,8 @@ def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
     """Memory for snapshots of recurrent states; says so where options of states meet a model that has none."""
     budget = config.prefix_caching_mamba_gb
     if shape.state is None:
+        if shape.is_stage:
+            return None  # other pipeline stages keep states
         if config.mamba_inference_state_config is not None:
             raise ConfigError(
                 "mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None"
@@ -433,19 +442,6 @@ def _suit_states(
     base["max_requests"] = max(1, fit // 16 * 16 or fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
 
 
-def refuse_parallel_groups(groups: ProcessGroupCollection | None) -> None:
-    """Raise NotImplementedError when a group of the collection has several members; None and groups of one pass."""
-    if groups is None:
-        return
-    wide = {name: group.size() for name, group in vars(groups).items() if hasattr(group, "size") and group.size() > 1}
-    if wide:
-        sizes = ", ".join(f"{name}={size}" for name, size in sorted(wide.items()))
-        raise NotImplementedError(
-            f"pg_collection has groups of more than one process ({sizes}): distributed inference needs the lockstep "
-            "engine of the parallelism issue; one process serves today"
-        )
-
-
 def _coerce(kind: type[_E], name: str, value: object) -> _E:
     try:
         return kind(value)
@@ -486,6 +482,9 @@ def _check_values(config: InferenceConfig) -> None:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+    timeout_s = config.collective_timeout_s
+    if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.config import KVCacheManagementMode
 from megatron_infer.errors import ConfigError, InferenceError, WrongState, unknown_name
 from megatron_infer.lifecycle import EngineState, Lifecycle
+from megatron_infer.parallel.relay import DISMISS, Relay
 from megatron_infer.step_loop import StepLoop
 from megatron_infer.suspension import MemoryReport, Suspension
 
@@ -21,12 +23,20 @@ class EngineControls:
 
     timeout_s of each: the time it may take, None for lifecycle.DEFAULT_TIMEOUT_S; past it the call raises
     TransitionTimeout, says what it was waiting for, and everything is as before.
+    With several ranks every rank calls each of them, with the same arguments; they happen on all ranks or on none.
     """
 
     def __init__(self, parts: Assembly, loop: StepLoop) -> None:
         self.parts, self.loop = parts, loop
         self.lifecycle = Lifecycle()
         self._suspension = Suspension(parts, loop, self.lifecycle)
+        self.relay: Relay | None = None
+        """What ties the ranks of this engine together; None for a process alone."""
+
+    def _meet(self, call: str, **arguments: Any) -> None:
+        """Begin a call that all ranks make."""
+        if self.relay is not None:
+            self.relay.meet(call, arguments)
 
     @property
     def state(self) -> EngineState:
@@ -45,8 +55,8 @@ class EngineControls:
         """
         if mode not in PAUSE_MODES:
             raise ConfigError(f"{unknown_name('pause mode', str(mode), PAUSE_MODES)}; one of {', '.join(PAUSE_MODES)}")
+        self._meet("pause()", mode=mode, timeout_s=timeout_s)
         with self.lifecycle.transition("pause", timeout_s=timeout_s) as transit:
-            transit.tick("the step in flight")
             self.loop.stand_still(transit.tick)
             if mode == "abort":
                 self.loop.end_all()
@@ -55,8 +65,10 @@ class EngineControls:
 
     def unpause(self, *, timeout_s: float | None = None) -> None:
         """Go on after pause(). Weights that changed meanwhile are noticed, however they were written."""
+        self._meet("unpause()", timeout_s=timeout_s)
         with self.lifecycle.transition("unpause", timeout_s=timeout_s) as transit:
-            transit.tick("the look whether weights changed")
+            with self.parts.team.together("the look whether weights changed"):
+                transit.tick("the look whether weights changed")
             self.parts.catch_up_with_weights(transit.tick)
 
     def suspend(
@@ -74,6 +86,8 @@ class EngineControls:
         and they are on a device), "graphs"; None: all. More tags can follow while suspended.
         Raises TransitionFailed or TransitionTimeout with everything as it was before.
         """
+        tags = None if tags is None else {tags} if isinstance(tags, str) else set(tags)
+        self._meet("suspend()", mode=mode, tags=tags, timeout_s=timeout_s)
         return self._suspension.suspend(mode=mode, tags=tags, timeout_s=timeout_s)
 
     def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
@@ -82,6 +96,8 @@ class EngineControls:
         Trainers do resume({"weights"}), push weights, resume(). Weights that changed are noticed by their content.
         Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed.
         """
+        tags = None if tags is None else {tags} if isinstance(tags, str) else set(tags)
+        self._meet("resume()", tags=tags, timeout_s=timeout_s)
         return self._suspension.resume(tags=tags, timeout_s=timeout_s)
 
     @contextmanager
@@ -120,13 +136,13 @@ class EngineControls:
         if running not in RUNNING_CHOICES:
             known = ", ".join(RUNNING_CHOICES)
             raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
+        self._meet("update()", version=version, running=running, timeout_s=timeout_s)
         with self.lifecycle.transition("update", timeout_s=timeout_s) as transit:
             if self.parts.shelf_bytes():
                 raise WrongState(
                     "set_weight_version() while the weights are on the host; call resume({'weights'}) first",
                     state=EngineState.SUSPENDED.value,
                 )
-            transit.tick("the step in flight")
             self.loop.stand_still(transit.tick)
             self.parts.accept_weights(version, transit.tick)
             if running == "recompute":
@@ -140,11 +156,39 @@ class EngineControls:
         """
         self.set_weight_version(self.parts.weight_version + 1)
 
+    def follow(self) -> None:
+        """On every rank but the leader: take part in what the leader calls until it calls dismiss().
+
+        For scripts that only the leader runs. Outputs of steps are the leader's to take.
+        """
+        if self.relay is None or self.relay.lockstep.is_leader:
+            raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
+        self.relay.follow(self._followed())
+
+    def dismiss(self) -> None:
+        """On the leader: the other ranks' follow() returns. Without other ranks it does nothing."""
+        if self.relay is not None:
+            self.relay.require_leader(DISMISS)
+            self.relay.meet(DISMISS)
+
+    def _followed(self) -> dict[str, Callable[[Any], Any]]:
+        """What a leader may call, by the name it goes by."""
+        return {
+            "pause()": lambda given: self.pause(**given),
+            "unpause()": lambda given: self.unpause(**given),
+            "suspend()": lambda given: self.suspend(**given),
+            "resume()": lambda given: self.resume(**given),
+            "update()": lambda given: self.set_weight_version(**given),
+            "reset_prefix_cache()": lambda given: self.reset_prefix_cache(),
+            "verify_weights()": lambda given: self.verify_weights(),
+        }
+
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is matched by a later prompt -> cached blocks that came free. In any state.
 
         Requests under way keep what they have.
         """
+        self._meet("reset_prefix_cache()")
         return self.parts.scheduler.reset_prefix_cache()
 
     def verify_weights(self) -> None:
@@ -152,4 +196,5 @@ class EngineControls:
 
         Computes every derived copy once more; `parts.derived` is the registry to put one's own into.
         """
-        self.parts.derived.verify()
+        self._meet("verify_weights()")
+        self.parts.verify_derived()

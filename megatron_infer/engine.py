@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_infer.assembly import assemble
@@ -22,6 +23,7 @@ from megatron_infer.intake import Prompt, TextCodec, is_single_prompt, salt_of
 from megatron_infer.ledger import Ledger
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
+from megatron_infer.parallel.relay import Relay
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.step_loop import Listener, StepLoop
 from megatron_infer.tracking import StreamMode
@@ -45,6 +47,10 @@ class EngineStats:
 
 class DynamicInferenceEngine(EngineControls):
     """Serves requests from a paged cache with a live megatron-core model; one thread drives it.
+
+    A model over several ranks has an engine on each, and they work as one: requests are added on the first (the
+    leader), everything else is called on every rank, by the script or by `follow()`. Only what is marked so is the
+    leader's alone. A rank that dies or stalls ends the others with RankFailure, see collective_timeout_s.
 
     The model is adopted in place (parameters, optimizer state and training path untouched). `step()` schedules, runs
     and commits one step; with `InferenceConfig(overlap=True)` a step is committed after the next one is launched.
@@ -91,6 +97,9 @@ class DynamicInferenceEngine(EngineControls):
         )
         super().__init__(self.parts, self.loop)
         self.keeper = RequestKeeper(self.parts, self.ledger)
+        if self.parts.team.lockstep is not None:
+            self.relay = Relay(self.parts.team.lockstep, self.loop, self._queue)
+            self.loop.set_costs = self.relay.price
 
     # ------------------------------------------------------------------ commands, effective between steps
     def add_request(
@@ -104,8 +113,10 @@ class DynamicInferenceEngine(EngineControls):
         """Queue a prompt -> its request id. Raises RequestError (and queues nothing) when it cannot be served.
 
         stream: what step() reports while it runs: "cumulative" (all text and tokens so far), "delta" (what is new) or
-        "final" (only once it has finished; costs nothing per token).
+        "final" (only once it has finished; costs nothing per token). With several ranks: on the leader.
         """
+        if self.relay is not None:
+            self.relay.require_leader("add_request()")
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidPrompt(
@@ -133,25 +144,34 @@ class DynamicInferenceEngine(EngineControls):
         self.parts.scheduler.add(members[0])
         if self.keeper.journal is not None:
             self.keeper.accepted(request_id)
+        if self.relay is not None and self.relay.lockstep.is_leader:
+            self.relay.add(request_id, text, ids, params, stream=stream, salt=salt)
         for listener in self.listeners:
             listener.on_add(request_id, ids, params, self.num_steps)
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request wherever it stands -> what it has so far. Raises UnknownRequest."""
+        """End a request wherever it stands -> what it has so far. Raises UnknownRequest. On the leader."""
+        if self.relay is not None:
+            self.relay.require_leader("abort()")
         if request_id not in self.ledger:
             raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
         output = self.loop.abort(request_id)
+        if self.relay is not None:
+            self.relay.pass_on("abort", id=request_id)
         if self.keeper.journal is not None:
             self.keeper.flush()
         return output
 
     def has_unfinished(self) -> bool:
-        """True while a request is unfinished or an output waits for the next step()."""
+        """True while a request is unfinished or an output waits for the next step(). Called on every rank."""
+        self._meet("has_unfinished()")
         return bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
-        """True when step() has something to do: an output to hand out, or work in the RUNNING state."""
+        """True when step() has something to do: an output to hand out, or work in the RUNNING state. On the leader."""
+        if self.relay is not None:
+            self.relay.require_leader("can_step()")
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
 
     @property
@@ -169,11 +189,12 @@ class DynamicInferenceEngine(EngineControls):
         While paused or suspended it hands out what waits (aborts, a step committed on the way) and raises WrongState
         when nothing does.
         """
+        changed = None if self.relay is None else self.relay.begin_step(running=self.state is EngineState.RUNNING)
         if self.state is not EngineState.RUNNING:
             if not self.loop.backlog:
                 self.lifecycle.require("step()", EngineState.RUNNING)
             return self._handed_out(self.loop.take_backlog())
-        return self._handed_out(self.loop.step())
+        return self._handed_out(self.loop.step(changed))
 
     def generate(
         self,
@@ -185,20 +206,13 @@ class DynamicInferenceEngine(EngineControls):
         """Run prompts to the end -> outputs in their order. All are checked before any is queued.
 
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
-        of these finishes.
+        of these finishes. With several ranks every rank calls it and has the outputs; the leader's prompts count.
         """
         self.lifecycle.require("generate()", EngineState.RUNNING)
-        batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        wanted = _params_for(batch, params)
-        checked = [
-            self._checked(prompt, one, index, len(batch))
-            for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
-        ]
-        place = {
-            self._queue(self._new_id(), text, ids, one, "final", salt_of(prompt)): index
-            for index, ((text, ids), one, prompt) in enumerate(zip(checked, wanted, batch, strict=True))
-        }
-        results: list[RequestOutput | None] = [None] * len(batch)
+        take_in = partial(self._take_in, prompts, params)
+        ids = take_in() if self.relay is None else self.relay.take_in(take_in)
+        place = {request_id: index for index, request_id in enumerate(ids)}
+        results: list[RequestOutput | None] = [None] * len(place)
         others: list[RequestOutput] = []
         try:
             while place:
@@ -213,33 +227,75 @@ class DynamicInferenceEngine(EngineControls):
             # After an interrupt nothing of this call is left behind, neither requests nor their outputs.
             self.loop.backlog = [out for out in others + self.loop.backlog if out.request_id not in place]
             for request_id in place:
-                if request_id in self.ledger:
+                if request_id in self.ledger and (self.relay is None or self.relay.lockstep.is_leader):
                     self.abort(request_id)
         return [output for output in results if output is not None]
 
+    def _take_in(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[str]:
+        """Queue all prompts or, when one cannot be served, none -> their ids."""
+        batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        wanted = _params_for(batch, params)
+        checked = [
+            self._checked(prompt, one, index, len(batch))
+            for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
+        ]
+        return [
+            self._queue(self._new_id(), text, ids, one, "final", salt_of(prompt))
+            for (text, ids), one, prompt in zip(checked, wanted, batch, strict=True)
+        ]
+
     def drain(self) -> None:
-        """Commit the step in flight, if there is one; its outputs come with the next step()."""
+        """Commit the step in flight, if there is one; its outputs come with the next step(). Called on every rank."""
+        self._meet("drain()")
         self.loop.drain()
+
+    def _followed(self) -> dict[str, Callable[[Any], Any]]:
+        return super()._followed() | {
+            "step()": lambda given: self.step(),
+            "generate()": lambda given: self.generate([]),
+            "has_unfinished()": lambda given: self.has_unfinished(),
+            "drain()": lambda given: self.drain(),
+            "load_requests()": lambda given: self.load_requests(**given),
+        }
 
     # ------------------------------------------------------------------ requests that outlive the process
     def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
-        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on."""
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
+
+        With several ranks: on the leader, and without keys and values, of which each rank has a part.
+        """
+        if self.relay is not None:
+            self.relay.require_leader("save_requests()")
+            if kv:
+                raise NotImplementedError("save_requests(kv=True) of an engine of several ranks; take kv=False")
         if kv:
             self.lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
             self.drain()
         self.keeper.save(path, self.loop.backlog, kv=kv)
 
     def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
-        """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is."""
+        """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
+
+        Called on every rank, each of which reads the file.
+        """
+        self._meet("load_requests()", path=os.fspath(path))
         self.lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
-        content = self.keeper.read(path)
-        self.drain()
+        with self.parts.team.together("reading saved requests"):
+            content = self.keeper.read(path)
+        self.loop.drain()
         return self.keeper.put_back(content, self.loop.backlog)
 
     def keep_snapshots(
         self, path: str | os.PathLike[str] | None, *, every_steps: int = 64, fsync: bool = False
     ) -> None:
-        """Keep requests in `path` and a journal so that SIGKILL loses none (see `RequestKeeper.keep`); None ends it."""
+        """Keep requests in `path` and a journal so that SIGKILL loses none (see `RequestKeeper.keep`); None ends it.
+
+        With several ranks: on the leader.
+        """
+        if self.relay is not None:
+            self.relay.require_leader("keep_snapshots()")
         self.keeper.keep(path, self.loop.backlog, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:

@@ -89,6 +89,25 @@ class SnapshotError(InferenceError, ValueError):
         self.path, self.reason = str(path), reason
 
 
+class NotLeader(InferenceError, RuntimeError):
+    """A call that belongs to the first rank of an engine, made on another."""
+
+
+class LockstepError(InferenceError, RuntimeError):
+    """The ranks of an engine are not doing the same: different calls, arguments or plans."""
+
+
+class RankFailure(InferenceError, RuntimeError):
+    """A rank of the engine died, stalled or failed alone. The engine cannot go on, on any rank.
+
+    `rank` counts within the engine, `phase` is what the engine was doing when it was noticed.
+    """
+
+    def __init__(self, rank: int, phase: str, reason: str) -> None:
+        super().__init__(f"rank {rank} of the engine failed in {phase}: {reason}")
+        self.rank, self.phase, self.reason = rank, phase, reason
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Message for an unknown keyword, with the nearest known name when there is one."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_infer.errors import InferenceError, TransitionFailed, TransitionTimeout, WrongState
+from megatron_infer.errors import (
+    InferenceError,
+    LockstepError,
+    RankFailure,
+    TransitionFailed,
+    TransitionTimeout,
+    WrongState,
+)
 
 
 class EngineState(str, Enum):
@@ -199,8 +206,11 @@ class Lifecycle:
 
 
 def _tell(transit: Transit, error: BaseException) -> None:
-    """Say of a failed transition where it failed and that nothing has changed. WrongState and interrupts pass."""
-    if isinstance(error, WrongState) or not isinstance(error, Exception):
+    """Say of a failed transition where it failed and that nothing has changed.
+
+    WrongState and interrupts pass, and what ends the engine of several ranks.
+    """
+    if isinstance(error, WrongState | LockstepError | RankFailure) or not isinstance(error, Exception):
         return
     again = f"the engine is {transit.source.name} again, as before the call"
     if isinstance(error, TransitionTimeout):

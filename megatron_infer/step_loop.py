@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
-from megatron_infer.forward.runner import Flight
+from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan
+from megatron_infer.schedule.policy import CostModel
 from megatron_infer.schedule.request import FinishReason
 
 
@@ -35,17 +36,28 @@ class FailedStep(InferenceError):
 
 
 class StepLoop:
-    """Runs one step at a time. With `overlap` a step is committed after the next one is launched."""
+    """Runs one step at a time. With `overlap` a step is committed after the next one is launched.
+
+    With several pipeline stages as many steps are in flight, or one more with `overlap`; they are committed in order.
+    """
 
     def __init__(self, parts: Assembly, ledger: Ledger, *, overlap: bool, check_invariants: bool) -> None:
         self.parts, self.ledger = parts, ledger
+        self._ranks = parts.team.lockstep
+        self.set_costs: Callable[[CostModel], None] = self.take_costs
+        """What becomes of new prices of evictions: taken at once, or sent to all ranks first."""
         self.listeners: list[Listener] = []
         self.num_steps = 0
         self.backlog: list[RequestOutput] = []
         """Outputs that the next step hands out."""
-        self._overlap, self._check_invariants = overlap, check_invariants
+        self.was_idle = True
+        """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
+        has requests that the others have not heard of."""
+        self._check_invariants = check_invariants
+        self._ahead = parts.scheduler.num_groups - 1 if parts.scheduler.num_groups > 1 else int(overlap)
+        """Steps that stay in flight when a step returns."""
         self._flights: list[Flight] = []
-        """Launched and not committed, oldest first; two only where an interrupt came between them."""
+        """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""
 
     @property
     def is_idle(self) -> bool:
@@ -56,35 +68,39 @@ class StepLoop:
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, weights_changed: bool | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        When it is interrupted, what it would have handed out comes with the next one.
+        When it is interrupted, what it would have handed out comes with the next one. weights_changed: what the ranks
+        of the engine have agreed on; None: look.
         """
         outputs = self.take_backlog()
         try:
-            self._step(outputs)
+            self._step(outputs, weights_changed)
         except BaseException:
             self.backlog = outputs + self.backlog
             raise
+        finally:
+            self.was_idle = self.is_idle
         return outputs
 
-    def _step(self, outputs: list[RequestOutput]) -> None:
+    def _step(self, outputs: list[RequestOutput], weights_changed: bool | None) -> None:
         parts = self.parts
         if self.is_idle:
             parts.leave_inference()
             return
         started = time.perf_counter()
         parts.enter_inference()
-        self._commit(outputs, leave=1)
-        if parts.weights_differ():
+        self._commit(outputs, leave=max(1, self._ahead))
+        if parts.weights_differ() if weights_changed is None else weights_changed:
             self._commit(outputs)
             parts.accept_weights(parts.weight_version + 1)
         plan = parts.scheduler.schedule()
+        if self._ranks is not None:
+            self._ranks.planned(plan, check=self._check_invariants)
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
-        self._commit(outputs, leave=int(launched))
-        # What was launched for requests that ended is let go at once.
-        if not self._overlap or not len(self.ledger):
+        self._commit(outputs, leave=self._ahead if launched else max(0, len(self._flights) - 1))
+        if not len(self.ledger):  # what was launched for requests that ended is let go at once
             self._commit(outputs)
         if self._check_invariants:
             parts.context.check()
@@ -93,10 +109,14 @@ class StepLoop:
             listener.on_step(self.num_steps, outputs)
         seconds = time.perf_counter() - started
         if parts.speeds is not None and parts.speeds.take(plan, seconds):
-            parts.scheduler.pressure.costs = parts.speeds.costs
+            self.set_costs(parts.speeds.costs)
         parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
         if self.is_idle:
             parts.leave_inference()
+
+    def take_costs(self, costs: CostModel) -> None:
+        """The next step decides on evictions with these prices."""
+        self.parts.scheduler.pressure.costs = costs
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one, and make blocks hold what the books say.
@@ -109,11 +129,13 @@ class StepLoop:
     def stand_still(self, tick: Callable[[str], None]) -> None:
         """Nothing in flight, and the modules back in the mode they were found in: training may follow.
 
-        tick: called while the device is waited for; may raise, and then the step stays in flight.
+        tick: called first and while the device is waited for; may raise, and then the step stays in flight.
         """
-        while not all(flight.is_done() for flight in self._flights):
+        with self.parts.team.together("waiting for the step in flight"):
             tick("the step in flight")
-            time.sleep(POLL_S)
+            while not all(flight.is_done() for flight in self._flights):
+                tick("the step in flight")
+                time.sleep(POLL_S)
         self.drain()
         self.parts.leave_inference()
 
@@ -141,10 +163,13 @@ class StepLoop:
 
     def _launch(self, plan: Plan, outputs: list[RequestOutput]) -> bool:
         """Whether the step is on its way."""
+        started = time.perf_counter()
         try:
             flight = self.parts.forward(plan)
             self.parts.runner.sample(flight)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
+            if self._ranks is not None:
+                self._ranks.step_failed(error, time.perf_counter() - started)
             self._commit(outputs)
             self._fail(
                 plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
@@ -164,7 +189,10 @@ class StepLoop:
         """
         while len(self._flights) > leave:
             flight, scheduler = self._flights[0], self.parts.scheduler
-            plan, drawn = flight.plan, flight.read()
+            plan, drawn = flight.plan, self._read(flight)
+            if drawn.error:
+                self._give_up(FailedStep(drawn.error), outputs)
+                return
             del self._flights[0]
             broken = [plan.sampled[index] for index in drawn.bad]
             for request in broken:
@@ -175,10 +203,34 @@ class StepLoop:
             ended = scheduler.commit(plan, drawn.result)
             outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
 
-    def _fail(self, plan: Plan, error: InferenceError, outputs: list[RequestOutput]) -> None:
+    def _read(self, flight: Flight) -> Drawn:
+        """What the step drew. With several ranks a failure is everyone's, or ends the engine."""
+        if self._ranks is None:
+            return flight.read()
+        started = time.perf_counter()
+        try:
+            drawn = flight.read()
+        except Exception as error:
+            self._ranks.step_failed(error, time.perf_counter() - started, fatal=True)
+            raise
+        if drawn.error:
+            self._ranks.step_failed(FailedStep(drawn.error), time.perf_counter() - started)
+        return drawn
+
+    def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
+        """The oldest step in flight failed: its requests end, those of later ones start over."""
+        for flight in self._flights:
+            flight.read()  # so that nothing of it runs on; what it drew from lost keys and values is dropped
+        plan, *later = [flight.plan for flight in self._flights]
+        self._flights = []
+        self._fail(plan, error, outputs, later)
+
+    def _fail(
+        self, plan: Plan, error: InferenceError, outputs: list[RequestOutput], later: Sequence[Plan] = ()
+    ) -> None:
         """End the requests of a step whose forward raised; everything else goes on."""
         members = {r.id: r for r in (*plan.decode, *(p.request for p in plan.prefill), *plan.sampled)}
-        self.parts.scheduler.cancel(plan)
+        self.parts.scheduler.cancel(plan, *later)
         for request in members.values():
             if request.finish_reason is None:
                 self.ledger.set_error(request, error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.config import KVCacheManagementMode
-from megatron_infer.context.store import StateStore
+from megatron_infer.context.store import StateStore, StoreReport
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.lifecycle import EngineState, Lifecycle, Transit
 from megatron_infer.step_loop import StepLoop
@@ -98,14 +99,15 @@ class Suspension:
         cache_leaves = KV_CACHE in wanted and self._leaves(chosen)
         with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transit:
             meter = _Meter(self._parts)
-            transit.tick("the step in flight")
             self._loop.stand_still(transit.tick)
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}  # graphs: none are captured
-            if WEIGHTS in fresh:
-                self._parts.lay_up_weights(transit)
+            with self._parts.team.together("giving memory back"):
+                if WEIGHTS in fresh:
+                    self._parts.lay_up_weights(transit)
+                done = self._put_cache_away(chosen, transit) if cache_leaves else None
             if cache_leaves:
-                reports[KV_CACHE] = self._release_cache(chosen, transit.tick)
+                reports[KV_CACHE] = self._drop_cache(chosen, done)
             elif KV_CACHE in fresh:
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
@@ -131,13 +133,15 @@ class Suspension:
             reports = {tag: TagReport() for tag in TAGS if tag in wanted}
             if WEIGHTS in wanted:
                 before = self._parts.weight_bytes()
-                self._parts.take_down_weights(transit)
+                with self._parts.team.together("taking the weights back"):
+                    self._parts.take_down_weights(transit)
                 taken = self._parts.weight_bytes() - before
                 reports[WEIGHTS] = TagReport(bytes_freed=-taken, bytes_copied=taken, bytes_resident=before + taken)
             if not left:
                 reports[WEIGHTS] = self._settle_weights(transit, reports.get(WEIGHTS, TagReport()))
             if KV_CACHE in wanted:
-                reports[KV_CACHE] = self._restore_cache(transit.tick)
+                with self._parts.team.together("taking the cache back"):
+                    reports[KV_CACHE] = self._restore_cache(transit)
                 self._mode = KVCacheManagementMode.PERSIST
             transit.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
@@ -155,15 +159,27 @@ class Suspension:
             )
         return mode is not self._mode
 
-    def _release_cache(self, mode: KVCacheManagementMode, tick: Callable[[str], None]) -> TagReport:
+    def _put_cache_away(self, mode: KVCacheManagementMode, transit: Transit) -> StoreReport | None:
+        """What may fail, and can be undone as long as other ranks may fail."""
         store, context = self._parts.runner.store, self._parts.context
-        if mode is KVCacheManagementMode.OFFLOAD:
-            done = store.offload(context.held_blocks(), tick, state_slots=context.held_state_slots())
-            context.forget_free()
+        if mode is not KVCacheManagementMode.OFFLOAD:
+            if not store.is_released:
+                transit.tick("release the cache")
+            return None
+        blocks, states = context.held_blocks(), context.held_state_slots()
+        done = store.offload(blocks, transit.tick, state_slots=states)
+        transit.undo("the offload", partial(store.restore, set(blocks), _no_tick, keep_states=set(states)))
+        return done
+
+    def _drop_cache(self, mode: KVCacheManagementMode, done: StoreReport | None) -> TagReport:
+        """What is left, which nothing can stop."""
+        store = self._parts.runner.store
+        if done is not None:
+            self._parts.context.forget_free()
             return TagReport(
                 bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
             )
-        freed = store.drop_copy() if store.is_released else store.release(tick).bytes_freed
+        freed = store.drop_copy() if store.is_released else store.release(_no_tick).bytes_freed
         return TagReport(bytes_freed=freed + self._drop_requests(), bytes_resident=_resident(store))
 
     def _drop_requests(self) -> int:
@@ -175,12 +191,17 @@ class Suspension:
         self._parts.free_host_slots()
         return before - store.host_bytes()
 
-    def _restore_cache(self, tick: Callable[[str], None]) -> TagReport:
+    def _restore_cache(self, transit: Transit) -> TagReport:
         store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
             return TagReport(bytes_resident=_resident(store))
         context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
-        done = store.restore(set(context.held_blocks()), tick, keep_states=set(context.held_state_slots()))
+        blocks, states = context.held_blocks(), context.held_state_slots()
+        done = store.restore(set(blocks), transit.tick, keep_states=set(states))
+        if self._mode is KVCacheManagementMode.OFFLOAD:
+            transit.undo("the restore", partial(store.offload, blocks, _no_tick, state_slots=states))
+        else:
+            transit.undo("the restore", partial(store.release, _no_tick))
         return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 
     def _release_derived(self) -> TagReport:
@@ -197,7 +218,8 @@ class Suspension:
         before = parts.derived.num_bytes
         if parts.derived.is_released:
             transit.undo("the rebuilt copies", parts.derived.release)
-        transit.tick("the look whether weights changed")
+        with parts.team.together("the look whether weights changed"):
+            transit.tick("the look whether weights changed")
         parts.catch_up_with_weights(transit.tick)
         return TagReport(
             bytes_freed=so_far.bytes_freed - (parts.derived.num_bytes - before),
@@ -222,6 +244,10 @@ class Suspension:
 
 _STRENGTH = {mode: place for place, mode in enumerate(KVCacheManagementMode)}
 """PERSIST < OFFLOAD < RECOMPUTE: a suspended cache may only go further away."""
+
+
+def _no_tick(what: str) -> None:
+    """For work that is not to be stopped."""
 
 
 class _Meter:

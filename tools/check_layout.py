@@ -89,6 +89,7 @@ PURE = (
     "context.states",
     "context.swaps",
     "context.layout",
+    "context.stages",
     "metrics.core",
 )
 """Importable with torch and numpy absent."""

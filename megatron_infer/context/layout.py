@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from megatron_infer.errors import CapacityError, ConfigError
@@ -96,6 +96,8 @@ class ModelShape:
     num_parameters: int
     state: StateShape | None = None
     """None: no layer of this rank keeps a recurrent state."""
+    is_stage: bool = False
+    """One of several pipeline stages: it may lack attention layers or states, or both, that others have."""
 
 
 class SizeRow(NamedTuple):
@@ -304,10 +306,12 @@ class SizingRequest:
 
 def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
-    if shape.num_attention_layers == 0 and shape.state is None:
+    if shape.num_attention_layers == 0 and shape.state is None and not shape.is_stage:
         raise ConfigError("the model has neither attention nor Mamba layers: there is nothing to keep of a sequence")
     size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
     slot_bytes = 0 if shape.state is None else shape.state.slot_bytes
+    if shape.is_stage and not slot_bytes:
+        ask = replace(ask, state_ratio=None)  # the share of states is for the stages that keep some
     max_sequence_length = min(ask.max_sequence_length, shape.max_position or ask.max_sequence_length)
     max_tokens = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
     width = blocks_for(max_sequence_length, size)
@@ -373,7 +377,7 @@ def host_places(
     Example: 100 bytes, blocks of 5, states of 10, 8 blocks a row -> 3 requests of 10 + 4 x 5: (14, 3).
     """
     if not slot_bytes:
-        return swap_bytes // block_bytes, 0
+        return (swap_bytes // block_bytes if block_bytes else 0), 0
     if not block_bytes:
         return 0, 0  # nobody is evicted for want of blocks that take no memory
     if swap_bytes < slot_bytes + block_bytes:
@@ -395,6 +399,8 @@ def _block_bytes(shape: ModelShape, block_size: int) -> int:
 
 def _pool(ask: SizingRequest, block_bytes: int, slot_bytes: int) -> tuple[int, int, int | None]:
     """(blocks of the pool, blocks paused requests may keep, requests whose states fit or None if blocks decide)."""
+    if not block_bytes and not slot_bytes:
+        return 0, 0, None  # a pipeline stage that keeps nothing of a sequence
     paused_bytes = ask.paused_bytes if block_bytes or ask.unified_memory else 0  # else a part of the buffer
     split = split_pool(
         ask.buffer_bytes,
@@ -497,7 +503,9 @@ def _how_blocks(shape: ModelShape, ask: SizingRequest, num_blocks: int, paused: 
 
 def _how_states(shape: ModelShape, ask: SizingRequest, num_states: int | None) -> dict[str, str]:
     floored = f"at most max_tokens, floored to TP={ask.tensor_parallel_size} and {REQUEST_ROUNDER}"
-    if not shape.num_attention_layers:
+    if not shape.num_attention_layers and num_states is None:
+        limit = "max_tokens: this pipeline stage keeps nothing of a sequence"
+    elif not shape.num_attention_layers:
         note = f"; {ask.buffer_note}" if ask.buffer_note else ""
         share = "" if ask.state_ratio is None else f" x mamba_memory_ratio {ask.state_ratio}"
         limit = f"{ask.buffer_bytes:,} bytes{share} // state_slot_bytes - 1 dummy = {num_states:,}{note}"
@@ -526,7 +534,7 @@ def _max_requests(
 ) -> int:
     """As configured, or the fewer of blocks (None: they take no memory) and states (None: one comes with a block)."""
     if ask.max_requests is None:
-        limits = [limit for limit in (num_usable_blocks, num_states) if limit is not None]
+        limits = [limit for limit in (num_usable_blocks, num_states) if limit is not None] or [max_tokens]
         return derive_max_requests(min(limits), tensor_parallel_size=ask.tensor_parallel_size, max_tokens=max_tokens)
     if num_states is not None and ask.max_requests > num_states:
         share = "" if ask.state_ratio is None else f"mamba_memory_ratio={ask.state_ratio} of "

@@ -76,7 +76,8 @@ def _typed(slots_SX: Tensor, start: int, shape: Sequence[int], dtype: torch.dtyp
 class StateStore:
     """Holds `kv_cache` [layers, 2, num_blocks, B, K, H] and `states`. On a CPU an untouched page costs nothing.
 
-    Without attention layers blocks only name positions: they have no memory, and copying them does nothing.
+    Without attention layers blocks only name positions: they have no memory, and copying them does nothing. So it is
+    with states in a pipeline stage without Mamba layers.
     Not to be kept: over a release the tensors may change, so ask for them again at each step.
     """
 
@@ -122,13 +123,16 @@ class StateStore:
         if state is not None:
             self._states = _state_memory(state, num_state_slots, dummy_state_slot, device, num_host_states)
         self._pools = [pool for pool in (self._blocks, self._states) if pool is not None]
-        assert self._pools, "a store of neither keys and values nor states"
         kv_bytes = num_blocks * self.block_bytes
         self._state_start = kv_bytes if state is None else -(-kv_bytes // PAGE_BYTES) * PAGE_BYTES
         self.num_bytes = self._state_start + (0 if state is None else num_state_slots * state.slot_bytes)
         """Bytes of the pools when every page of them is touched."""
         self._region = make_region(
-            (self.num_bytes,), torch.uint8, device, static_pointers=static_pointers, unified_memory=unified_memory
+            (max(self.num_bytes, 1),),
+            torch.uint8,
+            device,
+            static_pointers=static_pointers,
+            unified_memory=unified_memory,
         )
         self._kv_cache: Tensor | None = None
         self._state_tensors: StateTensors | None = None
@@ -257,10 +261,8 @@ class StateStore:
         self._check_held()
         for kind, group in _groups(moves):
             pool = self._states if kind.startswith("state") else self._blocks
-            if pool is not None:
+            if pool is not None:  # None: blocks or states that only other pipeline stages keep
                 _run(pool, kind, group)
-            else:
-                assert not kind.startswith("state"), f"{kind} without recurrent state"  # blocks without memory
 
     def free_host_slots(self, slots: Iterable[int]) -> None:
         """Drop the blocks these slots hold; slots that were never written are fine."""
@@ -313,9 +315,9 @@ class StateStore:
         pool.write(slots, content.contiguous().view(torch.int64))
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states (source slot, destination slot), one after the other."""
-        if pairs:
-            self._state_pool().copy(pairs)
+        """Copy states (source slot, destination slot), one after the other; nothing in a pipeline stage without any."""
+        if pairs and self._states is not None:
+            self._states.copy(pairs)
 
     # ------------------------------------------------------------------ parts
 
@@ -348,10 +350,8 @@ class StateStore:
         return self._states
 
     def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> list[tuple[PoolMemory, list[int]]]:
-        """Which places of which pool; blocks without memory are left out."""
-        slots = list(state_slots)
-        assert self._states is not None or not slots, f"{len(slots)} states of a model that keeps none"
-        both = ((self._blocks, list(blocks)), (self._states, slots))
+        """Which places of which pool; blocks and states without memory are left out."""
+        both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
         return [(pool, places) for pool, places in both if pool is not None]
 
     def _pool_memory_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from megatron_infer.forward.device import Device, HostRead
 from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan, StepResult
 from megatron_infer.schedule.request import Request
 
@@ -43,6 +44,8 @@ class Drawn:
     bad: list[int]
     """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
     prompt_scores: list[PromptScores]
+    error: str = ""
+    """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
 
 
 @dataclass(slots=True)
@@ -50,7 +53,8 @@ class Flight:
     """A step that was launched and whose result has not been read."""
 
     plan: Plan
-    batch: Batch
+    batch: Batch = None  # type: ignore[assignment]
+    """Made by the forward."""
     logits_SV: Tensor | None = None
     prompt_scores: list[PromptScores] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
@@ -87,7 +91,7 @@ class ModelRunner:
         *,
         store: StateStore,
         builder: BatchBuilder,
-        sampler: Sampler,
+        sampler: Sampler | TensorParallelSampler,
         device: Device,
         ops: Ops,
     ) -> None:
@@ -97,20 +101,34 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
         """Enqueue the moves between device and host, then the step's forward; logits exist only where one draws."""
-        self._set_rows(plan)
+        flight = Flight(plan=plan)
+        self._set_out(flight, table_writes, moves)
+        self._arrive(flight, self._model.hidden(flight.batch))
+        return flight
+
+    def _set_out(self, flight: Flight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]) -> None:
+        """What comes before the layers."""
+        self._set_rows(flight.plan)
         self.store.run_moves(moves)
-        batch = self.builder.build(plan, table_writes)
-        flight = Flight(plan=plan, batch=batch)
-        hidden_TD = self._model.hidden(batch)
+        flight.batch = self.builder.build(flight.plan, table_writes)
+
+    def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
+        """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in."""
+        plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
+        if not scores:
+            return
         if plan.sampled:
             hidden_SD = (
                 hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
-        return flight
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do this once the steps launched so far have done what they do on the host."""
+        action()
 
     @torch.inference_mode()
     def sample(self, flight: Flight) -> None:

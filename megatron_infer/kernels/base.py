@@ -184,7 +184,10 @@ class PagedModel(Protocol):
         ...
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, V] in the model's dtype, padding vocabulary entries included (the sampler masks them)."""
+        """[S, V] in the model's dtype, padding vocabulary entries included (the sampler masks them).
+
+        V is this rank's part where the vocabulary is split over tensor-parallel ranks.
+        """
         ...
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None: ...

@@ -18,10 +18,10 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec
-from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.layers import require_inference
+from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanNorm
 from megatron_infer.models.plans import LayerPlan
+from megatron_infer.models.reduce import Reducer
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.shape import model_shape
 from megatron_infer.models.support import check_config, check_model, final_norm_of, unwrap
@@ -36,15 +36,16 @@ def adopt(
 ) -> AdoptedModel:
     """Make a live GPTModel, MambaModel or HybridModel paged, in place, and give it as what the runner drives.
 
+    It may be one stage of a pipeline, with or without embedding, output layer, attention or Mamba layers.
     `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the
-    true size where the model's own is padded. `state_config` says in which dtypes recurrent states are kept. Adopting
-    twice is fine. Raises AdoptionError, with nothing changed, naming the module and the reason if any part of the model
-    is not known to compute what the paged path computes.
+    true size where the model's own is padded; None: what `build_model` has noted, else the padded one. `state_config`
+    says in which dtypes recurrent states are kept. Adopting twice is fine. Raises AdoptionError, with nothing changed,
+    naming the module and the reason if any part of the model is not known to compute what the paged path computes.
     """
     live = unwrap(model)
     check_config(live.config)
     check_model(live)
-    num_ranks = mcore.group_size(live.pg_collection.tp)
+    tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerPlan] = []
     num_attention = num_mamba = 0
     for i, layer in enumerate(live.decoder.layers):
@@ -52,31 +53,43 @@ def adopt(
             layer,
             f"decoder.layers.{i}",
             model=live,
-            num_ranks=num_ranks,
+            tp=tp,
             num_attention=num_attention,
             num_mamba=num_mamba,
         )
         num_attention += plan.attention is not None
         num_mamba += plan.mixer is not None
         layers.append(plan)
-    if num_attention + num_mamba == 0:
+        if plan.lean is None and live.config.sequence_parallel:
+            raise AdoptionError(plan.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+    if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)
-    if final_norm is None:
+    if final_norm is None and live.post_process:
         raise AdoptionError(where, "missing; a decoder without it is not supported")
-    lean_norm = LeanNorm(final_norm, where)
-    shape = model_shape(live, layers, vocab_size, state_config)
+    if final_norm is not None and not live.post_process:
+        raise AdoptionError(where, "in a pipeline stage that is not the last")
+    lean_norm = None if final_norm is None else LeanNorm(final_norm, where)
+    true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
+    shape = model_shape(live, layers, true_vocab, state_config)
     for plan in layers:
         plan.apply()
     cpu_rotary(live)
-    return AdoptedModel(live, shape, layers, lean_norm, num_ranks=num_ranks, name=name)
+    return AdoptedModel(live, shape, layers, lean_norm, tp=tp, name=name)
 
 
 class AdoptedModel:
     """kernels.base.PagedModel over a live model. Of tensors it holds only the scan weights derived from parameters."""
 
     def __init__(
-        self, live: Any, shape: ModelShape, layers: list[LayerPlan], norm: LeanNorm, *, num_ranks: int, name: str
+        self,
+        live: Any,
+        shape: ModelShape,
+        layers: list[LayerPlan],
+        norm: LeanNorm | None,
+        *,
+        tp: Reducer | None,
+        name: str,
     ) -> None:
         self.live, self.shape, self.name = live, shape, name
         """live: the model itself, without wrappers."""
@@ -85,38 +98,58 @@ class AdoptedModel:
         self._mixers = [(f"{plan.name}.mixer", plan.mixer) for plan in layers if plan.mixer is not None]
         self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
         """Mamba layers of this rank, in order."""
-        self.device: torch.device = next(live.decoder.parameters()).device
+        self.is_first_stage: bool = live.pre_process
+        """It embeds tokens; the others take in what the stage before hands on."""
+        self.is_last_stage: bool = live.post_process
+        """It has the final norm and the output layer."""
+        self.device: torch.device = next(live.parameters()).device
         self._lean = [layer.lean for layer in layers]
         self._drives_itself = all(lean is not None for lean in self._lean)
         self._norm = norm
-        self._tp_group = live.pg_collection.tp if num_ranks > 1 else None
-        self._lean_embedding = num_ranks == 1
+        self._dtype = getattr(torch, shape.dtype)
+        self._tp = tp
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings, [T, 1, D]."""
         return self._embed(step).unsqueeze(1)
 
-    def hidden(self, step: StepInputs) -> Tensor:
-        """Final normed hidden states [T, D]. Runs under torch.inference_mode() (no_grad too), in eval mode."""
+    def hidden(self, step: StepInputs, received_TD: Tensor | None = None) -> Tensor:
+        """Final normed hidden states [T, D]; of a stage that is not the last, its residual stream in fp32.
+
+        received_TD: what the stage before returned, for all but the first; it may be overwritten.
+        Runs under torch.inference_mode() (no_grad too), in eval mode.
+        """
         require_inference(self.live)
-        x_TD = self._embed(step)
+        if received_TD is None:
+            x_TD, residual_TD = self._embed(step), None
+        else:
+            # The stage before has added its last product; zeros in its place give the bits of an undivided decoder.
+            x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
         if not self._drives_itself:
-            return self.live.decoder(
-                hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step
-            ).squeeze(1)
-        residual_TD: Tensor | None = None
+            return self._stock_decoder(step, x_TD, residual_TD)
         for layer in self._lean:
             x_TD, residual_TD = layer.run(step, x_TD, residual_TD)  # type: ignore[union-attr]
-        return self._norm.run_added(step.ops, x_TD, residual_TD)[0]
+        if self._norm is not None:
+            return self._norm.run_added(step.ops, x_TD, residual_TD)[0]
+        return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
+
+    def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
+        """As `hidden`, through megatron-core's own decoder: some layer is the user's."""
+        decoder = self.live.decoder
+        if received_TD is not None:
+            x_TD = received_TD.to(self._dtype)
+            decoder.set_input_tensor(x_TD.unsqueeze(1))
+        out_TD = decoder(hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step).squeeze(1)
+        return out_TD if self.is_last_stage else out_TD.float()
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, padded V] in the model's dtype, gathered over tensor-parallel ranks."""
-        logits_SV = ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
-        if self._tp_group is None:
-            return logits_SV
-        parts = [torch.empty_like(logits_SV) for _ in range(self._tp_group.size())]
-        torch.distributed.all_gather(parts, logits_SV.contiguous(), group=self._tp_group)
-        return torch.cat(parts, dim=-1)
+        """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
+        return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+
+    @property
+    def tp_group(self) -> Any:
+        """The ranks that the vocabulary (and every layer) is split over; None: this process alone."""
+        return None if self._tp is None else self._tp.group
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         """cos and sin of positions 0 .. num_positions - 1; None without rotary embedding."""
@@ -126,11 +159,11 @@ class AdoptedModel:
 
     def packable_weights(self) -> Iterable[Tensor]:
         """Weights of this rank that go through `ops.linear`, the output layer's included."""
-        yield self._output_weight()
-        if self._tp_group is None:
-            for layer in self._lean:
-                if layer is not None:
-                    yield from layer.weights()
+        if self.is_last_stage:
+            yield self._output_weight()
+        for layer in self._lean:
+            if layer is not None:
+                yield from layer.weights()
 
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; after every change of the model's parameters."""
@@ -146,9 +179,15 @@ class AdoptedModel:
 
     def _embed(self, step: StepInputs) -> Tensor:
         embedding = self.live.embedding
-        if not self._lean_embedding:
-            return embedding(step.token_ids_T.unsqueeze(0), step.positions_T.unsqueeze(0)).squeeze(1)
-        x_TD = F.embedding(step.token_ids_T, embedding.word_embeddings.weight)
+        words = embedding.word_embeddings
+        if self._tp is None:
+            x_TD = F.embedding(step.token_ids_T, words.weight)
+        else:
+            # Every token's row is on one rank: the others add zeros, which changes no bit of it.
+            local_T = step.token_ids_T - words.vocab_start_index
+            elsewhere_T = (local_T < 0) | (local_T >= len(words.weight))
+            x_TD = F.embedding(local_T.masked_fill_(elsewhere_T, 0), words.weight)
+            x_TD = self._tp.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)
         return x_TD

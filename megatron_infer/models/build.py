@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.models.head_padding import divisible
 from megatron_infer.models.hf_names import Shard
 from megatron_infer.models.model_plan import ModelPlan, RopeScaling
+from megatron_infer.models.stages import stage_options
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -49,23 +52,38 @@ def build_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     vocab_multiple: int = 1,
     pg_collection: Any = None,
     **config_overrides: Any,
 ) -> GPTModel | MambaModel:
     """The source's model in `dtype` on `device`, in eval mode, with its weights (none, uninitialised, for a plan).
 
-    Without torch.distributed a single-process gloo group is made (no port, no network). With `tensor_parallel` > 1 the
-    caller has set up torch.distributed; each rank reads its own part only. The vocabulary is padded up to a multiple of
-    vocab_multiple * tensor_parallel. `config_overrides` go to TransformerConfig. Raises ModelError.
+    Without torch.distributed a single-process gloo group is made (no port, no network). For several ranks the caller
+    has set up torch.distributed; each builds its pipeline stage and reads its own part only. Sizes come from
+    pg_collection where it is given. Stages are as even as megatron-core can have them, unless its own options
+    (num_layers_in_first_pipeline_stage, ...) say otherwise. The vocabulary is padded up to a multiple of
+    vocab_multiple * tensor_parallel, kv groups with zeros if they do not divide (see `head_padding`).
+    `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
     """
     plan = source if isinstance(source, ModelPlan) else source.config()
     dtype = _dtype(dtype)
-    init_process_groups(tensor_parallel)
-    config = transformer_config(plan, dtype=dtype, device=device, tensor_parallel=tensor_parallel, **config_overrides)
+    groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
+    tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
+    plan = divisible(plan, tensor_parallel)
+    config = transformer_config(
+        plan,
+        dtype=dtype,
+        device=device,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        **({"expert_model_parallel_size": expert_parallel} if expert_parallel > 1 else {}),
+        **config_overrides,
+    )
     multiple = vocab_multiple * tensor_parallel
     padded_vocab = -(-plan.vocab_size // multiple) * multiple
-    model = _construct(plan, config, padded_vocab, pg_collection)
+    model = _construct(plan, config, padded_vocab, groups)
     model = model.to(device=device, dtype=dtype)
     _keep_routers_exact(model)
     if not isinstance(source, ModelPlan):
@@ -73,23 +91,51 @@ def build_model(
     return model.eval()
 
 
-def init_process_groups(tensor_parallel: int = 1) -> None:
+def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
+    """The caller's groups, who need not give sizes then; else megatron-core's global ones, made if need be."""
+    if given is None:
+        init_process_groups(tensor, pipeline, expert)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        return ProcessGroupCollection.use_mpu_process_groups()
+    for size, group, name in ((tensor, given.tp, "tensor"), (pipeline, given.pp, "pipeline")):
+        if size not in (1, group_size(group)):
+            raise ConfigError(f"{name}_parallel={size}, but pg_collection has {group_size(group)} ranks for it")
+    return given
+
+
+def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
     """torch.distributed and megatron-core's groups, for whichever of the two is not up yet."""
     from megatron_infer.models.mcore_compat import parallel_state
 
+    asked = {
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "expert_parallel": expert_parallel,
+    }
     if not torch.distributed.is_initialized():
-        if tensor_parallel != 1:
+        several = ", ".join(f"{name}={size}" for name, size in asked.items() if size != 1)
+        if several:
             raise ConfigError(
-                f"tensor_parallel={tensor_parallel} needs torch.distributed; start with torchrun and call "
+                f"{several} needs torch.distributed; start with torchrun and call "
                 "torch.distributed.init_process_group first"
             )
         # A HashStore lives in this process: no port that could be taken, nothing left behind.
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    actual = parallel_state.get_tensor_model_parallel_world_size()
-    if actual != tensor_parallel:
-        raise ConfigError(f"tensor_parallel={tensor_parallel}, but megatron-core is set up for {actual}")
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=pipeline_parallel,
+            expert_model_parallel_size=expert_parallel,
+        )
+    actual = {
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, size in asked.items():
+        if actual[name] != size:
+            raise ConfigError(f"{name}={size}, but megatron-core is set up for {actual[name]}")
 
 
 def transformer_config(
@@ -98,6 +144,7 @@ def transformer_config(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     **overrides: Any,
 ) -> TransformerConfig:
     """megatron-core's config for a plan: no dropout, no weights drawn, no fusions.
@@ -117,6 +164,8 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": pipeline_parallel,
+        **stage_options(kwargs["num_layers"], pipeline_parallel, overrides),
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
         "hidden_dropout": 0.0,
@@ -165,12 +214,14 @@ def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
 
 
-def _construct(
-    plan: ModelPlan, config: TransformerConfig, padded_vocab: int, pg_collection: Any
-) -> GPTModel | MambaModel:
+def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, groups: Any) -> GPTModel | MambaModel:
     from megatron_infer.models.rotary import cpu_rotary
 
-    make = _gpt if plan.hybrid is None else _hybrid
+    # A tied last stage gets its embedding with the other weights, so building it sends nothing between stages (in
+    # megatron-core that needs CUDA). Training finds the group that keeps both copies alike in its place afterwards.
+    apart = copy.copy(groups)
+    apart.embd = None
+    make, stage = (_gpt if plan.hybrid is None else _hybrid), group_rank(groups.pp)
     model = make(
         plan,
         config,
@@ -179,8 +230,12 @@ def _construct(
         position_embedding_type=plan.position_embedding,
         rotary_percent=plan.rotary_percent,
         share_embeddings_and_output_weights=plan.tied_embeddings,
-        pg_collection=pg_collection,
+        pre_process=stage == 0,
+        post_process=stage == group_size(groups.pp) - 1,
+        pg_collection=apart,
     )
+    model.true_vocab_size = plan.vocab_size  # adopt: what lies beyond is padding, and never drawn
+    model.pg_collection, model.embd_group = groups, getattr(groups, "embd", None)
     return cpu_rotary(model)
 
 
@@ -188,7 +243,8 @@ def _gpt(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> GPTMod
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec
 
-    model = GPTModel(config=config, transformer_layer_spec=gpt_spec(config), **arguments, **_rope_arguments(plan))
+    spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp))
+    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(plan))
     if plan.position_embedding == "rope" and not _native_rope(plan.rope_scaling):
         _set_frequencies(model, plan)
     return model
@@ -249,8 +305,17 @@ def _native_rope(scaling: RopeScaling | None) -> bool:
 def _shard(model: GPTModel | MambaModel, tensor_parallel: int) -> Shard:
     if tensor_parallel == 1:
         return Shard()
-    group = model.pg_collection.tp
-    return Shard(rank=torch.distributed.get_rank(group), size=tensor_parallel)
+    return Shard(rank=group_rank(model.pg_collection.tp), size=tensor_parallel)
+
+
+def group_size(group: Any) -> int:
+    """Ranks in a process group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: Any) -> int:
+    """This process's place in a process group; 0 for None."""
+    return 0 if group is None else group.rank()
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models.build import ACTIVATIONS, build_model
+from megatron_infer.models.build import ACTIVATIONS, build_model, group_size
 from megatron_infer.models.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
 from megatron_infer.models.hf_names import WHOLE, Shard
 from megatron_infer.models.model_plan import ModelPlan, RopeScaling
@@ -53,13 +53,13 @@ def save_checkpoint(
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(model)
-    plan = plan or plan_from_model(model)
+    plan = plan or _plan_of_stages(model)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     first = torch.distributed.get_rank() == 0
     if first:
         (directory / PLAN_FILE).unlink(missing_ok=True)
-    dist_checkpointing.save(model.sharded_state_dict(), str(directory), sharded_strategy=_sync_strategy())
+    dist_checkpointing.save(_sharded(model), str(directory), sharded_strategy=_sync_strategy())
     if not first:
         return
     if tokenizer is not None:
@@ -107,7 +107,7 @@ class CheckpointSource:
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-        wanted = model.sharded_state_dict()
+        wanted = _sharded(model)
         try:
             with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
                 # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
@@ -134,6 +134,34 @@ class CheckpointSource:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_directory(self.path, eos_ids=self._plan.eos_ids, name=self.name)
+
+
+def _sharded(model: nn.Module) -> Any:
+    """megatron-core's sharded state dict, by the model's own groups where it has all that takes."""
+    groups = getattr(model, "pg_collection", None)
+    replicas = getattr(groups, "dp_cp", None)
+    return model.sharded_state_dict(metadata=None if replicas is None else {"dp_cp_group": replicas})
+
+
+def _plan_of_stages(model: nn.Module) -> ModelPlan:
+    """The plan of a model over all its pipeline stages; every rank calls this.
+
+    Only a stage with Mamba layers knows what its mixers are, and the first rank may hold one without.
+    """
+    plan, stages = plan_from_model(model), getattr(model.pg_collection, "pp", None)
+    if plan.hybrid is None or group_size(stages) == 1:
+        return plan
+    knows = any(hasattr(layer, "mixer") for layer in model.decoder.layers)
+    own = json.dumps(plan.to_json() if knows else None).encode()
+    length = torch.tensor([len(own)])
+    torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX, group=stages)
+    padded = torch.frombuffer(bytearray(own.ljust(int(length))), dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in range(group_size(stages))]
+    torch.distributed.all_gather(found, padded, group=stages)
+    for text in found:
+        if (value := json.loads(bytes(text.tolist()))) is not None:
+            return ModelPlan.from_json(value)
+    return plan
 
 
 # What a training checkpoint holds beside the model.

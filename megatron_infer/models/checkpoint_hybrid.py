@@ -24,7 +24,7 @@ _MEGATRON_EXPAND = 2
 
 def hybrid_of_model(model: Any) -> tuple[HybridPlan, dict[str, Any]]:
     """(hybrid part, TransformerConfig fields) of a live MambaModel. Raises ModelError for what a plan cannot say."""
-    config, pattern = model.config, "".join(model.decoder.layer_type_list)
+    config, pattern = model.config, _whole_pattern(model)
     fields = {"is_hybrid_model": True} | {key: getattr(config, key) for key in _MAMBA_FIELDS}
     if "E" in pattern:
         fields |= _experts(lambda key: getattr(config, key, None))
@@ -46,6 +46,18 @@ def hybrid_of_model(model: Any) -> tuple[HybridPlan, dict[str, Any]]:
         dt_max=None if high == float("inf") else high,
     )
     return hybrid, _with_heads(fields, config.hidden_size)
+
+
+def _whole_pattern(model: Any) -> str:
+    """What each layer is, over all pipeline stages."""
+    given = getattr(model, "hybrid_override_pattern", None) or getattr(model, "hybrid_layer_pattern", None)
+    if given:
+        return "".join(given).replace("|", "")
+    kinds = "".join(model.decoder.layer_type_list)
+    if len(kinds) != model.config.num_layers:
+        ratios = {"hybrid_attention_ratio": model.hybrid_attention_ratio, "hybrid_mlp_ratio": model.hybrid_mlp_ratio}
+        return _allocated({"num_layers": model.config.num_layers, **ratios})
+    return kinds
 
 
 def _mixer_of(mixer: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_infer.models.hf_names import LlamaNames, Recipe, Shard, TensorReader, whole
+from megatron_infer.models.hf_names import ExpertPlace, LlamaNames, Recipe, Shard, TensorReader, whole
 from megatron_infer.models.model_plan import ModelPlan
 
 # Specs with Transformer Engine keep the norm inside the linear behind it.
@@ -48,6 +48,7 @@ class HybridNames(LlamaNames):
         self.expert_ffn: int = config.get("moe_ffn_hidden_size", 0)
         self.shared_ffn: int = config.get("moe_shared_expert_intermediate_size", 0)
         self.num_experts: int = config.get("num_moe_experts", 0)
+        self.place = ExpertPlace.of(model)
 
     def block(self, index: int) -> tuple[str, str]:
         """Names of a block: what its tensors begin with, and its norm."""
@@ -119,19 +120,30 @@ class HybridNames(LlamaNames):
             return whole(f"{body}.gate.weight", (self.num_experts, self.hidden))
         if part == "router.expert_bias":
             return whole(f"{body}.gate.e_score_correction_bias", (self.num_experts,))
-        where, ffn = self._expert(part)
-        if where is None:
-            return None
-        if part.endswith("linear_fc1.weight"):
-            return whole(f"{body}.{where}.up_proj.weight", (ffn, self.hidden))
-        return whole(f"{body}.{where}.down_proj.weight", (self.hidden, ffn))
-
-    def _expert(self, part: str) -> tuple[str | None, int]:
-        """(where the tensors of an expert are, its width); None for what is no linear of an expert."""
         if part in ("shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"):
-            return "shared_experts", self.shared_ffn
-        found = re.fullmatch(r"experts\.local_experts\.(\d+)\.linear_fc[12]\.weight", part)
-        return (f"experts.{found[1]}", self.expert_ffn) if found else (None, 0)
+            name = f"{body}.shared_experts"
+            if part.endswith("linear_fc1.weight"):
+                return _split(f"{name}.up_proj.weight", (self.shared_ffn,), (self.hidden,))
+            return self._row_parallel(f"{name}.down_proj.weight", self.shared_ffn)
+        found = _local_expert(part)
+        if found is None:
+            return None
+        local, linear = found
+        projection = "up_proj" if linear == "linear_fc1" else "down_proj"
+        names = [f"{body}.experts.{expert}.{projection}.weight" for expert in self._at_local(local)]
+        shape = (self.expert_ffn, self.hidden) if linear == "linear_fc1" else (self.hidden, self.expert_ffn)
+        mine = names[self.place.rank]
+
+        def make(reader: TensorReader, shard: Shard) -> Tensor:
+            span = self.place.shard.span(self.expert_ffn)
+            return reader.read(mine, rows=span) if linear == "linear_fc1" else reader.read(mine, columns=span)
+
+        return Recipe(dict.fromkeys(names, shape), make)
+
+    def _at_local(self, local: int) -> range:
+        """The experts that are number `local` on their ranks, by rank. All are named as sources, so that every rank
+        holds the whole file against the config; it reads its own."""
+        return range(local, self.num_experts, self.num_experts // self.place.size)
 
 
 class BambaNames(HybridNames):
@@ -163,19 +175,34 @@ class GraniteNames(BambaNames):
     def _experts(self, prefix: str, part: str) -> Recipe | None:
         if part == "router.weight":
             return whole(f"{prefix}.block_sparse_moe.router.layer.weight", (self.num_experts, self.hidden))
-        where, ffn = self._expert(part)
-        if where is None:
+        if part in ("shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"):
+            name = f"{prefix}.shared_mlp"
+            if part.endswith("linear_fc1.weight"):
+                return _split(f"{name}.input_linear.weight", (self.shared_ffn,) * 2, (self.hidden,))
+            return self._row_parallel(f"{name}.output_linear.weight", self.shared_ffn)
+        found = _local_expert(part)
+        if found is None:
             return None
-        gate_up = part.endswith("linear_fc1.weight")
+        local, linear = found
+        ffn, expert = self.expert_ffn, self._at_local(local)[self.place.rank]
+        gate_up = linear == "linear_fc1"
+        name = f"{prefix}.block_sparse_moe.{'input_linear' if gate_up else 'output_linear'}.weight"
         shape = (2 * ffn, self.hidden) if gate_up else (self.hidden, ffn)
-        linear = "input_linear" if gate_up else "output_linear"
-        if where == "shared_experts":
-            return whole(f"{prefix}.shared_mlp.{linear}.weight", shape)
-        name, expert = f"{prefix}.block_sparse_moe.{linear}.weight", int(where.split(".")[1])
-        return Recipe(
-            {name: (self.num_experts, *shape)},
-            lambda reader, shard: reader.read(name, rows=(expert, expert + 1)).squeeze(0),
-        )
+
+        def make(reader: TensorReader, shard: Shard) -> Tensor:
+            start, stop = self.place.shard.span(ffn)
+            whole = reader.read(name, rows=(expert, expert + 1)).squeeze(0)
+            if gate_up:
+                return torch.cat([whole[start:stop], whole[ffn + start : ffn + stop]])
+            return whole[:, start:stop]
+
+        return Recipe({name: (self.num_experts, *shape)}, make)
+
+
+def _local_expert(part: str) -> tuple[int, str] | None:
+    """(number on its rank, linear) of an expert's weight; None for anything else."""
+    found = re.fullmatch(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", part)
+    return (int(found[1]), found[2]) if found else None
 
 
 def _split(name: str, widths: tuple[int, ...], tail: tuple[int, ...] = ()) -> Recipe:

@@ -46,6 +46,26 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlace:
+    """Which experts this rank holds, and which part of each."""
+
+    rank: int = 0
+    size: int = 1
+    """Of expert parallelism."""
+    shard: Shard = WHOLE
+    """Of the tensor parallelism inside experts."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExpertPlace:
+        """As the model was built; everything here where it has no experts."""
+        for module in model.modules():
+            ep, tp = getattr(module, "ep_group", None), getattr(module, "tp_group", None)
+            if hasattr(module, "local_experts") and ep is not None and tp is not None:
+                return cls(rank=ep.rank(), size=ep.size(), shard=Shard(rank=tp.rank(), size=tp.size()))
+        return cls()
+
+
 @dataclass(slots=True)
 class Recipe:
     """How one megatron-core parameter is made: the tensors it needs, with their full shapes, and the code."""
@@ -135,15 +155,30 @@ class LlamaNames:
         rows = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
 
         def make(reader: TensorReader, shard: Shard) -> Tensor:
-            parts = [reader.read(name, rows=shard.span(count)) for name, count in zip(names, rows, strict=True)]
+            groups = self._groups(shard)
+            parts = [reader.read(name, rows=groups.span(count)) for name, count in zip(names, rows, strict=True)]
             return self._interleave(parts, shard)
 
         return Recipe({name: (count, *tail) for name, count in zip(names, rows, strict=True)}, make)
 
+    def _groups(self, shard: Shard) -> Shard:
+        """The kv groups that this rank's part of the fused projection is made of, as a part of all groups."""
+        if shard.size <= self.kv_heads:
+            return shard
+        return Shard(rank=shard.rank // (shard.size // self.kv_heads), size=self.kv_heads)
+
     def _interleave(self, parts: list[Tensor], shard: Shard) -> Tensor:
-        """[N*H, ...], [K*H, ...], [K*H, ...] -> [K * (N/K + 2) * H, ...], group by group."""
-        groups = self.kv_heads // shard.size
-        return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        """[N*H, ...], [K*H, ...], [K*H, ...] -> [K * (N/K + 2) * H, ...], group by group.
+
+        The parts are those of `_groups`. With fewer kv heads than ranks this gives one rank's piece of its group.
+        """
+        groups = self.kv_heads // self._groups(shard).size
+        fused = torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        if shard.size <= self.kv_heads:
+            return fused
+        sharers = shard.size // self.kv_heads
+        start, stop = Shard(rank=shard.rank % sharers, size=sharers).span(len(fused))
+        return fused[start:stop]
 
     def _proj(self, prefix: str, kind: str) -> Recipe:
         return self._row_parallel(f"{prefix}.{self.attention}.o_proj.{kind}", self.heads * self.head_dim)
@@ -178,7 +213,8 @@ class Phi3Names(LlamaNames):
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
         def make(reader: TensorReader, shard: Shard) -> Tensor:
-            spans = ((0, shard.span(q)), (q, shard.span(kv)), (q + kv, shard.span(kv)))
+            groups = self._groups(shard)
+            spans = ((0, groups.span(q)), (q, groups.span(kv)), (q + kv, groups.span(kv)))
             return self._interleave([reader.read(name, rows=(at + a, at + b)) for at, (a, b) in spans], shard)
 
         return Recipe({name: (q + 2 * kv, self.hidden)}, make)

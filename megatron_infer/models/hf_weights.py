@@ -14,8 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.head_padding import PaddedReader, pad_groups
 from megatron_infer.models.hf_hybrid_names import HYBRID_NAMES
-from megatron_infer.models.hf_names import WHOLE, GPT2Names, LlamaNames, Phi3Names, Recipe, Shard, Span, TensorReader
+from megatron_infer.models.hf_names import (
+    WHOLE,
+    ExpertPlace,
+    GPT2Names,
+    LlamaNames,
+    Phi3Names,
+    Recipe,
+    Shard,
+    Span,
+    TensorReader,
+)
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.text.tokenizer import read_json
 
@@ -26,11 +37,15 @@ def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard:
     Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
     them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
     """
+    groups = getattr(model.config, "num_query_groups", None)
+    if groups is not None and groups > plan.transformer["num_query_groups"]:
+        padded = pad_groups(plan, groups)
+        reader, plan = PaddedReader(reader, plan, padded), padded
     recipes = dict(_recipes(model, plan))
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(plan, shapes, needed, whole=_is_whole(model))
-    _check_split(plan, shard)
+    _check_split(plan, shard, ExpertPlace.of(model))
     _check_tied(plan, reader)
     with torch.no_grad():
         for name, parameter in _targets(model):
@@ -108,15 +123,19 @@ def _check_tied(plan: ModelPlan, reader: TensorReader) -> None:
         )
 
 
-def _check_split(plan: ModelPlan, shard: Shard) -> None:
+def _check_split(plan: ModelPlan, shard: Shard, experts: ExpertPlace) -> None:
     config = plan.transformer
     keys = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
     if plan.hybrid is not None:
         layers = plan.hybrid.pattern
         keys = [*(keys[:2] if "*" in layers else ()), *(keys[2:] if "-" in layers else ())]
         keys += ["mamba_num_heads", "mamba_num_groups"] if "M" in layers else []
+    if config.get("moe_shared_expert_intermediate_size"):
+        keys.append("moe_shared_expert_intermediate_size")
     for key in keys:
-        if config[key] % shard.size:
+        # ranks may share a kv head, if each has one
+        shared = key == "num_query_groups" and shard.size % config[key] == 0
+        if config[key] % shard.size and not shared:
             raise ModelError(
                 f"{plan.name}: {key} {config[key]} cannot be split over {shard.size} tensor-parallel ranks"
             )
@@ -125,8 +144,12 @@ def _check_split(plan: ModelPlan, shard: Shard) -> None:
             f"{plan.name}: the gated norm runs over {plan.hybrid.norm_groups} groups of channels, "
             f"which cannot be split over {shard.size} tensor-parallel ranks"
         )
-    if config.get("num_moe_experts") and shard.size > 1:
-        raise ModelError(f"{plan.name}: experts cannot be split over {shard.size} tensor-parallel ranks yet")
+    for key, size, what in (
+        ("num_moe_experts", experts.size, "expert-parallel"),
+        ("moe_ffn_hidden_size", experts.shard.size, "expert-tensor-parallel"),
+    ):
+        if (config.get(key) or 0) % size:
+            raise ModelError(f"{plan.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
 
 
 _NAMES: Mapping[str, type[LlamaNames]] = {

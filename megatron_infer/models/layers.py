@@ -24,6 +24,12 @@ from megatron_infer.models.mcore_compat import (
     moe_layer_classes,
 )
 
+SEQUENCE_PARALLEL = (
+    "megatron-core's own modules would split the step's tokens over ranks; turn it off around generation: "
+    "megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
+)
+"""Of no consequence to the lean path, in which every rank has all tokens."""
+
 
 def is_step(context: Any) -> bool:
     """True for a StepInputs, False for None and for the contexts of megatron-core's own inference."""
@@ -38,6 +44,12 @@ def require_inference(module: torch.nn.Module) -> None:
             f"{type(module).__name__} was given a step of inference while {what}; "
             "call model.eval() and run under torch.inference_mode()"
         )
+
+
+def _require_whole_step(module: Any) -> None:
+    """Raise ModelError where the caller's modules have split the step's tokens over ranks."""
+    if module.config.sequence_parallel:
+        raise ModelError(f"{type(module).__name__} was given a step with sequence_parallel=True: {SEQUENCE_PARALLEL}")
 
 
 class PagedAttention:
@@ -60,6 +72,7 @@ class PagedAttention:
                 hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs
             )
         require_inference(self)  # type: ignore[arg-type]
+        _require_whole_step(self)
         lean = bound(self.lean, self)
         return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
 
@@ -91,6 +104,7 @@ class PagedForward:
         if not is_step(step):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         require_inference(self)  # type: ignore[arg-type]
+        _require_whole_step(self)
         hidden_states = args[0] if args else kwargs["hidden_states"]
         # The lean body adds in place; the caller keeps what it passed in.
         x_TD, residual_TD = bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)

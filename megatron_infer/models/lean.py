@@ -22,6 +22,7 @@ from megatron_infer.kernels.base import AttendSpec, Ops, StepInputs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
+from megatron_infer.models.reduce import Reducer
 
 Parameters = dict[str, Tensor | None]
 RMS, LAYER, L2 = "rms", "layer", "l2"
@@ -92,25 +93,33 @@ class LeanNorm:
 
 
 class LeanLinear:
-    """A column- or row-parallel linear: straight through `ops` on one rank, its own forward across ranks."""
+    """A column- or row-parallel linear on this rank's part of the weight; a row-parallel one adds up over the ranks."""
 
-    __slots__ = ("module", "parameters")
+    __slots__ = ("parameters", "reduce")
 
-    def __init__(self, module: torch.nn.Module, name: str, *, num_ranks: int) -> None:
-        if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+    def __init__(self, module: torch.nn.Module, name: str, *, tp: Reducer | None) -> None:
+        """tp: the ranks that the weight is split over; None: it is whole here."""
+        self.reduce: Reducer | None = None
+        if type(module) is RowParallelLinear:
+            self.reduce = tp
+            whole = not module.input_is_parallel and "takes its whole input (input_is_parallel=False)"
+        elif type(module) is ColumnParallelLinear:
+            whole = module.gather_output and "gathers its output (gather_output=True)"
+        else:
             raise AdoptionError(
                 name,
                 f"linear class {type(module).__module__}.{type(module).__qualname__} is not known; known are "
                 "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec)",
             )
+        if whole and tp is not None:
+            raise AdoptionError(name, f"{whole}: between the linears of a layer each rank keeps its own part")
         self.parameters: Parameters = module._parameters
-        self.module = module if num_ranks > 1 else None
 
     def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
-        if self.module is None:
-            return ops.linear(x_TX, self.parameters["weight"], self.parameters["bias"])
-        out, bias = self.module(x_TX.unsqueeze(1))
-        out = out.squeeze(1)
+        weight, bias = self.parameters["weight"], self.parameters["bias"]
+        if self.reduce is None:
+            return ops.linear(x_TX, weight, bias)
+        out = self.reduce.all_reduce(ops.linear(x_TX, weight))
         return out if bias is None else out + bias
 
     def weight(self) -> Tensor:
@@ -124,9 +133,9 @@ class LeanMLP:
 
     __slots__ = ("activation", "fc1", "fc2")
 
-    def __init__(self, mlp: MLP, name: str, *, num_ranks: int, weighted: bool = False) -> None:
-        self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", num_ranks=num_ranks)
-        self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", num_ranks=num_ranks)
+    def __init__(self, mlp: MLP, name: str, *, tp: Reducer | None, weighted: bool = False) -> None:
+        self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", tp=tp)
+        self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", tp=tp)
         self.activation = activation_of(mlp, name, weighted=weighted)
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
@@ -145,32 +154,46 @@ class LeanMLP:
 class LeanAttention:
     """Fused projection, head norms, paged attention, output projection."""
 
-    __slots__ = ("k_norm", "layer", "proj", "q_norm", "qkv", "shape_kv", "shape_q", "spec", "strides_kv", "strides_q")
+    __slots__ = ("at_k", "at_q", "at_v", "gather", "k_norm", "layer", "proj", "q_norm", "qkv", "shape_kv", "shape_q",
+                 "spec", "strides_kv", "strides_q")  # fmt: skip
 
-    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, num_ranks: int) -> None:
+    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, tp: Reducer | None) -> None:
         self.layer, self.spec = layer, spec
-        self.qkv = LeanLinear(attention.linear_qkv, f"{name}.linear_qkv", num_ranks=num_ranks)
-        self.proj = LeanLinear(attention.linear_proj, f"{name}.linear_proj", num_ranks=num_ranks)
+        self.qkv = LeanLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp)
+        self.proj = LeanLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
         self.q_norm = head_norm(attention.q_layernorm, f"{name}.q_layernorm")
         self.k_norm = head_norm(attention.k_layernorm, f"{name}.k_layernorm")
         # The projection's rows are [K, G + 2, H]: a group's queries, then its key, then its value.
-        heads, group, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
-        row, cell = heads * (group + 2) * dim, (group + 2) * dim
-        self.shape_q, self.strides_q = (heads, group, dim), (row, cell, dim, 1)
+        heads, queries, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
+        self.gather: Reducer | None = None
+        """Where ranks share a kv head their parts of the projection end inside a group: a rank takes the whole
+        projection, and of its kv head's group its own queries, the key and the value."""
+        group, first_group, first_query, num_groups = queries, 0, 0, heads
+        num_kv_heads = attention.config.num_query_groups
+        if tp is not None and num_kv_heads < tp.size:
+            sharers = tp.size // num_kv_heads
+            self.gather, num_groups, group = tp, num_kv_heads, queries * sharers
+            first_group, first_query = tp.rank // sharers, tp.rank % sharers * queries
+        cell = (group + 2) * dim
+        row, at = num_groups * cell, first_group * cell
+        self.shape_q, self.strides_q = (heads, queries, dim), (row, cell, dim, 1)
         self.shape_kv, self.strides_kv = (heads, dim), (row, cell, 1)
+        self.at_q, self.at_k, self.at_v = at + first_query * dim, at + group * dim, at + (group + 1) * dim
 
     def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
         ops = step.ops
-        return self.proj.run(ops, self.attend(step, self.qkv.run(ops, normed_TD)))
+        qkv_TX = self.qkv.run(ops, normed_TD)
+        if self.gather is not None:
+            qkv_TX = self.gather.all_gather(qkv_TX)
+        return self.proj.run(ops, self.attend(step, qkv_TX))
 
     def attend(self, step: StepInputs, qkv_TX: Tensor) -> Tensor:
         """[T, K * (G + 2) * H] -> [T, N * H]."""
         # as_strided: three views for three dispatches, half the time of view + narrow + select
-        num_tokens, dim, start = qkv_TX.shape[0], self.spec.head_dim, qkv_TX.storage_offset()
-        group_end = start + self.shape_q[1] * dim
-        q = qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q)
-        k = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, group_end)
-        v = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, group_end + dim)
+        num_tokens, start = qkv_TX.shape[0], qkv_TX.storage_offset()
+        q = qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_q)
+        k = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_k)
+        v = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_v)
         if self.q_norm is not None:
             q = self.q_norm.run_heads(step.ops, q)
         if self.k_norm is not None:
@@ -201,7 +224,8 @@ class LeanLayer:
             and mlp_norm.plain_rms
             and type(mlp) is LeanMLP
             and mlp.activation is None
-            and all(linear.module is None for linear in (attention.qkv, attention.proj, mlp.fc1, mlp.fc2))
+            and attention.gather is None
+            and attention.proj.reduce is mlp.fc2.reduce is None
         )
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.lean import LeanLinear, Parameters
 from megatron_infer.models.mamba import GatedRMSNorm, is_stock_norm
+from megatron_infer.models.reduce import Reducer
 
 
 class LeanMixer:
@@ -22,11 +23,11 @@ class LeanMixer:
 
     __slots__ = ("in_proj", "layer", "norm", "norm_eps", "norm_group", "out_proj", "scan", "spec", "widths")
 
-    def __init__(self, mixer: Any, name: str, *, layer: int, num_ranks: int) -> None:
+    def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
         self.layer = layer
         _refuse_unsupported(mixer, name)
-        self.in_proj = LeanLinear(mixer.in_proj, f"{name}.in_proj", num_ranks=num_ranks)
-        self.out_proj = LeanLinear(mixer.out_proj, f"{name}.out_proj", num_ranks=num_ranks)
+        self.in_proj = LeanLinear(mixer.in_proj, f"{name}.in_proj", tp=tp)
+        self.out_proj = LeanLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
         dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
         self.spec = SsmSpec(
             num_heads=mixer.nheads_local_tp,

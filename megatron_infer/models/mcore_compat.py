@@ -125,11 +125,11 @@ def known_wrappers() -> tuple[type, ...]:
     return (DistributedDataParallel, Float16Module, torch.nn.parallel.DistributedDataParallel)
 
 
-def layer_offset(config: TransformerConfig) -> int:
-    """Layers of the pipeline stages before this rank's."""
+def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
+    """Layers of the pipeline stages before this one; None asks the global state for the stage."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    return get_transformer_layer_offset(config)
+    return get_transformer_layer_offset(config, pp_rank=pp_rank)
 
 
 def config_fields() -> set[str]:

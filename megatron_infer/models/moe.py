@@ -24,6 +24,7 @@ from megatron_infer.models.mcore_compat import (
     group_size,
     topk_routing,
 )
+from megatron_infer.models.reduce import Reducer
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -59,27 +60,42 @@ class DeviceAgnosticRouter(TopKRouter):
 
 
 class LeanExperts:
-    """Router, local experts and shared experts of one MoE layer, all on this rank."""
+    """Router, this rank's experts and the shared experts of one MoE layer.
 
-    __slots__ = ("experts", "route", "router", "shared", "shared_module")
+    Experts on several ranks: every rank routes every token alike, runs its own experts on those that chose them, and
+    the ranks' sums are added up. Nobody sends a token anywhere, waits for a peer to have work, or has to be told of it.
+    """
 
-    def __init__(self, moe: MoELayer, name: str) -> None:
+    __slots__ = ("experts", "first", "reduce", "route", "router", "shared", "shared_module", "shared_with_experts")
+
+    def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
+        """tp: the ranks that the shared experts are split over. The others' ranks are the layer's own."""
         _refuse_unsupported(moe, name)
         self.router = moe.router
         self.route = topk_routing()
+        self.reduce = Reducer.of(expert_ranks(moe))
+        self.first: int = moe.local_expert_indices[0]
+        # An expert may be split over ranks itself (expert tensor parallel): its part of the sum is added up with all.
         self.experts = [
-            LeanMLP(expert, f"{name}.experts.local_experts.{i}", num_ranks=1, weighted=True)
+            LeanMLP(expert, f"{name}.experts.local_experts.{i}", tp=None, weighted=True)
             for i, expert in enumerate(moe.experts.local_experts)
         ]
         self.shared_module: Any = moe.shared_experts
         self.shared = None
+        self.shared_with_experts = self.reduce is None
+        """The shared experts' product is added up along with the experts', or is whole where nothing is added up."""
         if self.shared_module is not None:
-            self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", num_ranks=1)
+            if self.reduce is not None and tp is not None and self.reduce.members() == tp.members():
+                tp, self.shared_with_experts = None, True
+            self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
         probs_TE, chosen_TE = self._choose(ops, x_TD)
-        out_TD = torch.zeros_like(x_TD) if self.shared is None else self._shared(ops, x_TD)
-        for expert, lean in enumerate(self.experts):
+        shared_TD = None if self.shared is None else self._shared(ops, x_TD)
+        starts = shared_TD is not None and self.shared_with_experts
+        out_TD = shared_TD if starts else torch.zeros_like(x_TD)
+        assert out_TD is not None
+        for expert, lean in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
                 continue
@@ -91,7 +107,9 @@ class LeanExperts:
             if fc2["bias"] is not None:
                 out = out + fc2["bias"] * weight_T1
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
-        return out_TD
+        if self.reduce is not None:
+            out_TD = self.reduce.all_reduce(out_TD)
+        return out_TD if starts or shared_TD is None else out_TD + shared_TD
 
     def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
@@ -132,6 +150,13 @@ class LeanExperts:
                 yield self.shared_module.gate_weight
 
 
+def expert_ranks(moe: MoELayer) -> Any:
+    """The process group that a layer's experts, and the parts of each, are spread over; None: all are here."""
+    if group_size(moe.ep_group) * group_size(moe.experts.tp_group) == 1:
+        return None
+    return moe.token_dispatcher.tp_ep_group
+
+
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:
     """Raise AdoptionError for what would give other answers than training, or answers that depend on the batch."""
     config = moe.config
@@ -147,12 +172,6 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         raise AdoptionError(f"{name}.router", f"router class {type(moe.router).__qualname__} is not known")
     if moe.shared_experts is not None and type(moe.shared_experts) is not SharedExpertMLP:
         raise AdoptionError(f"{name}.shared_experts", f"class {type(moe.shared_experts).__qualname__} is not known")
-    if group_size(moe.ep_group) > 1:
-        raise AdoptionError(
-            name, f"expert parallel size {moe.ep_group.size()}: experts on other ranks are not reachable yet"
-        )
-    if group_size(moe.attn_tp_group) > 1 or group_size(moe.experts.tp_group) > 1:
-        raise AdoptionError(name, "experts with tensor parallel size > 1 are not supported yet")
     balancing = config.moe_router_load_balancing_type
     for kind in [balancing] if isinstance(balancing, str) else balancing:
         if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"):

@@ -8,15 +8,19 @@ from typing import Any
 from megatron_infer.context.layout import DTYPE_BYTES, ModelShape, StateShape, heads_per_rank
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.model_plan import HybridPlan, ModelPlan
+from megatron_infer.models.stages import stage_span
 
 
-def shape_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1) -> ModelShape:
-    """The share of one rank in a model that has not been built."""
+def shape_of(
+    plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, stage: int = 0
+) -> ModelShape:
+    """The share of one rank in a model that has not been built; parameters are those of its whole pipeline stage."""
+    begin, end = stage_span(plan.transformer["num_layers"], pipeline_parallel_size, stage)
     layers = plan.transformer
     heads = layers["num_attention_heads"]
     kv_heads = layers.get("num_query_groups") or heads
     padded = -(-plan.vocab_size // tensor_parallel_size) * tensor_parallel_size
-    attends = _pattern(plan).count("*") if plan.hybrid is not None else layers["num_layers"]
+    attends = _pattern(plan)[begin:end].count("*") if plan.hybrid is not None else end - begin
     if attends and heads % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {heads} attention heads of the model"
@@ -25,7 +29,7 @@ def shape_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1) -> M
     per_rank = (heads // tensor_parallel_size, heads_per_rank(kv_heads, tensor_parallel_size), layers["kv_channels"])
     query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
-        num_layers=layers["num_layers"],
+        num_layers=end - begin,
         num_attention_layers=attends,
         num_query_heads=query,
         num_kv_heads=kv,
@@ -36,8 +40,11 @@ def shape_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1) -> M
         max_position=plan.max_sequence_length,
         kv_dtype_bytes=DTYPE_BYTES[dtype],
         dtype=dtype,
-        num_parameters=num_parameters(plan),
-        state=_state_of(plan, dtype=dtype, tensor_parallel_size=tensor_parallel_size),
+        num_parameters=num_parameters(plan, num_stages=pipeline_parallel_size, stage=stage),
+        state=_state_of(
+            plan, _pattern(plan)[begin:end].count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size
+        ),
+        is_stage=pipeline_parallel_size > 1,
     )
 
 
@@ -45,9 +52,9 @@ def _pattern(plan: ModelPlan) -> str:
     return plan.hybrid.pattern if plan.hybrid is not None else ""
 
 
-def _state_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int) -> StateShape | None:
+def _state_of(plan: ModelPlan, num_mixers: int, *, dtype: str, tensor_parallel_size: int) -> StateShape | None:
     """What one request keeps in the Mamba layers of one rank."""
-    layers, num_mixers = plan.transformer, _pattern(plan).count("M")
+    layers = plan.transformer
     if plan.hybrid is None or not num_mixers:
         return None
     heads, groups = layers["mamba_num_heads"], layers["mamba_num_groups"]
@@ -67,16 +74,24 @@ def _state_of(plan: ModelPlan, *, dtype: str, tensor_parallel_size: int) -> Stat
     )
 
 
-def num_parameters(plan: ModelPlan) -> int:
-    """Parameters of the whole model, counted from its description. Example: SmolLM2-135M -> 134,515,008."""
+def num_parameters(plan: ModelPlan, *, num_stages: int = 1, stage: int = 0) -> int:
+    """Parameters of the whole model or of a pipeline stage, counted from its description.
+
+    Example: SmolLM2-135M -> 134,515,008. Two stages of a tied model hold the embedding once each.
+    """
     layers = plan.transformer
     hidden, kinds = layers["hidden_size"], _block_parameters(plan)
     norm = kinds["norm"]
-    pattern = _pattern(plan) or "*-" * layers["num_layers"]
-    decoder = sum((kinds[symbol] + norm) * pattern.count(symbol) for symbol in "M*-E")
-    embeddings = plan.vocab_size * hidden * (1 if plan.tied_embeddings else 2)
-    positions = plan.max_sequence_length * hidden if plan.position_embedding == "learned_absolute" else 0
-    return decoder + embeddings + positions + norm
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    begin, end = stage_span(layers["num_layers"], num_stages, stage)
+    pattern = _pattern(plan)[begin:end] if plan.hybrid is not None else "*-" * (end - begin)
+    total = sum((kinds[symbol] + norm) * pattern.count(symbol) for symbol in "M*-E")
+    if is_first:
+        positions = plan.max_sequence_length if plan.position_embedding == "learned_absolute" else 0
+        total += (plan.vocab_size + positions) * hidden
+    if is_last:
+        total += norm + (0 if is_first and plan.tied_embeddings else plan.vocab_size * hidden)
+    return total
 
 
 def _block_parameters(plan: ModelPlan) -> dict[str, int]:

@@ -25,6 +25,7 @@ from megatron_infer.models.lean import (
 from megatron_infer.models.mamba import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
 from megatron_infer.models.mamba_lean import LeanMixer
 from megatron_infer.models.moe import LeanExperts
+from megatron_infer.models.reduce import Reducer
 from megatron_infer.models.support import check_hooks
 
 BY_SPEC = "build it by spec instead: megatron_infer.models.specs.with_inference(spec)"
@@ -35,11 +36,11 @@ class LayerPlan:
     """What will become of one decoder layer. Raises AdoptionError for one that is not known."""
 
     def __init__(
-        self, layer: Any, name: str, *, model: Any, num_ranks: int, num_attention: int, num_mamba: int
+        self, layer: Any, name: str, *, model: Any, tp: Reducer | None, num_attention: int, num_mamba: int
     ) -> None:
         """num_attention, num_mamba: layers of either kind before this one."""
         self.layer, self.name = layer, name
-        self._model, self._num_ranks = model, num_ranks
+        self._model, self._tp = model, tp
         self.attention: LeanAttention | None = None
         self.mixer: LeanMixer | None = None
         self.lean: LeanLayer | LeanBlock | None = None
@@ -75,9 +76,7 @@ class LayerPlan:
         if attends:
             where = f"{name}.self_attention"
             spec = _attention_spec(layer, name, self._model)
-            self.attention = LeanAttention(
-                layer.self_attention, where, layer=slot, spec=spec, num_ranks=self._num_ranks
-            )
+            self.attention = LeanAttention(layer.self_attention, where, layer=slot, spec=spec, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
             if attends and isinstance(layer.self_attention, PagedAttention):
                 return
@@ -87,7 +86,7 @@ class LayerPlan:
         _check_no_cross_attention(layer, name)
         input_norm = _norm_before(layer, name, part="self_attention", norm="input_layernorm", add="self_attn_bda")
         mlp_norm = _norm_before(layer, name, part="mlp", norm="pre_mlp_layernorm", add="mlp_bda")
-        mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._num_ranks)
+        mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
         if self.attention is not None and mlp is not None:
             assert input_norm is not None and mlp_norm is not None
             self.lean = LeanLayer(input_norm=input_norm, attention=self.attention, mlp_norm=mlp_norm, mlp=mlp)
@@ -106,7 +105,7 @@ class LayerPlan:
         if not isinstance(layer.mixer, PagedMixer) and not is_stock_mixer(found):
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
-        self.mixer = LeanMixer(layer.mixer, where, layer=slot, num_ranks=self._num_ranks)
+        self.mixer = LeanMixer(layer.mixer, where, layer=slot, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
             if isinstance(layer.mixer, PagedMixer):
                 return
@@ -150,18 +149,21 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
     if attention.attn_mask_type != mcore.AttnMaskType.causal:
         raise AdoptionError(where, f"attn_mask_type is {attention.attn_mask_type.name}; only causal attention is paged")
     config, number = attention.config, attention.layer_number
-    if attention.num_query_groups_per_partition * attention.world_size != config.num_query_groups:
+    size = attention.world_size
+    if config.num_attention_heads % size or (size % config.num_query_groups and config.num_query_groups % size):
         raise AdoptionError(
             where,
-            f"{config.num_query_groups} kv heads over {attention.world_size} tensor-parallel ranks: "
-            "heads shared between ranks are not supported yet",
+            f"{config.num_attention_heads} query heads and {config.num_query_groups} kv heads cannot be divided over "
+            f"{size} tensor-parallel ranks",
         )
+    num_kv_heads = attention.num_query_groups_per_partition
     head_dim = attention.hidden_size_per_attention_head
     rotary = getattr(model, "rotary_pos_emb", None)
     rotates = rotary is not None and not (config.no_rope_freq and config.no_rope_freq[number - 1])
     return AttendSpec(
-        num_kv_heads=attention.num_query_groups_per_partition,
-        group_size=attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition,
+        num_kv_heads=num_kv_heads,
+        # not num_attention_heads_per_partition, which counts a whole group's queries where ranks share a kv head
+        group_size=config.num_attention_heads // size // num_kv_heads,
         head_dim=head_dim,
         # apply_query_key_layer_scaling divides by the layer's number and multiplies again: it cancels
         scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
@@ -188,11 +190,11 @@ def _check_no_cross_attention(layer: Any, name: str) -> None:
             raise AdoptionError(f"{name}.{slot}", f"{qualified(module)}: cross attention is not supported")
 
 
-def _feed_forward(mlp: Any, name: str, num_ranks: int) -> FeedForward:
+def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> FeedForward:
     if type(mlp) is mcore.MLP:
-        return LeanMLP(mlp, name, num_ranks=num_ranks)
+        return LeanMLP(mlp, name, tp=tp)
     if type(mlp) is mcore.MoELayer:
-        return LeanExperts(mlp, name)
+        return LeanExperts(mlp, name, tp=tp)
     raise AdoptionError(name, f"class {qualified(mlp)} is not megatron-core's MLP or MoELayer")
 
 

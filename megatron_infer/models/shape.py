@@ -22,11 +22,11 @@ def model_shape(
 ) -> ModelShape:
     """Raises AdoptionError where one cache could not hold all layers, and for dtypes that are not served."""
     attends = _same_heads(layers)
-    dtype = _dtype(layers)
+    dtype = _dtype(layers, model.config.params_dtype)
     padded = model.vocab_size
     if vocab_size is not None and not 0 < vocab_size <= padded:
         raise AdoptionError("", f"vocab_size={vocab_size}, but the model's embedding has {padded} rows")
-    learned = getattr(model.embedding, "position_embeddings", None)
+    learned = getattr(getattr(model, "embedding", None), "position_embeddings", None)
     name = str(dtype).removeprefix("torch.")
     return ModelShape(
         num_layers=len(layers),
@@ -44,7 +44,12 @@ def model_shape(
         dtype=name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         state=_state(model, layers, state_config, default_dtype=name),
+        is_stage=_is_stage(model),
     )
+
+
+def _is_stage(model: Any) -> bool:
+    return not (model.pre_process and model.post_process)
 
 
 def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
@@ -63,8 +68,9 @@ def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
     return first
 
 
-def _dtype(layers: Sequence[LayerPlan]) -> torch.dtype:
-    dtypes = {weight.dtype for layer in layers for weight in layer.weights()}
+def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
+    """Of the layers; `default` in a pipeline stage without any."""
+    dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise AdoptionError("decoder", f"weights are {names}; all float32 or all bfloat16 is supported")
@@ -76,7 +82,7 @@ def _state(
 ) -> StateShape | None:
     mixers = [(f"{layer.name}.mixer", layer.mixer.spec) for layer in layers if layer.mixer is not None]
     if not mixers:
-        if config is not None:
+        if config is not None and not _is_stage(model):
             raise AdoptionError("", "a state config was given, but no layer of the model keeps a recurrent state")
         return None
     first = mixers[0][1]

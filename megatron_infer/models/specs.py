@@ -93,11 +93,13 @@ def gpt_spec(
     num_experts: int | None = None,
     qk_layernorm: bool | None = None,
     normalization: str | None = None,
+    pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
     Pass it as GPTModel's `transformer_layer_spec`. What is None comes from the config. State-dict and checkpoint keys
     are those of megatron-core's local spec. Layers without experts where `config.moe_layer_freq` says so.
+    pp_rank: the pipeline stage whose layers these are; None asks megatron-core's global state.
     """
     num_experts = config.num_moe_experts if num_experts is None else num_experts
     qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
@@ -113,11 +115,11 @@ def gpt_spec(
     if num_experts is not None:
         experts = layer_spec(config, num_experts=num_experts, qk_layernorm=qk_layernorm)
         layers = [experts if has_experts else dense for has_experts in _expert_pattern(config)]
-    count = get_num_layers_to_build(config)
+    count = get_num_layers_to_build(config, pp_rank=pp_rank)
     if count != config.num_layers:
         from megatron_infer.models.mcore_compat import layer_offset
 
-        first = layer_offset(config)
+        first = layer_offset(config, pp_rank)
         layers = layers[first : first + count]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 

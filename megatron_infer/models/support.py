@@ -30,10 +30,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "mtp_num_layers": "multi-token prediction comes with speculative decoding",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
-    "sequence_parallel": (
-        "turn it off around generation: megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
-    ),
-    "pipeline_model_parallel_size": "pipeline parallelism is not supported yet",
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
     "context_parallel_size": "context parallelism splits a sequence over ranks; generate without it",
 }
@@ -92,21 +88,26 @@ def check_model(model: Any) -> None:
     for method in _DRIVEN:
         if getattr(type(model), method, None) is not getattr(base, method, None):
             raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
-    if mcore.group_size(getattr(model.pg_collection, "pp", None)) > 1:
-        raise AdoptionError("", "pipeline parallelism is not supported yet")
-    if not (model.pre_process and model.post_process):
-        raise AdoptionError("", "a pipeline stage without embedding or output layer is not supported yet")
     if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
         raise AdoptionError("mtp", "multi-token prediction comes with speculative decoding")
     if base is mcore.GPTModel:
         _check_class(model.decoder, "decoder", mcore.TransformerBlock)
     else:
         _check_class(model.decoder, "decoder", mcore.HybridStack, TorchHybridStack)
-    _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
-    _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
-    if model.embedding.num_tokentypes > 0:
-        raise AdoptionError("embedding", "token-type embeddings are not supported")
-    _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
+    stages = getattr(model.config, "pipeline_model_parallel_size", 1)
+    if stages > 1 and model.pre_process and model.post_process:
+        raise AdoptionError(
+            "config", f"pipeline_model_parallel_size={stages}, but the model has both embedding and output layer"
+        )
+    if model.pre_process:
+        _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
+        _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
+        if model.embedding.num_tokentypes > 0:
+            raise AdoptionError("embedding", "token-type embeddings are not supported")
+        check_hooks(model.embedding, "embedding")
+    if model.post_process:
+        _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
+        check_hooks(model.output_layer, "output_layer")
     kind = model.position_embedding_type
     if kind not in ("rope", "learned_absolute", "none"):
         raise AdoptionError(
@@ -114,8 +115,6 @@ def check_model(model: Any) -> None:
         )
     if kind == "rope":
         _check_class(model.rotary_pos_emb, "rotary_pos_emb", mcore.RotaryEmbedding, DeviceAgnosticRotary)
-    for name in ("embedding", "output_layer"):
-        check_hooks(getattr(model, name), name)
     name, final_norm = final_norm_of(model)
     if final_norm is not None:
         check_hooks(final_norm, name)

@@ -99,10 +99,10 @@ def best_ids(logits_MV: Tensor, count: int) -> Tensor:
     whole = vocab // GROUP
     if whole <= 2 * count:
         ids_V = torch.arange(vocab, device=logits_MV.device)
-        return _ids_of(_keys(logits_MV, ids_V).topk(count, dim=-1).values)
+        return ids_of(sort_keys(logits_MV, ids_V).topk(count, dim=-1).values)
     grouped = logits_MV[:, : whole * GROUP].unflatten(1, (whole, GROUP))
     group_ids = torch.arange(whole, device=logits_MV.device)
-    best_MG = _ids_of(_keys(grouped.amax(-1), group_ids).topk(count, dim=-1, sorted=False).values)
+    best_MG = ids_of(sort_keys(grouped.amax(-1), group_ids).topk(count, dim=-1, sorted=False).values)
     within = torch.arange(GROUP, device=logits_MV.device)
     ids = (best_MG.unsqueeze(-1) * GROUP + within).flatten(1)
     values = grouped[torch.arange(num_rows, device=logits_MV.device).unsqueeze(1), best_MG].flatten(1)
@@ -110,23 +110,24 @@ def best_ids(logits_MV: Tensor, count: int) -> Tensor:
         tail = torch.arange(whole * GROUP, vocab, device=logits_MV.device).expand(num_rows, -1)
         ids = torch.cat([ids, tail], 1)
         values = torch.cat([values, logits_MV[:, whole * GROUP :]], 1)
-    return _ids_of(_keys(values, ids).topk(count, dim=-1).values)
+    return ids_of(sort_keys(values, ids).topk(count, dim=-1).values)
 
 
 def sorted_ids(logits_MV: Tensor) -> Tensor:
     """All ids in candidate order -> [M, V]."""
     ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
-    return _ids_of(_keys(logits_MV, ids_V).sort(dim=-1, descending=True).values)
+    return ids_of(sort_keys(logits_MV, ids_V).sort(dim=-1, descending=True).values)
 
 
-def _keys(values: Tensor, ids: Tensor) -> Tensor:
+def sort_keys(values: Tensor, ids: Tensor) -> Tensor:
     """int64 that sort as (fp32 value, -id): the bits of a float, made monotone, above the complement of the id."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(torch.int64) << 32) | (_LOW_WORD - ids)
 
 
-def _ids_of(keys: Tensor) -> Tensor:
+def ids_of(keys: Tensor) -> Tensor:
+    """The ids in `sort_keys`."""
     return _LOW_WORD - (keys & _LOW_WORD)
 
 

@@ -74,7 +74,8 @@ def prompt_logprobs(
     """Model log probabilities of targets_P[i], the token after position i -> (logprob, rank, top ids, top logprobs).
 
     A prompt's first token has none: pass the hidden states of positions 0 .. n-2 and tokens 1 .. n-1. `logits_fn` maps
-    [p, D] to [p, padded V]; at most `chunk` positions go through it at once, so [chunk, V] is the largest tensor made.
+    [p, D] to [p, padded V], or to the part of it that `score` takes; at most `chunk` positions go through it at once,
+    so [chunk, V] is the largest tensor made.
     score: a backend's stand-in, `Sampler.score`.
     """
     top = min(top, vocab_size)

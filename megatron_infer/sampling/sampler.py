@@ -79,7 +79,8 @@ class Sampler:
         )
         self.params, self.vocab_size, self.padded_vocab_size = params, vocab_size, padded_vocab_size
         self._processed = logprobs_mode == "processed"
-        self._argmax = argmax if argmax is not None else _argmax
+        self.argmax = argmax if argmax is not None else _argmax
+        """As given, or torch's."""
         self._kernels = kernels
         self.score: Score = score if kernels is None else kernels.score
         """For prompts too: see `prompt_logprobs`."""
@@ -120,7 +121,7 @@ class Sampler:
             values = lane.edited(values, inputs.positions, inputs.token_pool)
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
-            return Choice(self._argmax(values), values.amax(-1).float())
+            return Choice(self.argmax(values), values.amax(-1).float())
         lane.shape.columns_5M[4].copy_(torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])))
         if self._kernels is not None:
             return Choice(*self._kernels.draw(values, lane.shape.columns_5M))

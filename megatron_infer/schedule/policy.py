@@ -39,6 +39,25 @@ def chunk_size(remaining: int, left: int, *, max_tokens: int, chunked: bool) -> 
     return left if chunked or remaining > max_tokens else 0
 
 
+MIN_SHARE_TOKENS = 64
+"""Prompt tokens that one of several micro-batches takes at least: below it a forward costs what it costs."""
+
+
+def decode_share(num_decoding: int, num_idle: int, *, num_groups: int, num_in_flight: int) -> int:
+    """Requests that the next of `num_groups` micro-batches decodes, `num_in_flight` others being under way.
+
+    What is idle is divided over the micro-batches that are not, within an even share of all, so that groups which came
+    about by chance even out. Example: 7 in 3 groups, none in flight -> 3; then 4 idle, 1 in flight -> 2; then 2.
+    """
+    fewest, most = num_decoding // num_groups, -(-num_decoding // num_groups)
+    return min(most, max(fewest, -(-num_idle // max(1, num_groups - num_in_flight))))
+
+
+def prompt_share(num_tokens: int, num_groups: int) -> int:
+    """Prompt tokens one of `num_groups` micro-batches takes of `num_tokens` that wait. Example: 1,000 of 2 -> 500."""
+    return max(MIN_SHARE_TOKENS, -(-num_tokens // num_groups))
+
+
 def admission_headroom(num_live: int, num_blocks: int) -> int:
     """Free blocks an admission must leave to `num_live` admitted requests, so that it does not evict at once.
 

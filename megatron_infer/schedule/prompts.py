@@ -20,10 +20,16 @@ class Draft:
 
     left: int
     """Tokens the step may still take."""
+    stop_at: int = 0
+    """Prompts are left to other micro-batches once no more than this is left."""
     slices: list[Slice] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return self.left <= self.stop_at
 
 
 class PromptPlanner:
@@ -43,23 +49,49 @@ class PromptPlanner:
         *,
         max_tokens: int,
         chunked_prefill: bool,
+        num_groups: int = 1,
     ) -> None:
+        """num_groups: micro-batches that divide the prompts that wait."""
         self._context = context
         self._queue = queue
         self._roster = roster
         self._pressure = pressure
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
+        self._num_groups = num_groups
         self._waited: dict[Request, int] = {}
         """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
+
+    def begin(self, left: int, *, in_flight: int) -> Draft:
+        """The prompt part of a step that may take `left` tokens.
+
+        Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
+        """
+        if self._num_groups == 1:
+            return Draft(left=left)
+        total = in_flight + self._num_waiting_tokens(self._num_groups * left)
+        return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
 
     def go_on(self, draft: Draft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
         for request in list(self._roster.prefilling):
-            if not draft.left:
+            if draft.is_full:
                 return
             self._catch_up(request)
-            self._take_slice(draft, request, min(len(request.tokens) - request.scheduled, draft.left), first=False)
+            remaining = len(request.tokens) - request.scheduled
+            self._take_slice(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+
+    def _num_waiting_tokens(self, limit: int) -> int:
+        """Known tokens to compute of prompts begun and of those next in line; counted up to `limit` or a little more.
+
+        Tokens that will be found in the prefix cache count too.
+        """
+        total = sum(len(request.tokens) - request.scheduled for request in self._roster.prefilling)
+        for request in self._queue.candidates(self._context.num_free_rows):
+            if total >= limit:
+                break
+            total += len(request.tokens)
+        return total
 
     def admit(self, draft: Draft, *, root: bytes) -> None:
         """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
@@ -67,7 +99,7 @@ class PromptPlanner:
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
         for request in self._queue.candidates(self._context.num_free_rows):
-            if not draft.left or not self._context.num_free_rows:
+            if draft.is_full or not self._context.num_free_rows:
                 break
             if self._try_admit(draft, request, root):
                 admitted.add(request)
@@ -98,9 +130,7 @@ class PromptPlanner:
         if lease.waits and self._is_worth_waiting(request, lease):
             context.release(lease)
             return False
-        n = policy.chunk_size(
-            total - lease.cached, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill
-        )
+        n = self._chunk_size(draft, total - lease.cached)
         fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
@@ -141,11 +171,16 @@ class PromptPlanner:
     def _bring_back(self, draft: Draft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
         remaining = len(request.tokens) - self._pressure.swapped[request].num_tokens
-        n = policy.chunk_size(remaining, draft.left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        n = self._chunk_size(draft, remaining)
         if not n or not self._pressure.swap_in(request, headroom=self._headroom()):
             return False
         self._take_slice(draft, request, n, first=True)
         return True
+
+    def _chunk_size(self, draft: Draft, remaining: int) -> int:
+        """Without chunking a prompt is taken whole even where it exceeds its micro-batch's share."""
+        left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
+        return policy.chunk_size(remaining, left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
 
     def _headroom(self) -> int:
         return policy.admission_headroom(self._roster.num_running, self._context.num_blocks)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from megatron_infer.config import PreemptionMode
-from megatron_infer.context.context import DynamicInferenceContext, Lease
+from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.errors import RequestError
 from megatron_infer.schedule import policy, returns
+from megatron_infer.schedule.decoding import DecodePlanner
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 from megatron_infer.schedule.pressure import Pressure
-from megatron_infer.schedule.prompts import Draft, PromptPlanner
+from megatron_infer.schedule.prompts import PromptPlanner
 from megatron_infer.schedule.queue import WaitingQueue, number
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.roster import EventHook, Roster, SchedulerStats
@@ -26,6 +25,9 @@ class Scheduler:
 
     A step may be scheduled before the last one is committed (overlap): a request then counts on a token that only the
     device knows. Whoever has such a step in flight keeps its lease until the commit.
+
+    With `num_groups` micro-batches in flight the first stage does not know a token that is being drawn: its request
+    sits out until the commit. Chunks of a prompt need no drawn token and follow each other closely.
     """
 
     def __init__(
@@ -38,9 +40,12 @@ class Scheduler:
         root: bytes,
         version: int = 0,
         preemption: PreemptionMode = PreemptionMode.AUTO,
+        num_groups: int = 1,
         on_event: EventHook | None = None,
     ) -> None:
-        assert max_tokens >= 1, f"max_tokens {max_tokens}"
+        """num_groups: micro-batches that share the requests, for pipeline stages to work on at once."""
+        assert max_tokens >= 1 <= num_groups, f"max_tokens {max_tokens}, num_groups {num_groups}"
+        self.num_groups = num_groups
         self.context = context
         self.max_tokens = max_tokens
         self.root = root
@@ -51,10 +56,16 @@ class Scheduler:
             context, self.queue, self.roster, paused_block_limit=paused_block_limit, preemption=preemption
         )
         self._prompts = PromptPlanner(
-            context, self.queue, self.roster, self.pressure, max_tokens=max_tokens, chunked_prefill=chunked_prefill
+            context,
+            self.queue,
+            self.roster,
+            self.pressure,
+            max_tokens=max_tokens,
+            chunked_prefill=chunked_prefill,
+            num_groups=num_groups,
         )
-        self._num_arrivals = 0
-        self._num_uncommitted = 0
+        self._decodes = DecodePlanner(context, self.roster, num_groups=num_groups)
+        self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._returned: list[Request] = []
 
     # ------------------------------------------------------------------ commands, between steps
@@ -131,22 +142,29 @@ class Scheduler:
             self.roster.start_over(request)
         self.queue.restart(live)
 
-    def cancel(self, plan: Plan) -> None:
-        """Undo a plan whose step failed, all earlier ones being committed: its requests start over from the queue.
+    def cancel(self, *plans: Plan) -> None:
+        """Undo plans whose steps failed, all earlier ones being committed: their requests start over from the queue.
 
+        Plans made after a failed one go with it: they build on what it should have computed.
         Its slices' blocks were published when it was planned and are not computed. The whole prefix index goes with
         them, as this is rare. They are held by members of the plan, who found them in it, and by requests that the
         commit of the step before has moved to them: these start over too. Nobody else can: no plan was made since.
         """
-        if not plan.num_tokens:
+        plans = tuple(plan for plan in plans if plan.num_tokens)
+        if not plans:
             return
-        self._num_uncommitted -= 1
+        self._num_uncommitted -= len(plans)
+        self._prompt_tokens_in_flight = 0
         assert not self._num_uncommitted, f"{self._num_uncommitted} earlier steps are in flight"
         self.context.forget_all()  # first: blocks given back below must not be kept as cached
-        lost = {block for piece in plan.prefill for block in _written_blocks(piece, self.context.block_size)}
+        pieces = [piece for plan in plans for piece in plan.prefill]
+        lost = {block for piece in pieces for block in _written_blocks(piece, self.context.block_size)}
         back = []
-        for request in [*plan.sampled, *(s.request for s in plan.prefill if not s.samples)]:
+        sampled = [request for plan in plans for request in plan.sampled]
+        for request in [*sampled, *(piece.request for piece in pieces if not piece.samples)]:
             request.in_flight -= 1
+            if request.in_flight:
+                continue  # a later one of the plans has it, too
             if request.status is Status.FINISHED:
                 self.roster.let_go(request)
             else:
@@ -157,7 +175,7 @@ class Scheduler:
                 self.roster.start_over(request)
                 back.append(request)
         self.queue.restart(back)
-        self._returned += [request for request in plan.returned if request.lease is not None]
+        self._returned += [request for plan in plans for request in plan.returned if request.lease is not None]
         # The failed step may have taken table writes and moves without executing them. Who was swapped in starts over
         # with it; what was swapped out may never have arrived. Moves that nobody took are for places given up by now.
         self.context.repeat_table_writes()
@@ -212,11 +230,11 @@ class Scheduler:
             plan = self._plan_step()
         if plan.num_tokens:
             self._num_uncommitted += 1
+            self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
             self._returned = []
-            stats = self.stats
-            stats.steps += 1
-            stats.decode_tokens += len(plan.decode)
-            stats.prefill_tokens += plan.num_tokens - len(plan.decode)
+            self.stats.steps += 1
+            self.stats.decode_tokens += len(plan.decode)
+            self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
         return plan
 
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
@@ -227,6 +245,7 @@ class Scheduler:
         if not plan.num_tokens:
             return []
         self._num_uncommitted -= 1
+        self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
         finished = Status.FINISHED
         ended: list[Request] = []
         for request, token in zip(plan.sampled, result.tokens, strict=True):
@@ -254,8 +273,8 @@ class Scheduler:
         context.begin_step()
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
-        decode, starts = self._plan_decode()
-        draft = Draft(left=self.max_tokens - len(decode))
+        decode, starts = self._decodes.plan(self.max_tokens, num_in_flight=self._num_uncommitted)
+        draft = self._prompts.begin(self.max_tokens - len(decode), in_flight=self._prompt_tokens_in_flight)
         if draft.left and roster.prefilling:
             self._prompts.go_on(draft)
         # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
@@ -272,26 +291,6 @@ class Scheduler:
             num_tokens=self.max_tokens - draft.left,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )
-
-    def _plan_decode(self) -> tuple[list[Request], list[int]]:
-        """One token for each decoding request, oldest first; `Pressure` has seen to it that there is room."""
-        decode: list[Request] = []
-        starts: list[int] = []
-        take, take_start = decode.append, starts.append
-        for request in islice(self.roster.decoding, self.max_tokens):
-            start = request.scheduled
-            if start >= request.max_total - 1:
-                continue  # its last token is in flight
-            lease: Lease = request.lease  # type: ignore[assignment]
-            if start >= lease.capacity:
-                grown = self.context.extend(lease, start + 1)
-                assert grown, f"{request.id!r} decodes without a block for its next token"
-                self.context.keep_drawn_state(lease, start)
-            request.scheduled = start + 1
-            request.in_flight += 1
-            take(request)
-            take_start(start)
-        return decode, starts
 
     # ------------------------------------------------------------------ committing
 

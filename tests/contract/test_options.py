@@ -47,6 +47,8 @@ OURS = {
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),
     "check_invariants": ("bool", False),
+    "collective_timeout_s": ("int | float", 120),
+    "offset_sampling_seed_by_dp_rank": ("bool", True),
 }
 ENUMS = {
     config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},

@@ -37,8 +37,8 @@ def set_config(**values):
     return model
 
 
-def changed(change, **overrides):
-    model = stock(**overrides)
+def changed(change, *, spec=stock_spec, **overrides):
+    model = tiny_gpt(spec=spec, **overrides)
     change(model)
     return model
 
@@ -79,6 +79,16 @@ def become(path, cls):
     return change
 
 
+def their_layers(config):
+    plain = stock_spec(config)
+    plain.module = TheirLayer
+    return with_inference(plain)
+
+
+def split_sequences(model):
+    model.config.sequence_parallel = True
+
+
 def add_hook(model):
     model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(lambda *_: None)
 
@@ -96,7 +106,10 @@ REFUSED = {
     "fp32_residual": (lambda: set_config(fp32_residual_connection=True), "fp32_residual_connection"),
     "fp8": (lambda: set_config(fp8="hybrid"), "fp8='hybrid'"),
     "cuda_graphs": (lambda: set_config(cuda_graph_impl="local"), "cuda_graph_impl='local'.* set it to 'none'"),
-    "sequence_parallel": (lambda: set_config(sequence_parallel=True), "set_model_to_sequence_parallel"),
+    "sequence_parallel": (
+        lambda: changed(split_sequences, spec=their_layers),
+        "decoder.layers.0: a layer of another class with sequence_parallel=True.*set_model_to_sequence_parallel",
+    ),
     "pipeline": (lambda: set_config(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2"),
     "virtual_pipeline": (lambda: set_config(virtual_pipeline_model_parallel_size=2), "virtual pipeline"),
     "context_parallel": (lambda: set_config(context_parallel_size=2), "context_parallel_size=2"),

@@ -23,12 +23,14 @@ torch.set_num_threads(1)
 from plain_forward import full_logits
 from megatron_infer.models.build import build_model
 from megatron_infer.models.sources import open_source
+from megatron_infer.testing.cpu_shim import cpu_shim
 rank, folder, ckpt = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = torch.distributed.FileStore(folder + "/store", 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 for case in sys.argv[4:]:
     model = build_model(open_source(folder + "/" + case), tensor_parallel=2)
-    torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
+    with cpu_shim(1):  # ranks that share a kv head gather on the current CUDA device
+        torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
 again = build_model(open_source(ckpt), tensor_parallel=2)
 torch.save(full_logits(again, list(range(30))), f"{folder}/ckpt.{rank}.pt")
 torch.distributed.barrier()
@@ -67,8 +69,11 @@ def run_on_two_ranks(models, saved, tmp_path):
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Hugging Face directories of every tensor naming, and a checkpoint saved by one rank, on two gloo processes."""
-    cases = ["llama_all_biases", "qwen3", "phi3", "gpt2"]
-    run_on_two_ranks({case: random_hf_model(*CASES[case]) for case in cases}, "qwen3", tmp_path)
+    cases = ["llama_all_biases", "llama_mqa", "qwen3", "phi3", "gpt2"]
+    models = {case: random_hf_model(*CASES[case]) for case in cases}
+    kind, settings = CASES["phi3"]
+    models["phi3_mqa"] = random_hf_model(kind, settings | {"num_key_value_heads": 1})
+    run_on_two_ranks(models, "qwen3", tmp_path)
 
 
 def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
@@ -77,10 +82,10 @@ def test_two_ranks_share_mamba_heads_and_groups(tmp_path):
 
 
 def test_a_split_that_does_not_divide_is_refused(tmp_path):
-    random_hf_model(*CASES["llama_mqa"]).save_pretrained(tmp_path)
+    random_hf_model(*CASES["qwen3"]).save_pretrained(tmp_path)
     source = open_source(tmp_path)
-    with pytest.raises(ModelError, match="num_query_groups 1 cannot be split over 2"):
-        source.load_into(build_model(source), Shard(rank=0, size=2))
+    with pytest.raises(ModelError, match=r"num_query_groups \d cannot be split over 3"):
+        source.load_into(build_model(source), Shard(rank=0, size=3))
 
 
 def test_tensor_parallel_without_torch_distributed_says_what_to_do(tmp_path):

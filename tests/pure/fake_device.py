@@ -7,6 +7,7 @@ a sequence is a function of that digest and of the weight version: `draw` is the
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -286,7 +287,7 @@ class World:
     num_snapshots: int | None = None
     """Of a model with recurrent state; None: it has none."""
     version: int = 0
-    previous: tuple | None = None
+    flights: list = field(default_factory=list)
     break_next: bool = False
     events: list = field(default_factory=list)
     origins: dict = field(default_factory=dict)
@@ -319,8 +320,22 @@ class World:
             version=self.version,
             preemption=self.swap.mode,
             on_event=self._on_event,
+            **self.scheduling,
         )
         self.scheduler.pressure.costs = self.swap.costs
+
+    scheduling = types.MappingProxyType({})
+    """Further arguments of the scheduler."""
+
+    @property
+    def previous(self):
+        """Whether anything is in flight."""
+        return bool(self.flights)
+
+    @property
+    def ahead(self):
+        """Steps in flight between two calls of `step`."""
+        return int(self.overlap)
 
     @property
     def steps(self):
@@ -373,15 +388,11 @@ class World:
 
     def step(self) -> Plan:
         plan = self._schedule()
-        flight = None
         if plan.num_tokens:
-            flight = (plan, self.device.run(plan, self.version), self.device.origins)
+            self.launch(plan)
         else:
             assert self.previous or not self.scheduler.has_unfinished, "nothing runs and nothing is in flight"
-        self.commit_previous()
-        self.previous = flight
-        if not self.overlap:
-            self.commit_previous()
+        self.commit_previous(leave=self.ahead if plan.num_tokens else max(0, len(self.flights) - 1))
         self.books.counts["steps"] += 1
         assert self.steps < 5000, "this never ends"
         self.check()
@@ -399,10 +410,15 @@ class World:
         self._check_plan(plan)
         return plan
 
-    def commit_previous(self):
-        if self.previous is None:
-            return []
-        (plan, tokens, origins), self.previous = self.previous, None
+    def launch(self, plan):
+        self.flights.append((plan, self.device.run(plan, self.version), self.device.origins))
+
+    def commit_previous(self, *, leave=0):
+        while len(self.flights) > leave:
+            self.commit_oldest()
+
+    def commit_oldest(self):
+        plan, tokens, origins = self.flights.pop(0)
         if self.break_next and plan.sampled:  # its logits are bad: it ends although later steps may count on its token
             self.break_next = False
             self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
@@ -411,7 +427,6 @@ class World:
                 self.origins[request].append(origin)
         ended = self.scheduler.commit(plan, StepResult(tokens))
         assert all(request.status is Status.FINISHED for request in ended)
-        return ended
 
     def fail_step(self, moment) -> Plan:
         """A step whose forward raises "before" it touched the device, "early" (table writes are lost) or "late"."""
@@ -420,7 +435,8 @@ class World:
             self.context.take_table_writes()  # lost
             self.context.take_moves()
         elif plan.num_tokens and moment == "late":
-            self.device.run(plan, self.version)
+            self.launch(plan)
+            self.flights.pop()
         if moment != "late":
             self.books.counts["waived"] += sum(piece.n for piece in plan.prefill)
         self.commit_previous()
@@ -436,7 +452,7 @@ class World:
 
     def drain(self, limit=2000):
         for _ in range(limit):
-            if not self.scheduler.has_unfinished and self.previous is None:
+            if not self.scheduler.has_unfinished and not self.previous:
                 break
             self.step()
         assert not self.scheduler.has_unfinished, f"unfinished after {limit} steps"
@@ -520,9 +536,10 @@ class World:
         assert len(unfinished) == scheduler.num_waiting + scheduler.num_running + scheduler.num_paused
         leases = {request.lease.row for request in self.requests if request.lease is not None}
         assert len(leases) == self.num_rows - self.context.num_free_rows
-        flying = self.previous[0] if self.previous else Plan(step=0)
-        members = {*flying.sampled, *(piece.request for piece in flying.prefill)}
-        assert all(request.in_flight == (request in members) for request in self.requests)
+        members = Counter()
+        for plan, *_ in self.flights:
+            members.update({*plan.sampled, *(piece.request for piece in plan.prefill)})
+        assert all(request.in_flight == members[request] for request in self.requests)
 
     def _check_plan(self, plan):
         pieces = plan.prefill

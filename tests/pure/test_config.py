@@ -19,7 +19,6 @@ from megatron_infer.config import (
     ModelShape,
     PrefixCachingEvictionPolicy,
     machine_config,
-    refuse_parallel_groups,
 )
 from megatron_infer.context.layout import StateShape
 from megatron_infer.errors import CapacityError, ConfigError
@@ -413,14 +412,3 @@ def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
 def test_mamba_layers_of_different_states_are_refused():
     with pytest.raises(ConfigError, match=r"Mamba layer 1 keeps states of .*\(8, 8, 16\).* Mamba layer 0"):
         MambaInferenceStateConfig.from_model(_model(["M", "M"], layers=[_mixer(), _mixer(ssm=(8, 8, 16))]))
-
-
-def _group(size: int) -> object:
-    return types.SimpleNamespace(size=lambda: size)
-
-
-def test_parallel_groups_are_refused_by_name():
-    refuse_parallel_groups(None)
-    refuse_parallel_groups(types.SimpleNamespace(tp=_group(1), pp=_group(1), ep=None))
-    with pytest.raises(NotImplementedError, match=r"\(pp=4, tp=2\)"):
-        refuse_parallel_groups(types.SimpleNamespace(tp=_group(2), pp=_group(4), dp=_group(1)))

@@ -46,7 +46,7 @@ def test_request_shares_a_prompt_that_is_in_flight():
     world = World(caching=True, overlap=True)
     world.add(endless("a", prompt(10), 4))
     world.step()
-    assert world.previous is not None
+    assert world.previous
     world.add(endless("b", prompt(10), 4))
     assert pieces(world.step()) == [("b", 8, 2)]
     world.drain()
@@ -219,7 +219,7 @@ def test_reset_forgets_cached_and_held_blocks_and_what_is_in_flight(keep_cached)
     world.step()
     world.add(endless("b", prompt(10, start=30), 12))
     world.step()
-    assert world.previous is not None
+    assert world.previous
     assert world.scheduler.reset_prefix_cache() == 2 * keep_cached
     assert world.context.pool.contents() == {}
     again = [world.add(endless(f"{start}", prompt(12, start), 1)) for start in (70, 10, 30)]

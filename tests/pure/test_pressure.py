@@ -300,7 +300,7 @@ def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
         if (stats.swapped_out if moment == "way out" else stats.swapped_in) > before:
             break
         tokens = world.device.run(plan, world.version)
-        world.previous = (plan, tokens, world.device.origins)
+        world.flights = [(plan, tokens, world.device.origins)]
         world.commit_previous()
     assert world.context.take_moves(), "nothing was to be moved"
     world.context.take_table_writes()

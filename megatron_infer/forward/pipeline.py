@@ -1,0 +1,174 @@
+"""What travels between the stages of a pipeline.
+
+    stage 0 ──residual stream──▶ stage 1 ──▶ ... ──▶ last stage      one message a step and boundary
+       ▲                            ▲                     │
+       └────────── drawn ───────────┴─────────────────────┘          tokens, and logprobs where somebody asked
+
+What a step sends has a size that both ends know from its plan, so nobody waits to hear how much is coming; a stage that
+failed sends as much as one that did not, and says so, so that nobody waits in vain either. No pickle.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.errors import InferenceError
+
+_T = TypeVar("_T")
+_HIDDEN, _DRAWN, _EXTRA = 1, 2, 3
+"""Message tags, where the backend has tags."""
+FAILED = -1
+
+
+class StageLost(InferenceError, RuntimeError):
+    """A pipeline stage could not be reached: its process ended, or did not answer in its group's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the last stage tells the others of a step."""
+
+    tokens: np.ndarray
+    """int64 [S]; -1 where nothing could be drawn."""
+    failed_stage: int | None
+    extra: Sequence[np.ndarray] = ()
+    """Logprobs and prompt scores, where somebody asked for them."""
+
+
+class Lane:
+    """A thread that carries out what it is given, in that order: for a CPU what a stream is for a device.
+
+    It ends with the process; an idle one waits for work only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, action: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._work.put((future, action))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, action = self._work.get()
+            try:
+                future.set_result(action())
+            except BaseException as error:  # whoever reads the future gets it
+                future.set_exception(error)
+            del future, action  # an idle thread holds no tensors
+
+
+class StageLink:
+    """One rank's ends of the pipeline: its neighbours, and the last stage. Sends are asynchronous, in order."""
+
+    def __init__(self, group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> None:
+        """group: the ranks that hold this rank's share of the stages, first stage first.
+
+        What was drawn goes from host to host, over gloo: a group of its own if `group` is not gloo, which all of its
+        members make here.
+        """
+        self.rank, self.num_stages = group.rank(), group.size()
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.num_stages - 1
+        self._ranks = dist.get_process_group_ranks(group)
+        self._group, self._device, self._hidden_size = group, device, hidden_size
+        gloo = dist.get_backend(group) == "gloo"
+        self._host_group = group if gloo else dist.new_group(self._ranks, "gloo", use_local_synchronization=True)
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    # ------------------------------------------------------------------ stage to stage
+
+    def receive(self, num_tokens: int) -> tuple[Tensor | None, int | None]:
+        """(residual stream of the stage before, fp32 [T, D], None if there is none; the stage that failed, or None)."""
+        if self.is_first:
+            return None, None
+        buffer = torch.empty(num_tokens * self._hidden_size + 1, device=self._device)
+        self._wait(dist.irecv(buffer, self._ranks[self.rank - 1], group=self._group, tag=_HIDDEN), self.rank - 1)
+        failed = int(buffer[-1])
+        return buffer[:-1].view(num_tokens, self._hidden_size), None if failed == FAILED else failed
+
+    def send(self, residual_TD: Tensor | None, num_tokens: int, *, failed_stage: int | None = None) -> None:
+        """Hand the residual stream to the next stage, or word of a failure in its place; does nothing in the last."""
+        if self.is_last:
+            return
+        buffer = torch.empty(num_tokens * self._hidden_size + 1, device=self._device)
+        buffer[-1] = FAILED if failed_stage is None else failed_stage
+        if residual_TD is not None:
+            buffer[:-1].view(num_tokens, self._hidden_size).copy_(residual_TD)
+        self._post(buffer, self.rank + 1, self._group, _HIDDEN)
+
+    # ------------------------------------------------------------------ last stage to all
+
+    def send_drawn(self, message: Message) -> None:
+        """Tell every other stage of a step; the last stage does, once for each step it was sent."""
+        extra = _pack(message.extra)
+        failed = FAILED if message.failed_stage is None else message.failed_stage
+        head = torch.from_numpy(np.concatenate([np.array([failed, len(extra)], dtype=np.int64), message.tokens]))
+        tail = torch.frombuffer(bytearray(extra), dtype=torch.uint8) if extra else None
+        for stage in range(self.num_stages - 1):
+            self._post(head, stage, self._host_group, _DRAWN)
+            if tail is not None:
+                self._post(tail, stage, self._host_group, _EXTRA)
+
+    def receive_drawn(self, num_sampled: int) -> Message:
+        """What the last stage says of the next step; blocks."""
+        last = self.num_stages - 1
+        head = torch.empty(num_sampled + 2, dtype=torch.int64)
+        self._wait(dist.irecv(head, self._ranks[last], group=self._host_group, tag=_DRAWN), last)
+        failed, num_bytes = head[:2].tolist()
+        extra: list[np.ndarray] = []
+        if num_bytes:
+            tail = torch.empty(num_bytes, dtype=torch.uint8)
+            self._wait(dist.irecv(tail, self._ranks[last], group=self._host_group, tag=_EXTRA), last)
+            extra = _unpack(tail.numpy().tobytes())
+        return Message(head[2:].numpy(), None if failed == FAILED else failed, extra)
+
+    def _post(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> None:
+        """Send without waiting; a neighbour that falls far behind is waited for."""
+        try:
+            work = dist.isend(tensor, self._ranks[stage], group=group, tag=tag)
+        except RuntimeError as error:
+            raise self._lost(stage, error) from error
+        self._sent.append((work, tensor))
+        while len(self._sent) > 4 * self.num_stages:
+            self._wait(self._sent.popleft()[0], stage)
+
+    def _wait(self, work: Any, stage: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(stage, error) from error
+
+    def _lost(self, stage: int, error: RuntimeError) -> StageLost:
+        return StageLost(
+            f"pipeline stage {stage} (rank {self._ranks[stage]}) cannot be reached from stage {self.rank}: {error}"
+        )
+
+
+def _pack(arrays: Sequence[np.ndarray]) -> bytes:
+    if not arrays:
+        return b""
+    file = io.BytesIO()
+    for array in arrays:
+        np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _unpack(content: bytes) -> list[np.ndarray]:
+    file, arrays = io.BytesIO(content), []
+    while file.tell() < len(content):
+        arrays.append(np.load(file, allow_pickle=False))
+    return arrays

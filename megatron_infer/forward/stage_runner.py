@@ -1,0 +1,177 @@
+"""A runner of one pipeline stage: launches without waiting, so that every stage has a step to work on.
+
+host:    launch k    launch k+1    read k ..................  launch k+2
+lane:        [moves, batch, receive, layers, send] k  [...] k+1                 one stage, in order
+inbox:                                     receive what step k drew             stages before the last
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_infer.context.host import Move
+from megatron_infer.forward.batch import Batch
+from megatron_infer.forward.pipeline import Lane, Message, StageLink
+from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
+from megatron_infer.sampling.logprobs import LogprobBatch
+from megatron_infer.schedule.plan import Plan, Slice, StepResult
+
+log = logging.getLogger("megatron_infer")
+
+
+@dataclass(slots=True)
+class StageFlight(Flight):
+    """A step on its way through the stages."""
+
+    failed_stage: int | None = None
+    """The first stage whose forward raised."""
+    computed: Future[None] | None = None
+    """This stage's part."""
+    arrived: Future[Drawn] | None = None
+
+    def is_done(self) -> bool:
+        return self.computed is None or self.arrived is None or (self.computed.done() and self.arrived.done())
+
+    def read(self) -> Drawn:
+        """Wait for this stage and for what the last one drew. Raises StageLost when a stage cannot be reached."""
+        assert self.computed is not None and self.arrived is not None, "the step was not sampled"
+        self.computed.result()
+        return self.arrived.result()
+
+
+class StageRunner(ModelRunner):
+    """As ModelRunner, of a model that is one stage; the last one draws, all know what was drawn.
+
+    A forward that raises, on whichever stage, is told to all of them: `Drawn.error`.
+    """
+
+    def __init__(self, *args: Any, link: StageLink, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.link = link
+        self._lane = Lane(f"stage {link.rank}")
+        self._inbox = self._lane if link.is_last else Lane(f"stage {link.rank} inbox")
+
+    def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
+        flight = StageFlight(plan=plan)
+        flight.computed = self._lane.submit(partial(self._compute, flight, table_writes, moves))
+        if plan.returned:  # such a request may be gone before the lane gets here: nothing of it is in flight
+            flight.computed.exception()
+        return flight
+
+    def sample(self, flight: Flight) -> None:
+        assert isinstance(flight, StageFlight)
+        flight.arrived = self._inbox.submit(partial(self._draw if self.link.is_last else self._hear, flight))
+
+    def then(self, action: Callable[[], None]) -> None:
+        self._lane.submit(action)
+
+    @torch.inference_mode()
+    def _compute(
+        self, flight: StageFlight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
+    ) -> None:
+        """This stage's part of a step; whatever happens, one message is taken in and one handed on."""
+        link, num_tokens, residual_TD = self.link, flight.plan.num_tokens, None
+        try:
+            self._set_out(flight, table_writes, moves)
+        except Exception as error:
+            self._note_failure(flight, error)
+        received_TD, failed_before = link.receive(num_tokens)
+        if failed_before is not None:
+            flight.failed_stage = failed_before
+        if flight.failed_stage is None:
+            try:
+                hidden_TD = self._model.hidden(flight.batch, received_TD)
+                residual_TD = None if link.is_last else hidden_TD
+                self._arrive(flight, hidden_TD, scores=link.is_last)
+            except Exception as error:
+                self._note_failure(flight, error)
+                residual_TD = None
+        link.send(residual_TD, num_tokens, failed_stage=flight.failed_stage)
+
+    def _draw(self, flight: StageFlight) -> Drawn:
+        """On the last stage: draw, and tell everyone."""
+        if flight.failed_stage is None:
+            try:
+                super().sample(flight)
+                drawn = Flight.read(flight)
+            except Exception as error:
+                self._note_failure(flight, error)
+        if flight.failed_stage is not None:
+            self.link.send_drawn(Message(np.zeros(len(flight.plan.sampled), np.int64), flight.failed_stage))
+            return self._failure(flight.plan, flight.failed_stage)
+        tokens = np.array(drawn.result.tokens, dtype=np.int64)
+        tokens[drawn.bad] = -1
+        self.link.send_drawn(Message(tokens, None, _told(flight.plan, drawn)))
+        return drawn
+
+    def _hear(self, flight: StageFlight) -> Drawn:
+        """On the other stages: take in what was drawn; the next step that needs it finds it on the device."""
+        message = self.link.receive_drawn(len(flight.plan.sampled))
+        if message.failed_stage is not None:
+            return self._failure(flight.plan, message.failed_stage)
+        bad = np.flatnonzero(message.tokens < 0)
+        tokens = message.tokens.copy()
+        tokens[bad] = 0
+        if len(tokens):
+            self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
+        logprobs, scores = _heard(flight.plan, message.extra)
+        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores)
+
+    @torch.inference_mode()
+    def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
+        self.builder.store_drawn(batch, tokens_S.to(self._device.torch))
+
+    def _note_failure(self, flight: StageFlight, error: Exception) -> None:
+        log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
+        flight.failed_stage = self.link.rank
+
+    def _failure(self, plan: Plan, stage: int) -> Drawn:
+        text = f"the forward of step {plan.step} raised on pipeline stage {stage}; its log says what"
+        return Drawn(StepResult(()), None, [], [], error=text)
+
+
+def _scored(plan: Plan) -> Iterator[Slice]:
+    """Slices whose prompts are scored, in order (see `ModelRunner._score_prompts`)."""
+    for piece in plan.prefill:
+        if piece.request.params.prompt_logprobs is not None and piece.start < piece.request.prompt_len - 1:
+            yield piece
+
+
+def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
+    """Logprobs and prompt scores as arrays; none when nobody asked."""
+    logprobs, arrays = drawn.logprobs, []
+    if logprobs is None and not drawn.prompt_scores:
+        return []
+    arrays.append(np.array([logprobs is not None], dtype=np.int64))
+    if logprobs is not None:
+        tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
+        arrays += [logprobs.index, logprobs.counts, *(tensor.cpu().numpy() for tensor in tensors)]
+    for scores in drawn.prompt_scores:
+        arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
+    return arrays
+
+
+def _heard(plan: Plan, arrays: Sequence[np.ndarray]) -> tuple[LogprobBatch | None, list[PromptScores]]:
+    """What `_told` said, on another rank."""
+    if not arrays:
+        return None, []
+    at, logprobs = 1, None
+    if arrays[0][0]:
+        index, counts = arrays[1:3]
+        token_logprob, token_rank, top_ids, top_logprobs = map(torch.from_numpy, arrays[3:7])
+        logprobs = LogprobBatch(index, token_logprob, token_rank, top_ids, top_logprobs, counts)
+        at = 7
+    scores = []
+    for piece in _scored(plan):
+        scores.append(PromptScores(piece.request, piece.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
+        at += 4
+    assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
+    return logprobs, scores

@@ -1,0 +1,73 @@
+"""Sums and gathers over ranks: the one place where the lean path meets a process group.
+
+Legend: T tokens, X any width, n ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ONE_SHOT_BYTES = 1 << 17
+"""Up to this size each rank takes everyone's parts and adds them up itself: one round instead of two."""
+
+
+class Reducer:
+    """Collectives of one group; every rank gets the same bits, and an element's bits do not depend on its place.
+
+    A ring adds up the parts of different stretches of a tensor in different orders, so that a token's sum would depend
+    on which others share its step. On a CPU parts are added in order of rank, in fp32. (Two parts have one order only.)
+    """
+
+    __slots__ = ("group", "rank", "size")
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    @classmethod
+    def of(cls, group: Any) -> Reducer | None:
+        """None where there is nobody to talk to: no group, or one rank."""
+        return None if group is None or group.size() == 1 else cls(group)
+
+    def members(self) -> list[int]:
+        """Global ranks of the group, in order."""
+        return sorted(dist.get_process_group_ranks(self.group))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; x is given up, and may be what comes back."""
+        if self.size > 2 and x.device.type == "cpu":
+            return self._sum_in_order(x)
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x_TX: Tensor) -> Tensor:
+        """Everyone's columns side by side, in order of rank -> [T, n * X]."""
+        parts = [torch.empty_like(x_TX) for _ in range(self.size)]
+        dist.all_gather(parts, x_TX.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        flat = x.contiguous().view(-1)
+        if flat.nbytes <= ONE_SHOT_BYTES:
+            parts = [torch.empty_like(flat) for _ in range(self.size)]
+            dist.all_gather(parts, flat, group=self.group)
+            return _sum(parts).view(x.shape)
+        share = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, share * self.size - flat.numel()))
+        mine = torch.empty_like(padded)
+        dist.all_to_all_single(mine, padded, group=self.group)
+        parts = [torch.empty_like(mine[:share]) for _ in range(self.size)]
+        dist.all_gather(parts, _sum(list(mine.split(share))), group=self.group)
+        return torch.cat(parts)[: flat.numel()].view(x.shape)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """From the first part to the last, in fp32 at least."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)

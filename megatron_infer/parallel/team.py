@@ -1,0 +1,46 @@
+"""The ranks of one engine as its parts see them; for a process alone every question has its own answer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_infer.parallel.groups import ParallelGroups, TimeLimit
+from megatron_infer.parallel.lockstep import Lockstep
+
+
+class Team:
+    """What is decided once for all ranks."""
+
+    def __init__(self, groups: ParallelGroups, *, timeout_s: float) -> None:
+        """Links the ranks; every rank of the engine calls it."""
+        self.groups = groups
+        self.lockstep: Lockstep | None = groups.lockstep(timeout_s=timeout_s)
+        """None for a process alone."""
+        self._time_limit = TimeLimit(groups.inner, timeout_s)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """The body happens on every rank or fails on every rank (see `Lockstep.together`)."""
+        return nullcontext() if self.lockstep is None else self.lockstep.together(what)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return flag if self.lockstep is None else self.lockstep.agree(flag)
+
+    def from_leader(self, what: str, value: Any) -> Any:
+        """The leader's value, in what JSON makes of it."""
+        return value if self.lockstep is None else self.lockstep.meet(what, [], arguments=value, mine=False).arguments
+
+    def enter_phase(self, phase: str) -> None:
+        """What an error on this or another rank names as the work at hand."""
+        if self.lockstep is not None:
+            self.lockstep.phase = phase
+
+    def limit_collectives(self, limited: bool) -> None:
+        """Whether collectives of the model's groups wait no longer than the engine's ranks do for each other."""
+        if self.lockstep is None:
+            return
+        if limited:
+            self._time_limit.enter()
+        else:
+            self._time_limit.leave()

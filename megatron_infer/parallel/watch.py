@@ -1,0 +1,119 @@
+"""Who of an engine's ranks is still there: a thread that gives signs of life and notices who gives none."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron_infer.errors import RankFailure
+from megatron_infer.parallel.links import Link, LinkClosed
+
+PULSES_PER_DEADLINE = 8
+MAX_INTERVAL_S = 1.0
+
+
+class Watch:
+    """Pulses between the leader and each other rank; what is noticed once holds for good.
+
+    Death is an end of file and shows at once. A stall (SIGSTOP, a host that is gone) shows after `timeout_s` without
+    a pulse. The leader tells the others whom it misses, so that all name the same rank.
+    """
+
+    def __init__(self, links: dict[int, Link], *, timeout_s: float, phase: Callable[[], str]) -> None:
+        self._links, self._timeout_s = links, timeout_s
+        self._phase = phase
+        self._interval_s = min(MAX_INTERVAL_S, timeout_s / PULSES_PER_DEADLINE)
+        now = time.monotonic()
+        self._seen = dict.fromkeys(links, now)
+        self._phases = dict.fromkeys(links, "start")
+        self._lost: tuple[int, str] | None = None
+        self._closing = threading.Event()
+        # The thread must not keep an engine alive that everyone else has forgotten.
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._closing), daemon=True)
+        self._thread.name = "megatron_infer watch"
+        self._thread.start()
+
+    @property
+    def lost(self) -> tuple[int, str] | None:
+        """(rank, reason) of the first rank that was missed."""
+        return self._lost
+
+    @property
+    def patience_s(self) -> float:
+        """After so long a stall has been noticed; who is late without one lives."""
+        return self._timeout_s + 2 * self._interval_s
+
+    def phase_of(self, rank: int) -> str:
+        """What it was doing when it was last heard of."""
+        return self._phases.get(rank, "an unknown phase")
+
+    def check(self) -> None:
+        """Raise RankFailure if a rank was missed."""
+        if self._lost is not None:
+            rank, reason = self._lost
+            raise RankFailure(rank, self._phase(), reason)
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; the links are closed by whoever made them."""
+        self._closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        for link in self._links.values():
+            try:
+                link.send({"bye": True}, wait_s=0.2)
+            except LinkClosed:
+                continue
+
+    def beat(self, gap_s: float) -> float:
+        """One round of the thread: read, judge, send -> seconds to the next. gap_s: since the last one."""
+        self._read()
+        # Whoever was stopped itself, or starved, has heard nobody: the others get another interval.
+        if gap_s < 2 * self._interval_s:
+            self._judge()
+        message: dict[str, Any] = {"phase": self._phase()}
+        if self._lost is not None:
+            message["lost"] = self._lost
+        for rank, link in self._links.items():
+            try:
+                link.send(message, wait_s=self._interval_s)
+            except LinkClosed:
+                self._miss(rank, "its process has ended, or cannot be reached any more")
+        return self._interval_s
+
+    def _read(self) -> None:
+        for rank, link in self._links.items():
+            try:
+                while (message := link.receive(0.0)) is not None:
+                    self._seen[rank] = time.monotonic()
+                    if message.get("bye"):
+                        self._miss(rank, "it has closed its engine")
+                    if "phase" in message:
+                        self._phases[rank] = message["phase"]
+                    if message.get("lost") is not None:
+                        self._miss(*message["lost"])
+            except LinkClosed:
+                self._miss(rank, "its process has ended")
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        for rank, seen in self._seen.items():
+            if now - seen > self._timeout_s:
+                self._miss(rank, f"no sign of life for {now - seen:.1f} s")
+
+    def _miss(self, rank: int, reason: str) -> None:
+        if self._lost is None:
+            self._lost = rank, reason
+
+
+def _run(watch_ref: weakref.ref[Watch], closing: threading.Event) -> None:
+    wait_s, last = 0.0, time.monotonic()
+    while not closing.wait(wait_s):
+        watch = watch_ref()
+        if watch is None:
+            return
+        now = time.monotonic()
+        wait_s, last = watch.beat(now - last), now
+        del watch

@@ -1,0 +1,224 @@
+"""Sampling where each rank holds a part of the vocabulary: the same tokens on every rank, bit for bit one process's.
+
+    logits [S, V/n] ──greedy rows──▶ key of the best local token ─────────────────────────────┐
+                    ──other rows───▶ all_to_all ▶ whole rows [S/n, V] ▶ the ordinary Sampler ──┴▶ all_gather ▶ all ranks
+
+A rank never holds more logits than its own part has: S/n whole rows are as large as S rows of V/n. What the ordinary
+sampler does to a row does not depend on the row's company, so drawing a part of the rows gives the bits of drawing all.
+Per step: one all_gather of a few integers a row, and where a row is more than greedy one all_to_all before it.
+Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plainly greedy, O the others, M
+this rank's share of O, A rows to be scored, C columns of results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.sampling.filters import ids_of, sort_keys
+from megatron_infer.sampling.logprobs import LogprobBatch
+from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
+from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+
+_NOT_PLAIN = int(Wants.DRAW | Wants.LOGPROBS | TOUCHED)
+_POISONED = torch.iinfo(torch.int64).max
+"""Key of a row with NaN or +inf among its logits: larger than any token's."""
+_MASKED = int(sort_keys(torch.tensor(-torch.inf), torch.tensor(0)))
+"""Key of a row with every token masked, and smaller than any other token's."""
+_NOTHING = torch.iinfo(torch.int64).min
+"""Key of a rank whose part is padding alone: smaller than any token's."""
+
+
+def for_group(sampler: Sampler, group: Any) -> Sampler | TensorParallelSampler:
+    """The sampler for logits that are split over `group`; `sampler` itself where the group is None or one rank."""
+    return sampler if group is None or group.size() == 1 else TensorParallelSampler(sampler, group)
+
+
+class TensorParallelSampler:
+    """`Sampler` for vocabulary shards: every rank calls it with the same rows and gets the same tokens.
+
+    Collective: whether and what the ranks exchange follows from the rows' parameters alone, never from logits.
+    """
+
+    def __init__(self, sampler: Sampler, group: Any) -> None:
+        self._sampler, self._spread = sampler, RowSpread(group)
+        self.params: RowParams = sampler.params
+        self.vocab_size, self.padded_vocab_size = sampler.vocab_size, sampler.padded_vocab_size
+        size = group.size()
+        assert self.padded_vocab_size % size == 0, f"{self.padded_vocab_size} logits over {size} ranks"
+        self._width = self.padded_vocab_size // size
+        first = group.rank() * self._width
+        self._first_id, self._num_real = first, max(0, min(self._width, self.vocab_size - first))
+
+    def sample(self, logits_SW: Tensor, inputs: SampleInputs) -> SampleOutput:
+        """One token a row, equal on every rank. logits_SW is this rank's [S, V/n], and is left as it was."""
+        assert logits_SW.shape[1] == self._width, f"{logits_SW.shape[1]} logits, not {self._width}"
+        flags = self._flags(inputs)
+        plain = np.flatnonzero((flags & _NOT_PLAIN) == 0)
+        others = np.flatnonzero(flags & _NOT_PLAIN)
+        asked = np.flatnonzero(flags & Wants.LOGPROBS)
+        counts = self.params.num_logprobs[inputs.rows[asked]]
+        top = int(counts.max()) if len(asked) else None
+        packed_MC = self._draw_own(logits_SW, others, inputs, top) if len(others) else None
+        keys_P = self._best_keys(_rows(logits_SW, plain)) if len(plain) else None
+        packed_OC, keys_nP = self._spread.exchange(packed_MC, len(others), keys_P)
+        device = logits_SW.device
+        tokens_S = torch.empty(len(flags), dtype=torch.int64, device=device)
+        bad_S = torch.empty(len(flags), dtype=torch.bool, device=device)
+        if keys_nP is not None:
+            tokens, bad = _best_of(keys_nP)
+            _put(tokens_S, plain, tokens)
+            _put(bad_S, plain, bad)
+        if packed_OC is not None:
+            _put(tokens_S, others, packed_OC[:, 0])
+            _put(bad_S, others, packed_OC[:, 1] != 0)
+        if top is None:
+            return SampleOutput(tokens_S, bad_S, None)
+        assert packed_OC is not None
+        scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked))[:, 2:], top)
+        return SampleOutput(tokens_S, bad_S, LogprobBatch(asked, *scores, counts))
+
+    def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.
+
+        The rows travel here too, rather than partial sums of their softmax: a sum over parts would round otherwise than
+        the one over the whole. Their way costs little beside their making: [A, V/n] numbers travel, each of which took
+        2 * D operations.
+        """
+        spread = self._spread
+        own = spread.own(len(token_A))
+        whole_MV = spread.whole_rows(logits_AW)[:, : self.vocab_size]
+        packed_MC = _pack(self._sampler.score(whole_MV, token_A[own].contiguous(), top)) if len(whole_MV) else None
+        if packed_MC is None:
+            packed_MC = torch.empty(0, 2 + 2 * top, dtype=torch.int64, device=logits_AW.device)
+        packed_AC, _ = spread.exchange(packed_MC, len(token_A), None)
+        assert packed_AC is not None
+        return _unpack(packed_AC, top)
+
+    def _flags(self, inputs: SampleInputs) -> np.ndarray:
+        """What the rows want in this step: MIN_TOKENS ends with their position, as in `Sampler`."""
+        flags: np.ndarray = self.params.flags[inputs.rows]
+        reached = inputs.positions >= self.params.min_total[inputs.rows]
+        flags[reached] &= ~int(Wants.MIN_TOKENS)
+        return flags
+
+    def _best_keys(self, logits_PW: Tensor) -> Tensor:
+        """int64 [P] that sort as (largest local logit, lowest id that has it)."""
+        if self._num_real == 0:
+            return torch.full((len(logits_PW),), _NOTHING, dtype=torch.int64, device=logits_PW.device)
+        real = logits_PW[:, : self._num_real]
+        top_P = real.amax(-1).float()  # an argmax may pass over a NaN that is not alone
+        key_P = sort_keys(top_P, self._sampler.argmax(real) + self._first_id)
+        return key_P.masked_fill(top_P.isnan() | (top_P == torch.inf), _POISONED)
+
+    def _draw_own(self, logits_SW: Tensor, others: np.ndarray, inputs: SampleInputs, top: int | None) -> Tensor:
+        """This rank's share of the rows `others`, drawn: int64 [M, columns], see `_pack`."""
+        whole_MV = self._spread.whole_rows(_rows(logits_SW, others))
+        num_columns = 2 if top is None else 4 + 2 * top
+        packed = torch.zeros(len(whole_MV), num_columns, dtype=torch.int64, device=logits_SW.device)
+        if not len(whole_MV):
+            return packed
+        places = others[self._spread.own(len(others))]
+        out = self._sampler.sample(
+            whole_MV,
+            SampleInputs(rows=inputs.rows[places], positions=inputs.positions[places], token_pool=inputs.token_pool),
+        )
+        packed[:, 0], packed[:, 1] = out.tokens_S, out.bad_S
+        found = out.logprobs
+        if found is not None:
+            assert top is not None
+            scores = (found.token_logprob, found.token_rank, found.top_ids, found.top_logprobs)
+            index = torch.from_numpy(found.index).to(packed.device)
+            packed[:, 2:].index_copy_(0, index, _pack(scores, top))
+        return packed
+
+
+class RowSpread:
+    """Rows [A, V/n] that every rank has a part of -> whole rows of a contiguous share of them, and results to all."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def counts(self, num_rows: int) -> list[int]:
+        """Rows of each rank's share; some are 0 when there are fewer rows than ranks."""
+        return [num_rows // self.size + (rank < num_rows % self.size) for rank in range(self.size)]
+
+    def own(self, num_rows: int) -> slice:
+        counts = self.counts(num_rows)
+        first = sum(counts[: self.rank])
+        return slice(first, first + counts[self.rank])
+
+    def whole_rows(self, logits_AW: Tensor) -> Tensor:
+        """This rank's share of the rows, with everyone's columns in order of rank."""
+        counts = self.counts(len(logits_AW))
+        mine, width = counts[self.rank], logits_AW.shape[1]
+        received = logits_AW.new_empty(self.size * mine, width)
+        dist.all_to_all_single(received, logits_AW.contiguous(), [mine] * self.size, counts, group=self.group)
+        return received.view(self.size, mine, width).transpose(0, 1).reshape(mine, self.size * width)
+
+    def exchange(
+        self, packed_MC: Tensor | None, num_rows: int, keys_P: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One all_gather of int64: every share's rows in order [num_rows, C], and everyone's keys [n, P]."""
+        counts, parts = self.counts(num_rows), []
+        columns = 0
+        if packed_MC is not None:
+            columns = packed_MC.shape[1]
+            share = packed_MC.new_zeros(counts[0], columns)  # the first rank's share is a largest one
+            share[: len(packed_MC)] = packed_MC
+            parts.append(share.view(-1))
+        if keys_P is not None:
+            parts.append(keys_P)
+        mine = torch.cat(parts)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyones, mine, group=self.group)
+        length, packed, keys = counts[0] * columns, None, None
+        if packed_MC is not None:
+            shares = [got[:length].view(-1, columns)[:count] for got, count in zip(everyones, counts, strict=True)]
+            packed = torch.cat(shares)
+        if keys_P is not None:
+            keys = torch.stack([got[length:] for got in everyones])
+        return packed, keys
+
+
+def _best_of(keys_nP: Tensor) -> tuple[Tensor, Tensor]:
+    """(token, whether there is none) of each row from every rank's key."""
+    key_P = keys_nP.amax(0)
+    bad_P = (key_P == _POISONED) | (key_P <= _MASKED)
+    return ids_of(key_P).masked_fill(bad_P, 0), bad_P
+
+
+def _rows(tensor_S: Tensor, places: np.ndarray) -> Tensor:
+    """The rows at ascending `places`: the tensor itself when that is all of them."""
+    if len(places) == len(tensor_S):
+        return tensor_S
+    return tensor_S.index_select(0, torch.from_numpy(places).to(tensor_S.device))
+
+
+def _put(out_S: Tensor, places: np.ndarray, values: Tensor) -> None:
+    if len(places) == len(out_S):
+        out_S.copy_(values)
+    else:
+        out_S.index_copy_(0, torch.from_numpy(places).to(out_S.device), values)
+
+
+def _pack(scores: tuple[Tensor, Tensor, Tensor, Tensor], top: int | None = None) -> Tensor:
+    """Log probability, rank, `top` ids and their log probabilities of each row as int64; fp32 travels as its bits."""
+    logprob, rank, top_ids, top_logprobs = scores
+    have = top_ids.shape[1]
+    top = have if top is None else top
+    packed = torch.zeros(len(rank), 2 + 2 * top, dtype=torch.int64, device=rank.device)
+    packed[:, 0], packed[:, 1] = logprob.view(torch.int32), rank
+    packed[:, 2 : 2 + have], packed[:, 2 + top : 2 + top + have] = top_ids, top_logprobs.view(torch.int32)
+    return packed
+
+
+def _unpack(packed: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def fp32(bits: Tensor) -> Tensor:
+        return bits.to(torch.int32).view(torch.float32)
+
+    return fp32(packed[:, 0]), packed[:, 1].clone(), packed[:, 2 : 2 + top].clone(), fp32(packed[:, 2 + top :])

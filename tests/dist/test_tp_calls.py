@@ -1,0 +1,291 @@
+"""Ranks of one engine act as one: requests come from the leader, calls are everyone's, failures are everyone's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import engine_ranks as ranks
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import (
+    ConfigError,
+    InvalidPrompt,
+    LockstepError,
+    NotLeader,
+    RankFailure,
+    RequestError,
+    TransitionFailed,
+    TransitionTimeout,
+    WrongState,
+)
+from megatron_infer.schedule.params import SamplingParams
+
+Engine = DynamicInferenceEngine
+PROMPT = list(range(5, 60))
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+
+
+@contextmanager
+def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def run_to_end(engine: Engine) -> dict[str, list[int]]:
+    done = {}
+    while engine.has_unfinished():
+        done |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    return done
+
+
+def check_generate(engine: Engine, rank: int) -> None:
+    """Every rank has the outputs of the leader's prompts; what the leader refuses is refused everywhere."""
+    outputs = engine.generate([PROMPT, PROMPT[:9]] if rank == 0 else [], GREEDY)
+    assert len(outputs) == 2 and all(len(tokens) == 12 for tokens in tokens_of(outputs))
+    with refused(InvalidPrompt if rank == 0 else RequestError, "outside the vocabulary"):
+        engine.generate([[1, 2], [999]])
+    assert tokens_of(engine.generate([PROMPT], GREEDY)) == tokens_of(outputs[:1])
+
+
+def check_leader_only(engine: Engine, rank: int) -> None:
+    if rank == 0:
+        return
+    for call in (
+        lambda: engine.add_request(PROMPT, GREEDY),
+        lambda: engine.abort("0"),
+        lambda: engine.can_step(),
+        lambda: engine.keep_snapshots("x"),
+        lambda: engine.dismiss(),
+    ):
+        with refused(NotLeader, "rank 1", "rank 0"):
+            call()
+
+
+def check_abort(engine: Engine, rank: int) -> None:
+    """An abort frees the request's memory on every rank before the next step."""
+    if rank == 0:
+        engine.add_request(PROMPT, GREEDY, request_id="a", stream="final")
+        engine.add_request(PROMPT[3:], GREEDY, request_id="b", stream="final")
+    for _ in range(3):
+        engine.step()
+    if rank == 0:
+        assert len(engine.abort("a").outputs[0].token_ids) > 0
+    assert list(run_to_end(engine)) == ["b"]
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def check_different_calls(engine: Engine, rank: int) -> None:
+    """Nothing happens then, and the engine goes on."""
+    with refused(LockstepError, "rank 0: step()", "rank 1: suspend()"):
+        engine.step() if rank == 0 else engine.suspend()
+    with refused(LockstepError, "pause()", "other arguments on rank 1"):
+        engine.pause("keep" if rank == 0 else "retract")
+    assert engine.state == "running"
+    assert len(engine.generate([PROMPT], GREEDY)) == 1
+
+
+def check_undone_everywhere(engine: Engine, rank: int) -> None:
+    """A suspend or resume that fails on one rank, at any of its pieces, is undone on all; then it succeeds."""
+    if rank == 0:
+        for i in range(4):
+            engine.add_request(PROMPT[i:], GREEDY, request_id=str(i), stream="final")
+    for _ in range(3):
+        engine.step()
+
+    def failing(piece: str):
+        def observer(what: str) -> None:
+            if what.startswith(piece):
+                raise MemoryError("no room")
+
+        return observer
+
+    for mode, pieces in (("offload", ("the step", "release the cache")), ("recompute", ("release the cache",))):
+        for culprit in (0, 1):
+            for piece in pieces:
+                if rank == culprit:
+                    engine.lifecycle.observers.append(failing(piece))
+                with refused(TransitionFailed, "no room", "RUNNING again", *([] if rank == culprit else [f"rank {culprit}"])):
+                    engine.suspend(mode)
+                engine.lifecycle.observers.clear()
+                assert engine.state == "running" and not engine.parts.runner.store.is_released
+                engine.step()
+        engine.suspend(mode)
+        for culprit in (0, 1):
+            if rank == culprit:
+                engine.lifecycle.observers.append(failing("allocate the cache"))
+            with refused(TransitionFailed, "no room", "SUSPENDED again"):
+                engine.resume()
+            engine.lifecycle.observers.clear()
+            assert engine.state == "suspended" and engine.parts.runner.store.is_released
+        with refused(WrongState, "SUSPENDED"):
+            engine.step()
+        engine.resume()
+        engine.step()
+    with refused(TransitionTimeout if rank == 0 else TransitionFailed, "took longer", "RUNNING again"):
+        if rank == 0:
+            engine.lifecycle._clock = iter([0.0, 100.0, 100.0, 100.0]).__next__
+        engine.pause(timeout_s=50)
+    import time
+
+    engine.lifecycle._clock = time.monotonic
+    done = run_to_end(engine)
+    expected = tokens_of(engine.generate([PROMPT[i:] for i in range(4)], GREEDY))
+    assert [done[str(i)] for i in range(4)] == expected
+
+
+def check_one_sided_weights(engine: Engine, rank: int) -> None:
+    """A change that only one rank can see counts for all, in a step, after idling and at a resume."""
+    engine.generate([PROMPT], GREEDY)
+    before = engine.stats().weight_version
+    weight = next(engine.parts.model.parameters())
+    if rank == 0:
+        engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    engine.step()
+    with torch.no_grad():
+        if rank == 1:
+            weight.mul_(1.0)  # counts as a change: its version does
+    run_to_end(engine)
+    assert engine.stats().weight_version == before + 1
+    if rank == 1:
+        weight.data.mul_(1.001)  # only the content tells
+    engine.generate([PROMPT], GREEDY)
+    assert engine.stats().weight_version == before + 2
+    engine.suspend()
+    if rank == 1:
+        weight.data.mul_(1.001)
+    engine.resume()
+    assert engine.stats().weight_version == before + 3
+    engine.set_weight_version(40)
+    engine.verify_weights()
+    assert engine.stats().weight_version == 40
+
+
+def check_same_failure(engine: Engine, rank: int) -> None:
+    """A forward that raises alike on all ranks fails its requests, and the engine goes on."""
+    original = engine.parts.runner.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("this shape is not known")
+
+    engine.parts.runner.forward = broken
+    (output,) = engine.generate([PROMPT], GREEDY)
+    assert output.outputs[0].finish_reason == "error" and "this shape" in str(output.error)
+    engine.parts.runner.forward = original
+    assert engine.generate([PROMPT], GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def check_following(engine: Engine, rank: int) -> None:
+    """A script that only the leader runs: the others follow, through its mistakes too."""
+    if rank == 1:
+        engine.follow()
+        assert engine.stats().weight_version == 77 and not engine.has_unfinished()
+        return
+    with refused(WrongState, "beside the leader"):
+        engine.follow()
+    engine.add_request(PROMPT, GREEDY, request_id="x")
+    while engine.can_step():
+        engine.step()
+    with engine.suspended("offload"), pytest.raises(WrongState):
+        engine.step()
+    with pytest.raises(InvalidPrompt):
+        engine.generate([[999]])
+    with pytest.raises(ConfigError):
+        engine.suspend("nowhere")
+    engine.set_weight_version(77)
+    engine.reset_prefix_cache()
+    assert len(engine.generate([PROMPT, PROMPT], GREEDY)) == 2
+    engine.dismiss()
+    assert not engine.has_unfinished()
+
+
+def check_saved_requests(engine: Engine, rank: int, folder: str) -> None:
+    """The leader writes them; all ranks take them in, and they go on with the same tokens."""
+    if rank == 0:
+        engine.add_request(PROMPT, GREEDY, request_id="s", stream="final")
+    for _ in range(4):
+        engine.step()
+    path = Path(folder, "requests")
+    if rank == 0:
+        engine.save_requests(path)
+        with refused(NotImplementedError, "kv=False"):
+            engine.save_requests(path, kv=True)
+    expected = run_to_end(engine)
+    engine.load_requests(path)
+    assert run_to_end(engine) == expected
+
+
+def check_planted_divergence(model: torch.nn.Module, rank: int) -> None:
+    """check_invariants names the first request that the ranks plan differently."""
+    engine = ranks.make_engine(model)
+    if rank == 0:
+        for name in ("first", "second", "third"):
+            engine.add_request(PROMPT, GREEDY, request_id=name)
+    engine.step()
+    if rank == 1:
+        engine.parts.scheduler.roster.decoding[1].tokens[-1] ^= 1
+    with refused(LockstepError, "step 1", "'second'", "rank 0: second decodes", "rank 1: second decodes"):
+        engine.step()
+
+
+def check_options(model: torch.nn.Module, rank: int) -> None:
+    with refused(ConfigError, "max_tokens is 512 on rank 0 and 256 on rank 1"):
+        ranks.make_engine(model, max_tokens=512 if rank == 0 else 256)
+    with refused(ConfigError, "tp=1", "tp=2"):
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+        DynamicInferenceEngine(model, InferenceConfig(pg_collection=ProcessGroupCollection(tp=alone)))
+
+
+def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
+    """A forward that raises on one rank only ends the engine on all, each naming the rank, the phase and the cause."""
+    engine = ranks.make_engine(model, collective_timeout_s=3, check_invariants=False)
+    engine.generate([PROMPT], GREEDY)
+    if rank == 1:
+
+        def raising(*args: Any) -> Any:
+            raise MemoryError("rank 1 has no room")
+
+        engine.parts.adopted._lean[1] = SimpleNamespace(run=raising)
+    with pytest.raises(RankFailure, match="rank 1 of the engine failed in prefill of step .*no room") as caught:
+        engine.generate([PROMPT], GREEDY)
+    assert caught.value.rank == 1
+    with pytest.raises(RankFailure):
+        engine.suspend()
+
+
+def check_all(rank: int, size: int, folder: str) -> None:
+    model = ranks.part_of_model("attention", folder, rank, size)
+    engine = ranks.make_engine(model)
+    check_generate(engine, rank)
+    check_leader_only(engine, rank)
+    check_abort(engine, rank)
+    check_different_calls(engine, rank)
+    check_undone_everywhere(engine, rank)
+    check_one_sided_weights(engine, rank)
+    check_same_failure(engine, rank)
+    check_following(engine, rank)
+    check_saved_requests(engine, rank, folder)
+    engine.parts.team.lockstep.close()
+    check_planted_divergence(model, rank)
+    check_options(model, rank)
+    check_one_sided_failure(model, rank)  # last: it breaks the gloo groups
+
+
+@pytest.mark.timeout(240)
+def test_ranks_act_as_one(tmp_path: Path):
+    ranks.run_ranks(check_all, tmp_path)
