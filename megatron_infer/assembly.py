@@ -292,7 +292,7 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
-        num_groups=1 if groups.pp is None else groups.pp_size + config.overlap,
+        num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
     stages = groups.pp
@@ -317,6 +317,11 @@ def assemble(
         seed = (seed + groups.dp_rank) % 2**64
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def num_groups_of(groups: ParallelGroups, config: InferenceConfig) -> int:
+    """Micro-batches in flight: one a pipeline stage, and one more where host work is to overlap with all of them."""
+    return 1 if groups.pp is None else groups.pp_size + config.overlap
 
 
 def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
