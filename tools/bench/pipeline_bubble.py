@@ -5,8 +5,8 @@
 Starts `--stages` gloo processes, one thread each, and generates on all of them. Without --device-ms the layers are
 computed, which takes a core for each stage: on a smaller machine stages wait for the core, not for each other. With it
 a step costs device-ms / stages + per-token-us x tokens / stages on each stage, spent asleep beside a tiny model.
-What a step costs whatever its size (device-ms) is paid by each micro-batch: where that is most of it, as in decoding few
-requests, stages are busy and nothing is gained; more requests can run then in the same time.
+What a step costs whatever its size (device-ms) is paid by each micro-batch: where that is most of it, as in decoding
+few requests, stages are busy and nothing is gained, but that more requests can run in the same time.
 """
 
 from __future__ import annotations
