@@ -297,7 +297,7 @@ def assemble(
     )
     stages = groups.pp
     link = None if stages is None else StageLink(stages, hidden_size=shape.hidden_size, device=where.torch)
-    parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
+    parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:
         if groups.is_leader:
@@ -410,6 +410,8 @@ def make_runner(
     chosen: Chosen,
     where: Device,
     link: StageLink | None,
+    *,
+    on_wait: Callable[[], None],
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
@@ -455,5 +457,5 @@ def make_runner(
         kernels=chosen.sampling,
     )
     sampler = for_group(sampler, adopted.tp_group)
-    make = ModelRunner if link is None else partial(StageRunner, link=link)
+    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
     return make(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)

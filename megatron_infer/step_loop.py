@@ -8,7 +8,8 @@ from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
-from megatron_infer.forward.runner import Flight
+from megatron_infer.forward.pipeline import StageLost
+from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.schedule.params import SamplingParams
@@ -189,7 +190,7 @@ class StepLoop:
         """
         while len(self._flights) > leave:
             flight, scheduler = self._flights[0], self.parts.scheduler
-            plan, drawn = flight.plan, flight.read()
+            plan, drawn = flight.plan, self._read(flight)
             if drawn.error:
                 self._give_up(FailedStep(drawn.error), outputs)
                 return
@@ -203,10 +204,19 @@ class StepLoop:
             ended = scheduler.commit(plan, drawn.result)
             outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
 
+    def _read(self, flight: Flight) -> Drawn:
+        """What a step drew; a rank that cannot be reached has failed, and all others say so."""
+        try:
+            return flight.read()
+        except StageLost as error:
+            if self._ranks is not None:
+                self._ranks.step_failed(error, 0.0)
+            raise
+
     def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
         """The oldest step in flight failed: its requests end, those of later ones start over."""
         for flight in self._flights:
-            flight.read()  # so that nothing of it runs on; what it drew from lost keys and values is dropped
+            self._read(flight)  # so that nothing of it runs on; what it drew from lost keys and values is dropped
         plan, *later = [flight.plan for flight in self._flights]
         self._flights = []
         self._fail(plan, error, outputs, later)
