@@ -83,6 +83,8 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     """The rank that holds the first block; looks at one hash per rank."""
     ROUND_ROBIN = "round_robin"
     """Ranks in turn, whatever they hold."""
+    LOAD_BALANCED = "load_balanced"
+    """The rank with the largest share of free rows, whatever it holds."""
 
 
 class KVCacheManagementMode(str, Enum):
@@ -169,7 +171,8 @@ class InferenceConfig:
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
-    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block or round_robin."""
+    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
+    load_balanced. A coordinator that was not told itself asks its replicas' configs. Acts only behind a coordinator."""
     track_paused_request_events: bool = False
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
     track_generated_token_events: bool = False
@@ -200,6 +203,9 @@ class InferenceConfig:
     prefix_caching_mamba_gb: float | None = None
     """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
     none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
+    prefix_caching_routing_alpha: float = 0.5
+    """What a coordinator's prefix policies weigh, 0 to 1: a rank's score is alpha * the share of the prompt it has
+    cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
     check_invariants: bool = False
     """Prove the books (blocks, rows, references) after every step; for debugging, costs time."""
 
@@ -338,7 +344,6 @@ _NEEDS: dict[str, str] = {
     "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
     "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
     "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
-    "prefix_caching_coordinator_policy": "the data-parallel coordinator issue",
     "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
 }
 """Fields that act only together with machinery that comes later: away from the default they raise."""
@@ -466,6 +471,9 @@ def _check_values(config: InferenceConfig) -> None:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+    alpha = config.prefix_caching_routing_alpha
+    if not (_is_int(alpha) or isinstance(alpha, float)) or not 0 <= alpha <= 1:
+        raise ConfigError(f"prefix_caching_routing_alpha is {alpha!r}, it must be a number from 0 to 1")
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:

@@ -1,0 +1,1 @@
+"""More than one process: groups, lockstep, and the coordinator that spreads requests over replicas."""
