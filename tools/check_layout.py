@@ -96,6 +96,7 @@ PURE = (
     "parallel.wire",
     "parallel.seats",
     "parallel.desk",
+    "parallel.dispatch",
     "parallel.broadcast",
     "parallel.coordinator",
     "parallel.client",

@@ -70,7 +70,7 @@ class PrefixTable:
         for digest in chain:
             self._expected[digest] = self._expected.get(digest, 0) + 1
 
-    def unexpect(self, chain: Iterable[bytes]) -> None:
+    def expect_no_more(self, chain: Iterable[bytes]) -> None:
         """That request has ended: what it published was reported meanwhile."""
         for digest in chain:
             count = self._expected.get(digest, 0) - 1
@@ -229,7 +229,7 @@ class Router:
         view.load -= 1
         assert view.load >= 0, f"replica {route.key!r} was released once too often"
         if route.root == view.root:
-            view.table.unexpect(route.chain)
+            view.table.expect_no_more(route.chain)
 
     def _by_prefix(self, candidates: list[ReplicaView], tokens: bytes, salt: str) -> Route:
         chains: dict[tuple[bytes, int], list[bytes]] = {}
