@@ -97,6 +97,7 @@ class Desk:
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(seat.peer, wire.Ping())  # shows at once when the connection is gone
         self.broadcasts.tick(now)
+        self._restand()
 
     # ------------------------------------------------------------------ clients
 
@@ -190,7 +191,7 @@ class Desk:
 
     def _restand(self) -> None:
         """Who takes requests: not who leaves or has old weights, and who stands still only if all do."""
-        opened = False
+        opened, closed = False, []
         for seat in self._replicas.values():
             if seat.view is None:
                 continue
@@ -200,6 +201,10 @@ class Desk:
             else:
                 seat.view.standing = Standing.OPEN if seat.state == "running" else Standing.RESERVE
             opened |= before is Standing.CLOSED is not seat.view.standing
+            if before is not Standing.CLOSED is seat.view.standing:
+                closed.append(seat)
+        for seat in closed:
+            self.dispatch.clear_backlog(seat)
         if opened:
             self.dispatch.reopen()
 
@@ -210,7 +215,6 @@ class Desk:
         seat.draining = True
         self._restand()
         log.info("replica %s leaves once its %d requests have ended", seat.name, len(seat.running))
-        self.dispatch.clear_backlog(seat)
 
     def _lose(self, seat: ReplicaSeat, why: str) -> None:
         """Its requests go elsewhere with the tokens they have; what it still sends is not known any more."""
