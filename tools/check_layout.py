@@ -88,9 +88,12 @@ PURE = (
     "context.snapshots",
     "context.states",
     "context.swaps",
+    "context.prefix_changes",
     "context.layout",
     "context.stages",
     "metrics.core",
+    "parallel.__init__",
+    "parallel.router",
 )
 """Importable with torch and numpy absent."""
 IMPURE_ROOTS = ("torch", "numpy", "megatron")
