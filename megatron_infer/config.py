@@ -82,6 +82,8 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     """The rank that holds the first block; looks at one hash per rank."""
     ROUND_ROBIN = "round_robin"
     """Ranks in turn, whatever they hold."""
+    LOAD_BALANCED = "load_balanced"
+    """The rank with the largest share of free rows, whatever it holds."""
 
 
 class KVCacheManagementMode(str, Enum):
@@ -169,7 +171,8 @@ class InferenceConfig:
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
-    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block or round_robin."""
+    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
+    load_balanced. A coordinator that was not told itself asks its replicas' configs. Acts only behind a coordinator."""
     track_paused_request_events: bool = False
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
     track_generated_token_events: bool = False
@@ -200,6 +203,9 @@ class InferenceConfig:
     prefix_caching_mamba_gb: float | None = None
     """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
     none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
+    prefix_caching_routing_alpha: float = 0.5
+    """What a coordinator's prefix policies weigh, 0 to 1: a rank's score is alpha * the share of the prompt it has
+    cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
     check_invariants: bool = False
     """Prove the books (blocks, rows, references) after every step, and with several ranks that all of them plan the
     same; for debugging, costs time."""
@@ -354,7 +360,6 @@ _NEEDS: dict[str, str] = {
     "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
     "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
     "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
-    "prefix_caching_coordinator_policy": "the data-parallel coordinator issue",
     "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
 }
 """Fields that act only together with machinery that comes later: away from the default they raise."""
@@ -472,6 +477,9 @@ def _check_values(config: InferenceConfig) -> None:
     timeout_s = config.collective_timeout_s
     if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
+    alpha = config.prefix_caching_routing_alpha
+    if not (_is_int(alpha) or isinstance(alpha, float)) or not 0 <= alpha <= 1:
+        raise ConfigError(f"prefix_caching_routing_alpha is {alpha!r}, it must be a number from 0 to 1")
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:

@@ -88,9 +88,20 @@ PURE = (
     "context.snapshots",
     "context.states",
     "context.swaps",
+    "context.prefix_changes",
     "context.layout",
     "context.stages",
     "metrics.core",
+    "parallel.__init__",
+    "parallel.router",
+    "parallel.wire",
+    "parallel.seats",
+    "parallel.desk",
+    "parallel.dispatch",
+    "parallel.broadcast",
+    "parallel.coordinator",
+    "parallel.client",
+    "parallel.link",
 )
 """Importable with torch and numpy absent."""
 IMPURE_ROOTS = ("torch", "numpy", "megatron")

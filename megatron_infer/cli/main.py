@@ -23,6 +23,8 @@ COMMANDS = {
     "generate": "answer prompts, many at once",
     "chat": "talk to a model in the terminal",
     "bench": "throughput and latency, beside a peer and the machine's limits",
+    "coordinator": "spread requests over replicas",
+    "replica": "serve a model behind a coordinator",
     "demo": "three prompts answered by a real 135M model",
     "replay": "run a recording again and compare every token",
     "plan": "the sizes that follow from a model, the options and the memory",

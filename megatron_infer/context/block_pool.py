@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_infer.context.prefix_changes import PrefixChanges
 
 
 class BlockPool:
@@ -26,6 +30,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.keep_cached = keep_cached
         self._on_forget = on_forget
+        self.changes: PrefixChanges | None = None
+        """Told of content that becomes findable and of content that is forgotten; None: nobody asks."""
         self._refs = [0] * num_blocks
         self._blank = list(range(num_blocks))[::-1]
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -107,6 +113,8 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
             self._preimage_of[block] = preimage
+            if self.changes is not None:
+                self.changes.published(digest)
             return block
         return owner if self._preimage_of[owner] == preimage else None
 
@@ -131,6 +139,10 @@ class BlockPool:
         """(digest, preimage) of every block that can be found."""
         return {block: (digest, self._preimage_of[block]) for digest, block in self._block_of.items()}
 
+    def digests(self) -> list[bytes]:
+        """Digests of every block that can be found, in the order they were published."""
+        return list(self._block_of)
+
     def forget_all(self) -> int:
         """Drop all content: cached blocks become blank, held ones are no longer found -> how many were cached."""
         num_cached = len(self._cached)
@@ -139,6 +151,8 @@ class BlockPool:
         self._block_of.clear()
         self._digest_of.clear()
         self._preimage_of.clear()
+        if self.changes is not None:
+            self.changes.reset()
         return num_cached
 
     def forget_free(self) -> int:
@@ -155,8 +169,10 @@ class BlockPool:
         return [block for block, refs in enumerate(self._refs) if refs]
 
     def _forget(self, block: int) -> None:
-        del self._block_of[self._digest_of.pop(block)]
-        del self._preimage_of[block]
+        digest = self._digest_of.pop(block)
+        del self._block_of[digest], self._preimage_of[block]
+        if self.changes is not None:
+            self.changes.forgotten(digest)
         if self._on_forget is not None:
             self._on_forget(block)
 

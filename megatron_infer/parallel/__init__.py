@@ -1,1 +1,1 @@
-"""One engine over several processes: which groups it spans, how its ranks stay in step, who is still there."""
+"""More than one process: groups, lockstep, and the coordinator that spreads requests over replicas."""

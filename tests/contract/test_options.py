@@ -46,6 +46,7 @@ OURS = {
     "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),
+    "prefix_caching_routing_alpha": ("float", 0.5),
     "check_invariants": ("bool", False),
     "collective_timeout_s": ("int | float", 120),
     "offset_sampling_seed_by_dp_rank": ("bool", True),
@@ -56,6 +57,7 @@ ENUMS = {
         "LONGEST_PREFIX": "longest_prefix",
         "FIRST_PREFIX_BLOCK": "first_prefix_block",
         "ROUND_ROBIN": "round_robin",
+        "LOAD_BALANCED": "load_balanced",  # of later versions
     },
     config.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},

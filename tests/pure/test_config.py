@@ -89,6 +89,8 @@ WRONG = [
     ("preemption_mode", "swap", "swap_buffer_size_gb above 0"),
     ("swap_buffer_size_gb", -1, "finite number of 0 or more"),
     ("swap_buffer_size_gb", None, "number of GiB"),
+    ("prefix_caching_routing_alpha", 1.5, "number from 0 to 1"),
+    ("prefix_caching_routing_alpha", "high", "number from 0 to 1"),
     ("check_invariants", None, "True or False"),
 ]
 LATER = [
@@ -98,7 +100,6 @@ LATER = [
     ("cuda_graph_mixed_prefill_count", 8, "CUDA graph"),
     ("use_cuda_graphs_for_non_decode_steps", False, "CUDA graph"),
     ("use_flashinfer_fused_rope", True, "FlashInfer"),
-    ("prefix_caching_coordinator_policy", "round_robin", "coordinator"),
     ("request_metadata_types", [], "metadata"),
 ]
 

@@ -1,0 +1,114 @@
+"""`megatron-infer coordinator`: takes requests from clients and spreads them over replicas."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.cli.options import field_docs, flag_of
+from megatron_infer.config import PrefixCachingCoordinatorPolicy
+from megatron_infer.errors import ConfigError
+
+DEFAULT_BIND = "tcp://127.0.0.1:5757"
+POLICY, ALPHA = "prefix_caching_coordinator_policy", "prefix_caching_routing_alpha"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "coordinator",
+        help="spread requests over replicas",
+        description="Take requests from InferenceClient and spread them over the replicas that registered here "
+        "(megatron-infer replica). Needs no model and no torch. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "--bind",
+        default=DEFAULT_BIND,
+        metavar="ADDRESS",
+        help=f"tcp://HOST:PORT or ipc://PATH (default {DEFAULT_BIND})",
+    )
+    docs = field_docs()
+    parser.add_argument(
+        flag_of(POLICY),
+        dest="policy",
+        default=None,
+        choices=[policy.value for policy in PrefixCachingCoordinatorPolicy],
+        help=f"{docs[POLICY]} (default: what the first replica's config says)",
+    )
+    parser.add_argument(
+        flag_of(ALPHA),
+        dest="alpha",
+        type=float,
+        default=None,
+        metavar="X",
+        help=f"{docs[ALPHA]} (default: the first replica's, or 0.5 with a policy given here)",
+    )
+    parser.add_argument(
+        "--max-queue", type=int, default=4096, metavar="N", help="requests that may wait (default 4096)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=5.0, metavar="S", help="silence after which a replica is dead (default 5)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seeds of requests that bring none (default 0)"
+    )
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def add_key_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="shared key of coordinator, replicas and clients: the bytes of this file"
+    )
+
+
+def key_from(args: argparse.Namespace) -> bytes | None:
+    """The key in --key-file, without blanks around it. Raises ConfigError."""
+    if args.key_file is None:
+        return None
+    try:
+        key = Path(args.key_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--key-file: {error}") from None
+    if len(key) < 16:
+        raise ConfigError(f"--key-file {args.key_file} holds {len(key)} bytes, a key has at least 16")
+    return key
+
+
+def log_to_stderr() -> None:
+    """Who comes and goes, for the person watching."""
+    log = logging.getLogger("megatron_infer.coordinator")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; 0."""
+    from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
+
+    options = CoordinatorOptions(
+        policy=args.policy,
+        alpha=args.alpha,
+        key=key_from(args),
+        max_queue=args.max_queue,
+        heartbeat_s=min(0.5, args.timeout_s / 4),
+        timeout_s=args.timeout_s,
+        seed=args.seed,
+    )
+    log_to_stderr()
+    with Coordinator(args.bind, options) as coordinator:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: coordinator.stop())
+        print(f"coordinator at {coordinator.address}", flush=True)
+        if options.key is None and not _is_local(coordinator.address):
+            print("warning: whoever reaches this port is served; give --key-file", file=sys.stderr)
+        coordinator.run()
+    return 0
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith(("ipc://", "tcp://127.", "tcp://[::1]", "tcp://localhost"))

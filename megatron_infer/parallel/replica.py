@@ -1,0 +1,319 @@
+"""A replica: an engine behind a coordinator. The caller's thread steps the engine, another one talks.
+
+    with Replica(engine, "tcp://127.0.0.1:5757") as replica:
+        replica.run()                      # until stop(), or drain() and the last request has ended
+
+Heartbeats come from the talking thread: a long step is not death, a stopped process is. When the coordinator has lost
+sight of it, the replica aborts what it was given (others go on with it) and registers anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from megatron_infer.context.prefix_changes import PrefixReport
+from megatron_infer.errors import InferenceError, RequestError, TransitionTimeout
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.parallel import wire
+from megatron_infer.parallel.link import Link
+from megatron_infer.parallel.served import (
+    Facts,
+    ServedEngine,
+    ServedRequest,
+    facts_of,
+    params_of,
+    prefix_changes_of,
+)
+
+log = logging.getLogger("megatron_infer.coordinator")
+
+HOLD_S = 0.25
+"""How long tokens for a client that does not stream may wait here for more; they would be drawn again if lost."""
+
+
+MAX_NEWS = 1 << 14
+"""Digests in one message."""
+
+
+class Replica:
+    """Serves a coordinator's requests with `engine`. Raises AccessRefused from `run` when it is not let in."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        coordinator: str,
+        *,
+        name: str = "",
+        key: bytes | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.engine = engine
+        self._changes = prefix_changes_of(engine)
+        self._requests: dict[str, ServedRequest] = {}
+        self._numbers: dict[int, ServedRequest] = {}
+        self._incarnation = 0
+        self._facts: Facts = facts_of(engine)
+        self._step_began: float | None = None
+        self._inbox: deque[tuple[float, wire.Message | int | None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = self._draining = False
+        self._failure: BaseException | None = None
+        self._next_flush = 0.0
+        self.link = Link(coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s)
+
+    # ------------------------------------------------------------------ for the caller
+
+    def run(self) -> None:
+        """Serve until `stop`, or until `drain` is done. An error of the engine's loop passes through."""
+        self.link.start()
+        reason = "it was stopped"
+        try:
+            while self._take_messages():
+                if self.engine.can_step():
+                    self._step()
+                self._flush(time.monotonic())
+                if self._draining and not self._requests:
+                    reason = "it has drained"
+                    return
+            if self._failure is not None:
+                raise self._failure
+        except BaseException as error:
+            reason = f"its engine failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._abort_all()
+            self.link.close(wire.Goodbye(reason=reason))
+
+    def stop(self) -> None:
+        """End after the step under way; others go on with its requests. From any thread or a signal handler."""
+        self._stopping = True
+        self.link.ring()
+        self._post(None)
+
+    def drain(self) -> None:
+        """Take no more requests and end when those under way have; from any thread."""
+        self._draining = True
+        self.link.send(wire.Goodbye(draining=True))
+        self._post(None)
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------ the talking thread
+
+    def on_welcome(self, welcome: wire.Welcome) -> Sequence[wire.Message]:
+        self._post(welcome.incarnation)
+        return ()
+
+    def on_message(self, message: wire.Message) -> None:
+        self._post(message)
+
+    def on_lost(self, error: wire.CoordinatorError, final: bool) -> None:
+        log.warning("%s", error)
+        if final:
+            self._failure, self._stopping = error, True
+        self._post(0)
+
+    def beat(self) -> wire.Message:
+        facts, began = self._facts, self._step_began
+        foreign = max(0, facts.num_requests - len(self._requests))
+        return wire.Beat(
+            self._incarnation,
+            max(0, facts.capacity - facts.num_requests),
+            foreign,
+            facts.root,
+            facts.weight_version,
+            facts.state,
+            0.0 if began is None else time.monotonic() - began,
+        )
+
+    def _post(self, message: wire.Message | int | None) -> None:
+        """To the engine's thread: a message, a new incarnation, or just a nudge."""
+        with self._wake:
+            self._inbox.append((time.monotonic(), message))
+            self._wake.notify()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _take_messages(self) -> bool:
+        """Apply what has come, waiting while there is nothing to compute -> False when it is time to end."""
+        while not self._stopping:
+            with self._wake:
+                if not self._inbox and not self.engine.can_step() and not (self._draining and not self._requests):
+                    self._wake.wait(HOLD_S if self._held() else None)
+                messages = list(self._inbox)
+                self._inbox.clear()
+            for came, message in messages:
+                self._apply(came, message)
+            if messages:
+                self._look()
+            if self.engine.can_step() or self._held() or self._draining:
+                return not self._stopping
+        return False
+
+    def _apply(self, came: float, message: wire.Message | int | None) -> None:
+        if isinstance(message, int):
+            self._abort_all()
+            self._incarnation = message
+            if message:
+                self._register()
+        elif isinstance(message, wire.Run) and message.incarnation == self._incarnation:
+            self._begin(message)
+        elif isinstance(message, wire.Cancel):
+            self._cancel(message)
+        elif isinstance(message, wire.Command) and message.incarnation == self._incarnation:
+            self.link.send(wire.Done(message.number, message.incarnation, self._obey(message, came)))
+        elif isinstance(message, wire.Refused):
+            log.error("the coordinator refuses what this replica said: %s", message.message)
+
+    def _register(self) -> None:
+        facts = self._facts = facts_of(self.engine)
+        self.link.send(
+            wire.Register(
+                self._incarnation,
+                facts.block_size,
+                facts.capacity,
+                facts.root,
+                facts.weight_version,
+                facts.state,
+                facts.model,
+                facts.policy,
+                facts.alpha,
+            )
+        )
+        if self._changes is not None:
+            self._tell_prefixes(self._changes.everything())
+        if self._draining:
+            self.link.send(wire.Goodbye(draining=True))
+
+    def _begin(self, run: wire.Run) -> None:
+        try:
+            request = ServedRequest(run, params_of(run))
+            request.begin(self.engine)
+        except (InferenceError, NotImplementedError) as error:
+            refused = wire.Output(run.number, run.incarnation, [], True, refused=wire.failure_of(error))
+            self.link.send(refused)
+            return
+        self._requests[request.id] = self._numbers[run.number] = request
+
+    def _cancel(self, cancel: wire.Cancel) -> None:
+        request = self._numbers.get(cancel.number)
+        if request is None:
+            return
+        output = self.engine.abort(request.id)
+        if cancel.silent:
+            del self._requests[request.id], self._numbers[cancel.number]
+        else:
+            self._deliver(request, output)
+
+    def _obey(self, command: wire.Command, came: float) -> wire.Answer:
+        """Carry out a command between two steps; an error of it is the answer."""
+        left = command.timeout_s - (time.monotonic() - came)
+        try:
+            if command.command not in wire.COMMANDS:
+                raise RequestError(f"unknown command {command.command!r}")
+            if left <= 0:
+                raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
+            method = getattr(self.engine, command.command, None)
+            if method is None:
+                raise NotImplementedError(f"{type(self.engine).__name__} has no {command.command}()")
+            args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
+            value = method(**args)
+        except Exception as error:  # whatever it is, whoever asked is told, and the replica goes on
+            return wire.Answer(ok=False, kind=type(error).__name__, message=str(error))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        return wire.Answer(ok=True, value=value if isinstance(value, (dict, int, str)) else None)
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        try:
+            outputs = self.engine.step()
+        finally:
+            self._step_began = None
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is not None:
+                self._deliver(request, output)
+        self._look()
+
+    def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
+        try:
+            news = request.news(output)
+        except InferenceError as error:
+            if not output.finished:
+                self.engine.abort(request.id)
+            run = request.run
+            news = wire.Output(run.number, run.incarnation, [], True, error=wire.failure_of(error))
+        if news is None:
+            return
+        if request.held is not None or not (request.run.stream or news.finished):
+            news = request.hold(news)
+        if not (request.run.stream or news.finished):
+            return
+        if news.finished:
+            del self._requests[request.id], self._numbers[request.run.number]
+        self._send(news)
+
+    def _send(self, news: wire.Output) -> None:
+        try:
+            self.link.send(news)
+        except wire.MessageTooLarge as error:  # hundreds of logprobs for each of many thousand tokens
+            refused = wire.failure_of(error)
+            self.link.send(wire.Output(news.number, news.incarnation, [], True, error=refused))
+            request = self._numbers.pop(news.number, None)
+            if request is not None:
+                self._requests.pop(request.id, None)
+                with contextlib.suppress(InferenceError):
+                    self.engine.abort(request.id)
+
+    def _held(self) -> bool:
+        return any(request.held is not None for request in self._requests.values())
+
+    def _flush(self, now: float) -> None:
+        """Send what is held, now and then: those tokens are kept should this replica be lost."""
+        if now < self._next_flush:
+            return
+        self._next_flush = now + HOLD_S
+        for request in list(self._requests.values()):
+            held, request.held = request.held, None
+            if held is not None:
+                self._send(held)
+
+    def _look(self) -> None:
+        """After a step or commands: tell what has changed."""
+        if not self._incarnation:
+            return
+        before, facts = self._facts, facts_of(self.engine)
+        self._facts = facts
+        if (before.root, before.weight_version, before.state) != (facts.root, facts.weight_version, facts.state):
+            self.link.send(self.beat())
+        if self._changes is not None:
+            report = self._changes.take()
+            if report is not None:
+                self._tell_prefixes(report)
+
+    def _tell_prefixes(self, report: PrefixReport) -> None:
+        root, reset = self._facts.root, report.reset
+        forgotten, published = list(report.forgotten), list(report.published)
+        while reset or forgotten or published:
+            parts = [b"".join(digests[:MAX_NEWS]) for digests in (forgotten, published)]
+            self.link.send(wire.PrefixNews(self._incarnation, root, reset, *parts))
+            reset, forgotten, published = False, forgotten[MAX_NEWS:], published[MAX_NEWS:]
+
+    def _abort_all(self) -> None:
+        """Others go on with them, or nobody waits."""
+        for request_id in list(self._requests):
+            with contextlib.suppress(InferenceError):
+                self.engine.abort(request_id)
+        self._requests.clear()
+        self._numbers.clear()

@@ -1,0 +1,279 @@
+"""An engine as a replica sees it: what it is, how a request gets in (halfway, too), its outputs as they travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_infer.context.prefix_changes import PrefixChanges
+from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.parallel import wire
+from megatron_infer.schedule.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the coordinator is told of an engine."""
+
+    block_size: int
+    capacity: int
+    """Requests it computes at once."""
+    root: bytes
+    weight_version: int
+    state: str
+    model: str
+    policy: str
+    alpha: float
+    num_requests: int
+    """Unfinished, whoever sent them."""
+
+
+class ServedEngine(Protocol):
+    """What a replica needs of an engine; `DynamicInferenceEngine` has it.
+
+    Beside these it may have the controls (pause, suspend, ...), and, unless it is a DynamicInferenceEngine:
+    `replica_facts() -> Facts`, `prefix_changes: PrefixChanges | None` and `continue_request` (see below).
+    """
+
+    def add_request(
+        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, stream: Any = "delta"
+    ) -> str: ...
+
+    def abort(self, request_id: str) -> RequestOutput: ...
+
+    def has_unfinished(self) -> bool: ...
+
+    def can_step(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+def facts_of(engine: Any) -> Facts:
+    """Facts of an engine, as it stands now."""
+    if hasattr(engine, "replica_facts"):
+        facts: Facts = engine.replica_facts()
+        return facts
+    parts, config = engine.parts, engine.config
+    return Facts(
+        block_size=config.block_size_tokens,
+        capacity=parts.sizes.max_requests,
+        root=parts.root(),
+        weight_version=parts.weight_version,
+        state=engine.state.value,
+        model=parts.name,
+        policy=config.prefix_caching_coordinator_policy.value,
+        alpha=float(config.prefix_caching_routing_alpha),
+        num_requests=len(engine.ledger),
+    )
+
+
+def prefix_changes_of(engine: Any) -> PrefixChanges | None:
+    """What tells of the engine's prefix cache; None when it has none."""
+    if hasattr(engine, "replica_facts"):
+        changes: PrefixChanges | None = getattr(engine, "prefix_changes", None)
+        return changes
+    context = engine.parts.context
+    return PrefixChanges(context.pool) if context.prefix_caching else None
+
+
+def continue_request(
+    engine: Any, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[wire.Kept], *, salt: str
+) -> None:
+    """Let a DynamicInferenceEngine of one process go on with a request that another one began, as if it were its own.
+
+    Its outputs in delta mode begin behind what is `kept`: penalties, stop texts that lie across the move, min_tokens,
+    text and draws are what they would have been. Raises RequestError, with nothing queued, when it does not fit here.
+    """
+    from megatron_infer.schedule.request import FinishReason, Status
+
+    parts, ledger = engine.parts, engine.ledger
+    members = parts.intake.build(request_id, ids, params, salt=salt)
+    if len(kept) != len(members):
+        raise RequestError(f"{len(kept)} samples to go on with, the request has n={len(members)}")
+    members[0].siblings = ()  # every sample has its own tokens to begin with
+    for request, one in zip(members, kept, strict=True):
+        request.tokens += wire.bytes_to_ids(one.tokens)
+        if one.finish_reason is not None:
+            request.finish_reason, request.stop_reason = FinishReason(one.finish_reason), one.stop_reason
+            request.status = Status.FINISHED
+        elif len(request.tokens) >= request.max_total:
+            raise RequestError(
+                f"sample with {request.num_output:,} tokens has no room here: limit {request.max_total:,} in all"
+            )
+    ledger.open(request_id, None, ids, params, "delta", members)
+    for sample, one in zip(ledger.get(request_id).samples, kept, strict=True):
+        if sample.logprobs is not None:
+            sample.logprobs = [{} for _ in range(len(one.tokens) // 4)]
+            sample.cumulative_logprob = one.cumulative_logprob
+        sample.resume_at((len(one.tokens) // 4, one.num_chars), watched=True)
+    for request in members:
+        if request.finish_reason is None:
+            parts.scheduler.add(request)
+    if engine.keeper.journal is not None:
+        engine.keeper.accepted(request_id)
+
+
+class _Sample:
+    """How much of a sample has been sent, or had been before it came here."""
+
+    def __init__(self, kept: wire.Kept | None) -> None:
+        self.num_tokens = 0 if kept is None else len(kept.tokens) // 4
+        self.closed = kept is not None and kept.finish_reason is not None
+        self.skip_tokens: list[int] = []
+        """Drawn elsewhere and still to be drawn here once more."""
+        self.skip_chars = 0
+
+
+class ServedRequest:
+    """One request on its way through an engine: engine outputs in, wire outputs out."""
+
+    def __init__(self, run: wire.Run, params: SamplingParams) -> None:
+        self.run, self.params = run, params
+        self._samples = [_Sample(run.kept[i] if run.kept else None) for i in range(params.n)]
+        self._told_prompt = run.prompt is not None
+        self._told_prompt_logprobs = params.prompt_logprobs is None
+        self.held: wire.Output | None = None
+        """News that waits for more, of a client that does not stream."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.run.incarnation}.{self.run.number}"
+
+    def begin(self, engine: Any) -> None:
+        """Put it into the engine. Raises what the engine refuses it with."""
+        run, params = self.run, self.params
+        ids = None if run.prompt is None else wire.bytes_to_ids(run.prompt)
+        if run.kept:
+            assert ids is not None, "a request that goes on has its token ids"
+            if hasattr(engine, "continue_request"):
+                engine.continue_request(self.id, ids, params, run.kept, salt=run.salt)
+                return
+            if _is_one_process(engine):
+                continue_request(engine, self.id, ids, params, run.kept, salt=run.salt)
+                return
+            for sample, kept in zip(self._samples, run.kept, strict=True):  # drawn again, and not sent again
+                sample.skip_tokens = wire.bytes_to_ids(kept.tokens)
+                sample.skip_chars = kept.num_chars
+        prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
+        if run.salt:
+            prompt["cache_salt"] = run.salt
+        engine.add_request(prompt, params, request_id=self.id, stream="delta")
+
+    def news(self, output: RequestOutput) -> wire.Output | None:
+        """What an engine's delta output says to the client; None: nothing yet."""
+        pieces = []
+        for one in output.outputs:
+            piece = self._piece(one)
+            if piece is not None:
+                pieces.append(piece)
+        if not pieces and not output.finished:
+            return None
+        run, prompt, prompt_logprobs = self.run, None, None
+        if not self._told_prompt:
+            prompt, self._told_prompt = wire.ids_to_bytes(output.prompt_token_ids), True
+        if not self._told_prompt_logprobs and output.prompt_logprobs is not None:
+            prompt_logprobs, self._told_prompt_logprobs = [_packed(one) for one in output.prompt_logprobs], True
+        return wire.Output(
+            run.number,
+            run.incarnation,
+            pieces,
+            output.finished,
+            None,
+            None if output.error is None else wire.failure_of(output.error),
+            prompt,
+            output.num_cached_tokens,
+            prompt_logprobs,
+        )
+
+    def hold(self, news: wire.Output) -> wire.Output:
+        """Everything held so far with `news`, as one."""
+        self.held = news if self.held is None else _merged(self.held, news)
+        return self.held
+
+    def _piece(self, one: CompletionOutput) -> wire.Piece | None:
+        sample = self._samples[one.index]
+        if sample.closed:
+            return None
+        tokens, text, logprobs = one.token_ids, one.text, one.logprobs
+        if sample.skip_tokens or sample.skip_chars:
+            count = min(len(tokens), len(sample.skip_tokens))
+            if tokens[:count] != sample.skip_tokens[:count]:
+                raise DrawnAnew(
+                    f"drew tokens {tokens[:count]} where another replica drew {sample.skip_tokens[:count]}: do both "
+                    "have the same weights, and a model that computes the same in every batch?"
+                )
+            tokens, sample.skip_tokens = tokens[count:], sample.skip_tokens[count:]
+            text, sample.skip_chars = text[sample.skip_chars :], max(0, sample.skip_chars - len(text))
+            logprobs = None if logprobs is None else logprobs[count:]
+        if not tokens and not text and one.finish_reason is None:
+            return None
+        offset, sample.num_tokens = sample.num_tokens, sample.num_tokens + len(tokens)
+        sample.closed = one.finish_reason is not None
+        return wire.Piece(
+            one.index,
+            offset,
+            wire.ids_to_bytes(tokens),
+            text,
+            one.finish_reason,
+            one.stop_reason,
+            one.cumulative_logprob,
+            None if logprobs is None else [_packed(entry) or [] for entry in logprobs],
+            [(*span,) for span in one.spans],
+        )
+
+
+class DrawnAnew(InferenceError):
+    """A request that was moved drew other tokens than those its client already has."""
+
+
+def params_of(run: wire.Run) -> SamplingParams:
+    """Raises RequestError, as SamplingParams does."""
+    return dataclasses.replace(SamplingParams.from_dict(run.params), seed=run.seed)
+
+
+def _is_one_process(engine: Any) -> bool:
+    groups = getattr(engine, "groups", None)
+    return hasattr(engine, "ledger") and getattr(groups, "engine_size", 1) == 1
+
+
+def _packed(entry: dict[int, Logprob] | None) -> list[tuple[int, float, int | None, str | None]] | None:
+    if entry is None:
+        return None
+    return [(token, one.logprob, one.rank, one.decoded_token) for token, one in entry.items()]
+
+
+def _merged(first: wire.Output, second: wire.Output) -> wire.Output:
+    """Two outputs of a request as one."""
+    pieces = {piece.index: piece for piece in first.pieces}
+    for piece in second.pieces:
+        before = pieces.get(piece.index)
+        pieces[piece.index] = piece if before is None else _joined(before, piece)
+    return wire.Output(
+        first.number,
+        first.incarnation,
+        list(pieces.values()),
+        second.finished,
+        second.refused,
+        second.error,
+        first.prompt if second.prompt is None else second.prompt,
+        max(first.num_cached, second.num_cached),
+        first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+    )
+
+
+def _joined(first: wire.Piece, second: wire.Piece) -> wire.Piece:
+    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    return wire.Piece(
+        first.index,
+        first.offset,
+        first.tokens + second.tokens,
+        first.text + second.text,
+        second.finish_reason,
+        second.stop_reason,
+        second.cumulative_logprob,
+        logprobs,
+        second.spans,
+    )

@@ -1,0 +1,271 @@
+"""An engine without a model: its tokens are a function of the context, its prefix cache is the real one's books.
+
+It has what a replica needs of an engine. Time passes as told: so much for every prompt token that is not cached, so
+much for every step; nothing is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from megatron_infer.context.context import DynamicInferenceContext, Lease
+from megatron_infer.context.prefix import root_of, salted
+from megatron_infer.context.prefix_changes import PrefixChanges
+from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest, WrongState
+from megatron_infer.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from megatron_infer.parallel import wire
+from megatron_infer.parallel.served import Facts
+from megatron_infer.schedule.params import SamplingParams
+
+VOCAB = 1000
+MAX_TOKENS = 16
+
+
+def echo_tokens(prompt: Sequence[int], count: int, *, seed: int | None = None, index: int = 0) -> list[int]:
+    """The `count` tokens that follow `prompt`; every one depends on all before it. seed: None where greedy."""
+    state = crc32(wire.ids_to_bytes(prompt), _first_state(seed, index))
+    drawn = []
+    for _ in range(count):
+        drawn.append(state % VOCAB)
+        state = crc32(wire.ids_to_bytes(drawn[-1:]), state)
+    return drawn
+
+
+def _first_state(seed: int | None, index: int) -> int:
+    return 0 if seed is None else crc32(f"{seed} {index}".encode())
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    tokens: list[int]
+    num_prompt: int
+    num_total: int
+    state: int
+    lease: Lease | None = None
+    num_cached: int = 0
+    num_sent: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.tokens) >= self.num_total
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    id: str
+    prompt: list[int]
+    salt: str
+    samples: list[_Sequence]
+    aborted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.aborted or all(one.finished for one in self.samples)
+
+
+class EchoEngine:
+    """Serves `max_requests` sequences at once, one token each a step, from a cache of `num_blocks` blocks."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 4096,
+        max_requests: int = 64,
+        prefill_s_per_token: float = 0.0,
+        step_s: float = 0.0,
+        prefix_caching: bool = True,
+        policy: str = "longest_prefix",
+        alpha: float = 0.5,
+    ) -> None:
+        self.context = DynamicInferenceContext(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_rows=max_requests,
+            max_blocks_per_row=num_blocks,
+            prefix_caching=prefix_caching,
+            keep_cached=True,
+        )
+        self.prefix_changes = PrefixChanges(self.context.pool)
+        self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.weight_version = 0
+        self.state = "running"
+        self._policy, self._alpha = policy, alpha
+        self._requests: dict[str, _Request] = {}
+        self._waiting: deque[tuple[_Request, _Sequence]] = deque()
+        self._running: list[tuple[_Request, _Sequence]] = []
+
+    def replica_facts(self) -> Facts:
+        return Facts(
+            block_size=self.context.block_size,
+            capacity=self.context.num_rows,
+            root=self._root(),
+            weight_version=self.weight_version,
+            state=self.state,
+            model="echo",
+            policy=self._policy,
+            alpha=self._alpha,
+            num_requests=len(self._requests),
+        )
+
+    def add_request(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: Any = "delta",
+    ) -> str:
+        """Queue a prompt of token ids. Only the number of tokens, n, seed and temperature of `params` act."""
+        params = SamplingParams() if params is None else params
+        salt = ""
+        if isinstance(prompt, Mapping):
+            prompt, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
+            raise InvalidPrompt("an echo engine takes token ids, one at least")
+        if request_id is None:
+            request_id = str(len(self._requests))
+        self._queue(request_id, list(prompt), params, [[] for _ in range(params.n)], salt)
+        return request_id
+
+    def continue_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[wire.Kept], *, salt: str
+    ) -> None:
+        """Go on behind tokens that were drawn elsewhere."""
+        self._queue(request_id, ids, params, [wire.bytes_to_ids(one.tokens) for one in kept], salt)
+
+    def _queue(
+        self, request_id: str, prompt: list[int], params: SamplingParams, drawn: list[list[int]], salt: str
+    ) -> None:
+        count = MAX_TOKENS if params.max_tokens is None else params.max_tokens
+        capacity = self.context.max_stored_tokens
+        if len(prompt) + count > capacity:
+            raise RequestError(f"{len(prompt)} and {count} tokens do not fit; the cache holds {capacity}")
+        samples = []
+        for index, tokens in enumerate(drawn):
+            first = _first_state(None if params.greedy else params.seed, index)
+            all_tokens = prompt + tokens
+            samples.append(
+                _Sequence(
+                    all_tokens,
+                    len(prompt),
+                    len(prompt) + count,
+                    crc32(wire.ids_to_bytes(all_tokens), first),
+                    num_sent=len(tokens),
+                )
+            )
+        request = self._requests[request_id] = _Request(request_id, prompt, salt, samples)
+        self._waiting.extend((request, one) for one in samples if not one.finished)
+
+    def abort(self, request_id: str) -> RequestOutput:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no request {request_id!r}")
+        request.aborted = True
+        for one in request.samples:
+            self._release(one)
+        self._waiting = deque(pair for pair in self._waiting if pair[0] is not request)
+        self._running = [pair for pair in self._running if pair[0] is not request]
+        return self._output(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def can_step(self) -> bool:
+        return self.state == "running" and bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Admit what fits, draw one token each, and let the time pass that this takes."""
+        seconds = self.step_s
+        while self._waiting:
+            request, one = self._waiting[0]
+            if not self._admit(request, one):
+                break
+            self._waiting.popleft()
+            self._running.append((request, one))
+            seconds += (len(one.tokens) - one.num_cached) * self.prefill_s_per_token
+        if seconds:
+            time.sleep(seconds)
+        outputs: dict[str, RequestOutput] = {}
+        touched: dict[str, _Request] = {}
+        for request, one in self._running:
+            token = one.state % VOCAB
+            one.tokens.append(token)
+            one.state = crc32(wire.ids_to_bytes([token]), one.state)
+            assert one.lease is not None
+            self.context.commit(one.lease, one.tokens, len(one.tokens) - 1)
+            if one.finished:
+                self._release(one)
+            touched[request.id] = request
+        self._running = [pair for pair in self._running if not pair[1].finished]
+        for request in touched.values():
+            outputs[request.id] = self._output(request)
+        return list(outputs.values())
+
+    # ------------------------------------------------------------------ controls
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        if self.state != "running":
+            raise WrongState(f"pause() while the engine is {self.state}", state=self.state)
+        self.state = "paused"
+
+    def unpause(self, *, timeout_s: float | None = None) -> None:
+        if self.state != "paused":
+            raise WrongState(f"unpause() while the engine is {self.state}", state=self.state)
+        self.state = "running"
+
+    def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
+        """Cached blocks are never hit again; tokens stay what they are."""
+        self.weight_version = version
+
+    def reset_prefix_cache(self) -> int:
+        return self.context.forget_all()
+
+    # ------------------------------------------------------------------ parts
+
+    def _root(self) -> bytes:
+        return root_of(model="echo", weight_version=self.weight_version)
+
+    def _admit(self, request: _Request, one: _Sequence) -> bool:
+        lease = self.context.admit(one.tokens, root=salted(self._root(), request.salt))
+        if lease is None:
+            return False
+        if not self.context.extend(lease, one.num_total):
+            self.context.release(lease)
+            return False
+        one.lease, one.num_cached = lease, lease.cached
+        self.num_prompt_tokens += len(one.tokens)
+        self.num_cached_tokens += lease.cached
+        return True
+
+    def _release(self, one: _Sequence) -> None:
+        if one.lease is not None:
+            self.context.release(one.lease)
+            one.lease = None
+
+    def _output(self, request: _Request) -> RequestOutput:
+        outputs = []
+        for index, one in enumerate(request.samples):
+            reason = "length" if one.finished else "abort" if request.aborted else None
+            new = one.tokens[one.num_prompt + one.num_sent :]
+            one.num_sent += len(new)
+            text = "".join(f"{token} " for token in new)
+            outputs.append(CompletionOutput(index=index, text=text, token_ids=new, finish_reason=reason))
+        if request.finished:
+            del self._requests[request.id]
+        return RequestOutput(
+            request_id=request.id,
+            prompt=None,
+            prompt_token_ids=request.prompt,
+            prompt_logprobs=None,
+            outputs=outputs,
+            finished=request.finished,
+            metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
+            num_cached_tokens=request.samples[0].num_cached,
+        )
