@@ -12,8 +12,6 @@ from megatron_infer.context.layout import TOKEN_ID_BYTES, ModelShape, ResolvedSi
 
 UNLIMITED = 1 << 62
 """What a pipeline stage says of a resource that it does not need."""
-NUM_LIMITS = 8
-"""Entries of `stage_limits`."""
 
 
 def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int]) -> list[int]:

@@ -26,9 +26,8 @@ class Scheduler:
     A step may be scheduled before the last one is committed (overlap): a request then counts on a token that only the
     device knows. Whoever has such a step in flight keeps its lease until the commit.
 
-    With `num_groups` micro-batches in flight a token that is being drawn is on the way through the pipeline, and the
-    first stage does not know it: its request sits out until the commit, and each micro-batch takes its share of the
-    others. Chunks of one prompt need no drawn token and may follow each other closely.
+    With `num_groups` micro-batches in flight the first stage does not know a token that is being drawn: its request
+    sits out until the commit. Chunks of one prompt need no drawn token and may follow each other closely.
     """
 
     def __init__(
@@ -44,9 +43,8 @@ class Scheduler:
         num_groups: int = 1,
         on_event: EventHook | None = None,
     ) -> None:
-        """num_groups: micro-batches in flight at once, one for each pipeline stage; 1: steps follow each other."""
-        assert max_tokens >= 1, f"max_tokens {max_tokens}"
-        assert num_groups >= 1, f"num_groups {num_groups}"
+        """num_groups: micro-batches that share the requests, for pipeline stages to work on at once."""
+        assert max_tokens >= 1 <= num_groups, f"max_tokens {max_tokens}, num_groups {num_groups}"
         self.num_groups = num_groups
         self.context = context
         self.max_tokens = max_tokens
@@ -67,8 +65,7 @@ class Scheduler:
             num_groups=num_groups,
         )
         self._decodes = DecodePlanner(context, self.roster, num_groups=num_groups)
-        self._num_arrivals = 0
-        self._num_uncommitted = self._prompt_tokens_in_flight = 0
+        self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._returned: list[Request] = []
 
     # ------------------------------------------------------------------ commands, between steps
