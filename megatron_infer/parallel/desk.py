@@ -153,7 +153,7 @@ class Desk:
             router = self.dispatch.router = Router(Policy(about.policy), alpha)
             log.info("routing by %s, alpha %g, as replica %s asks", about.policy, alpha, seat.name)
         elif about.policy != router.policy.value:
-            log.warning("replica %s asks for %s; routing is by %s", seat.name, about.policy, router.policy.value)
+            log.info("replica %s asks for %s; routing is by %s", seat.name, about.policy, router.policy.value)
         seat.about, seat.weight_version, seat.state = about, about.weight_version, about.state
         seat.free_rows = about.capacity
         seat.view = router.join(seat.peer, capacity=about.capacity, block_size=about.block_size, root=about.root)

@@ -235,8 +235,8 @@ def params_of(run: wire.Run) -> SamplingParams:
 
 
 def _is_one_process(engine: Any) -> bool:
-    groups = getattr(engine, "groups", None)
-    return hasattr(engine, "ledger") and getattr(groups, "engine_size", 1) == 1
+    """Whether its books are this process's alone: ranks in lockstep are told of whole requests only."""
+    return hasattr(engine, "ledger") and getattr(engine, "relay", None) is None
 
 
 def _packed(entry: dict[int, Logprob] | None) -> list[tuple[int, float, int | None, str | None]] | None:

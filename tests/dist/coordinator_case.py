@@ -1,0 +1,91 @@
+"""What tests of the coordinator share: a coordinator in a thread, replicas in threads and in processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
+from megatron_infer.parallel.coordinator import running as running_coordinator
+from megatron_infer.parallel.replica import Replica
+from megatron_infer.testing.echo import EchoEngine
+
+QUICK = {"heartbeat_s": 0.1, "timeout_s": 1.0}
+CHILD = Path(__file__).with_name("replica_child.py")
+
+
+@contextlib.contextmanager
+def coordinator(**options):
+    with running_coordinator(Coordinator("tcp://127.0.0.1:0", CoordinatorOptions(**{**QUICK, **options}))) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def replica(address, engine=None, *, name="r", **options):
+    """A replica in a thread; what ends its run is in `.failure`."""
+    one = Replica(EchoEngine() if engine is None else engine, address, name=name, **options)
+    one.failure = None
+
+    def run():
+        try:
+            one.run()
+        except Exception as error:
+            one.failure = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    one.thread = thread
+    try:
+        yield one
+    finally:
+        one.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def cluster(count=2, *, engines=None, **options):
+    """(coordinator, replicas, client), replicas seated."""
+    engines = [EchoEngine() for _ in range(count)] if engines is None else engines
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(coordinator(**options))
+        client = stack.enter_context(InferenceClient(one.address, key=options.get("key")))
+        replicas = []
+        for i, engine in enumerate(engines):  # one after the other, so that their order is known
+            made = replica(one.address, engine, name=f"r{i}", key=options.get("key"))
+            replicas.append(stack.enter_context(made))
+            wait_for(lambda: len(client.stats()["replicas"]) == len(replicas))
+        yield one, replicas, client
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+class Child:
+    """A replica in a process of its own."""
+
+    def __init__(self, address: str, kind: str, name: str, **settings) -> None:
+        arguments = [f"{key}={value}" for key, value in settings.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), address, kind, name, *arguments], env=environment, stderr=subprocess.PIPE
+        )
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> str:
+        """Kill it -> what it wrote to stderr."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        return self.process.communicate(timeout=10)[1].decode()

@@ -1,0 +1,453 @@
+"""Clients, coordinator and replicas over sockets: answers, streams, aborts, limits, controls, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+from coordinator_case import cluster, coordinator, replica, wait_for
+
+from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
+from megatron_infer.parallel import wire
+from megatron_infer.parallel.client import AsyncInferenceClient, InferenceClient
+from megatron_infer.parallel.coordinator import Coordinator
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def prompts(count, length=40):
+    return [list(range(i, i + length)) for i in range(count)]
+
+
+def tokens_of(output, sample=0):
+    return output.outputs[sample].token_ids
+
+
+def test_answers_come_in_order_and_are_the_engine_s():
+    with cluster(3) as (one, _, client):
+        outputs = client.generate(prompts(50), GREEDY)
+        assert [tokens_of(output) for output in outputs] == [echo_tokens(prompt, 8) for prompt in prompts(50)]
+        assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+        assert outputs[7].prompt_token_ids == prompts(50)[7] and outputs[7].finished
+        used = {one_replica["name"] for one_replica in client.stats()["replicas"] if one_replica["cached_blocks"]}
+        assert used == {"r0", "r1", "r2"}
+        assert (client.stats()["finished"], client.stats()["waiting"]) == (50, 0)
+        one.desk.check()
+
+
+def test_samples_and_seeds_reach_the_engine_and_unseeded_requests_differ():
+    with cluster(2) as (_, _, client):
+        params = SamplingParams(max_tokens=5, n=3, seed=7)
+        output = client.generate([[1, 2, 3]], params)[0]
+        assert [tokens_of(output, i) for i in range(3)] == [
+            echo_tokens([1, 2, 3], 5, seed=7, index=i) for i in range(3)
+        ]
+        unseeded = client.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=5))
+        assert len({tuple(tokens_of(one)) for one in unseeded}) == 4
+
+
+def test_stream_grows_token_by_token_and_ends_whole():
+    with cluster(1, engines=[EchoEngine(step_s=0.01)]) as (_, _, client):
+        seen = [
+            tokens_of(output) for output in client.stream([5, 6, 7], SamplingParams(max_tokens=12, temperature=0.0))
+        ]
+        expected = echo_tokens([5, 6, 7], 12)
+        assert all(expected[: len(tokens)] == tokens for tokens in seen) and seen[-1] == expected
+        assert [len(tokens) for tokens in seen] == sorted({len(tokens) for tokens in seen}) and len(seen) >= 6
+
+
+def test_abort_ends_a_request_with_what_it_has_wherever_it_stands():
+    slow = EchoEngine(step_s=0.02, max_requests=4)
+    with cluster(1, engines=[slow]) as (one, _, client):
+        params = SamplingParams(max_tokens=1000, temperature=0.0)
+        running = client.submit([1, 2], params)
+        others = [client.submit([3, i], params) for i in range(9)]  # 5 fit on the replica
+        wait_for(lambda: client.stats()["waiting"] == 5)
+        client.abort(others[-1])
+        output = others[-1].result(5)
+        assert (output.outputs[0].finish_reason, tokens_of(output)) == ("abort", [])
+        wait_for(lambda: slow.context.num_free_rows == 0)
+        time.sleep(0.1)
+        client.abort(running)
+        output = running.result(5)
+        count = len(tokens_of(output))
+        assert output.outputs[0].finish_reason == "abort" and tokens_of(output) == echo_tokens([1, 2], count)
+        assert count > 0
+        for other in others:
+            client.abort(other)
+        wait_for(lambda: not slow.has_unfinished())
+        one.desk.check()
+
+
+def test_leaving_a_stream_and_leaving_altogether_abort():
+    engine = EchoEngine(step_s=0.01)
+    with cluster(1, engines=[engine]) as (one, _, client):
+        params = SamplingParams(max_tokens=5000 - 10, temperature=0.0)
+        for _ in client.stream([1, 2, 3], params):
+            assert engine.has_unfinished()
+            break
+        wait_for(lambda: not engine.has_unfinished())
+        with InferenceClient(one.address) as second:
+            future = second.submit([4], params)
+            wait_for(engine.has_unfinished)
+        with pytest.raises(wire.ConnectionLost, match="closed"):
+            future.result(1)
+        wait_for(lambda: not engine.has_unfinished())
+
+
+def test_full_queue_refuses_clearly_and_takes_again_later():
+    engine = EchoEngine(step_s=0.01, max_requests=2)
+    with cluster(1, engines=[engine], max_queue=5) as (_, _, client):
+        params = SamplingParams(max_tokens=20, temperature=0.0)
+        futures = [client.submit([i], params) for i in range(20)]
+        refused = [future for future in futures if isinstance(future.exception(20), wire.Overloaded)]
+        answered = [future for future in futures if future not in refused]
+        assert len(answered) == 8  # 3 on the replica, 5 in the queue
+        assert "limit is 5 (max_queue)" in str(refused[0].exception())
+        assert [tokens_of(future.result()) for future in answered] == [echo_tokens([i], 20) for i in range(8)]
+        assert tokens_of(client.generate([[99]], params)[0]) == echo_tokens([99], 20)
+
+
+def test_requests_wait_for_the_first_replica():
+    with coordinator() as one, InferenceClient(one.address) as client:
+        future = client.submit([1, 2, 3], GREEDY)
+        time.sleep(0.1)
+        assert not future.done()
+        with replica(one.address):
+            assert tokens_of(future.result(5)) == echo_tokens([1, 2, 3], 8)
+
+
+def test_refusal_of_an_engine_reaches_its_caller_alone():
+    with cluster(1) as (_, _, client):
+        with pytest.raises(InvalidPrompt, match="takes token ids"):
+            client.generate(["text"], GREEDY)
+        with pytest.raises(RequestError, match="do not fit"):
+            client.generate([[1]], SamplingParams(max_tokens=10**6))
+        with pytest.raises(InvalidPrompt, match="token ids"):
+            client.generate([["a"]], GREEDY)
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+
+
+def test_replica_that_drains_ends_what_it_has_and_gets_nothing_new():
+    engines = [EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)]
+    with cluster(2, engines=engines) as (_, replicas, client):
+        params = SamplingParams(max_tokens=30, temperature=0.0)
+        futures = [client.submit([i], params) for i in range(8)]
+        wait_for(lambda: engines[0].has_unfinished() and engines[1].has_unfinished())
+        replicas[0].drain()
+        later = [client.submit([100 + i], params) for i in range(4)]
+        assert [tokens_of(future.result(10)) for future in futures] == [echo_tokens([i], 30) for i in range(8)]
+        assert [tokens_of(future.result(10)) for future in later] == [echo_tokens([100 + i], 30) for i in range(4)]
+        replicas[0].thread.join(5)
+        stats = client.stats()
+        assert (stats["resent"], stats["replicas_lost"]) == (0, 0)
+        assert [one["name"] for one in stats["replicas"]] == ["r1"]
+
+
+def test_cached_prefixes_draw_requests_until_they_are_reset():
+    with cluster(2, policy="longest_prefix", alpha=0.9) as (_, _, client):
+        shared = list(range(100, 180))
+        first = client.generate([[*shared, 1]], GREEDY)[0]
+        assert first.num_cached_tokens == 0
+        wait_for(lambda: sum(one["cached_blocks"] for one in client.stats()["replicas"]) == 5)
+        for i in range(6):
+            assert client.generate([[*shared, 2 + i]], GREEDY)[0].num_cached_tokens == 80
+        client.reset_prefix_cache()
+        wait_for(lambda: sum(one["cached_blocks"] for one in client.stats()["replicas"]) == 0)
+        assert client.generate([[*shared, 50]], GREEDY)[0].num_cached_tokens == 0
+        client.set_weight_version(3)
+        wait_for(lambda: all(one["weight_version"] == 3 for one in client.stats()["replicas"]))
+        assert sum(one["cached_blocks"] for one in client.stats()["replicas"]) == 0
+        assert client.generate([[*shared, 51]], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_coordinator_without_a_policy_takes_that_of_the_first_replica():
+    with cluster(1, engines=[EchoEngine(policy="round_robin", alpha=0.25)]) as (_, _, client):
+        assert (client.stats()["policy"], client.stats()["alpha"]) == ("round_robin", 0.25)
+
+
+# ---------------------------------------------------------------------- controls
+
+
+class DeafEngine(EchoEngine):
+    """Its first step takes for ever, until `wake`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake = threading.Event()
+
+    def step(self):
+        self.wake.wait(30)
+        return super().step()
+
+
+def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_too():
+    with cluster(2) as (one, _, client):
+        answers = client.pause()
+        assert {name: answer.ok for name, answer in answers.items()} == {"r0": True, "r1": True}
+        future = client.submit([1, 2], GREEDY)
+        with replica(one.address, name="late"):
+            wait_for(lambda: [r["state"] for r in client.stats()["replicas"]] == ["paused"] * 3)
+            time.sleep(0.1)
+            assert not future.done()
+            client.unpause()
+            assert tokens_of(future.result(5)) == echo_tokens([1, 2], 8)
+        with pytest.raises(wire.ControlFailed, match="r0: unpause\\(\\) while the engine is running") as caught:
+            client.unpause()
+        assert set(caught.value.results) >= {"r0", "r1"}
+        with pytest.raises(wire.ControlFailed, match="EchoEngine has no suspend"):
+            client.suspend()
+        with pytest.raises(ConfigError, match="unknown command 'shutdown'"):
+            client.control("shutdown")
+
+
+def test_deaf_replica_fails_a_control_at_its_deadline_and_does_not_carry_it_out_later():
+    deaf = DeafEngine()
+    with cluster(2, engines=[deaf, EchoEngine()], policy="round_robin") as (_, _, client):
+        stuck = client.submit([1], GREEDY)
+        wait_for(deaf.has_unfinished)
+        began = time.monotonic()
+        answers = client.control("pause", timeout_s=0.4, check=False)
+        assert 0.3 < time.monotonic() - began < 3
+        assert answers["r1"].ok and not answers["r0"].ok
+        assert (answers["r0"].kind, answers["r0"].message) == ("TransitionTimeout", "no answer to pause within 0.4 s")
+        deaf.wake.set()
+        assert tokens_of(stuck.result(5)) == echo_tokens([1], 8)
+        assert deaf.state == "running"
+
+
+def test_engine_stuck_in_a_step_is_dead_whatever_its_heartbeat_says():
+    deaf = DeafEngine()
+    with cluster(2, engines=[deaf, EchoEngine()], policy="round_robin", step_timeout_s=0.5) as (_, _, client):
+        future = client.submit([1], GREEDY)
+        wait_for(deaf.has_unfinished)
+        assert tokens_of(future.result(5)) == echo_tokens([1], 8)
+        assert (client.stats()["resent"], client.stats()["replicas_lost"]) == (1, 1)
+        deaf.wake.set()
+        wait_for(lambda: len(client.stats()["replicas"]) == 2)  # it may come back
+        assert tokens_of(client.generate([[2]], GREEDY)[0]) == echo_tokens([2], 8)
+
+
+def test_engine_that_fails_gives_its_requests_back():
+    class Failing(EchoEngine):
+        def step(self):
+            raise RuntimeError("out of memory")
+
+    with cluster(2, engines=[Failing(), EchoEngine()], policy="round_robin") as (_, replicas, client):
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+        replicas[0].thread.join(5)
+        assert str(replicas[0].failure) == "out of memory"
+
+
+def test_request_that_outlives_too_many_replicas_is_given_up():
+    class Failing(EchoEngine):
+        def step(self):
+            raise RuntimeError("this prompt kills")
+
+    with cluster(3, engines=[Failing() for _ in range(3)], max_attempts=3) as (_, _, client):
+        output = client.generate([[1]], GREEDY)[0]
+        assert isinstance(output.error, wire.ReplicaLost) and "3 replicas were lost" in str(output.error)
+        assert output.outputs[0].finish_reason == "error"
+
+
+# ---------------------------------------------------------------------- asyncio
+
+
+def test_asyncio_client_generates_streams_aborts_and_controls():
+    async def main(address):
+        async with AsyncInferenceClient(address) as client:
+            outputs = await client.generate(prompts(5), GREEDY)
+            assert [tokens_of(output) for output in outputs] == [echo_tokens(prompt, 8) for prompt in prompts(5)]
+            seen = [tokens_of(output) async for output in client.stream([1], GREEDY)]
+            assert seen[-1] == echo_tokens([1], 8)
+            with pytest.raises(InvalidPrompt):
+                await client.generate(["text"], GREEDY)
+            task = asyncio.ensure_future(client.generate([[1]], SamplingParams(max_tokens=4000, temperature=0.0)))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await client.pause()
+            await client.unpause()
+            return (await client.stats())["replicas"]
+
+    engine = EchoEngine(step_s=0.001)
+    with cluster(1, engines=[engine]) as (one, _, _):
+        assert len(asyncio.run(main(one.address))) == 1
+        wait_for(lambda: not engine.has_unfinished())
+
+
+# ---------------------------------------------------------------------- who is let in, and with what
+
+KEY = b"sixteen bytes or more"
+
+
+def test_right_key_is_let_in_and_wrong_or_missing_ones_are_told():
+    with cluster(1, key=KEY) as (one, _, client):
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+        for key, message in ((b"another key, also long", "the key is not"), (None, "asks for a key")):
+            with InferenceClient(one.address, key=key) as other, pytest.raises(wire.AccessRefused, match=message):
+                other.generate([[1]], GREEDY)
+            with replica(one.address, key=key, name="intruder") as intruder:
+                intruder.thread.join(5)
+                assert isinstance(intruder.failure, wire.AccessRefused)
+        assert [r["name"] for r in client.stats()["replicas"]] == ["r0"]
+
+
+def test_client_with_a_key_sends_nothing_to_a_coordinator_that_does_not_know_it():
+    with coordinator() as one, InferenceClient(one.address, key=KEY) as client:
+        with pytest.raises(wire.AccessRefused, match="does not know the key"):
+            client.generate([[1]], GREEDY)
+        assert one.desk.counts.submitted == 0
+
+
+def test_nobody_there_is_said_in_time():
+    began = time.monotonic()
+    message = r"no coordinator answers at tcp://127\.0\.0\.1:9"
+    with (
+        InferenceClient("tcp://127.0.0.1:9", timeout_s=0.3) as client,
+        pytest.raises(wire.ConnectionLost, match=message),
+    ):
+        client.generate([[1]], GREEDY)
+    assert time.monotonic() - began < 5
+
+
+def rebound(address, options, timeout_s=5.0):
+    """libzmq gives an address back a moment after its socket is closed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Coordinator(address, options)
+        except ConfigError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_coordinator_that_ends_fails_its_clients_and_a_new_one_takes_over():
+    with cluster(1) as (one, _, client):
+        address = one.address
+        client.generate([[1]], GREEDY)
+        engineless = client.submit([1, 2], SamplingParams(max_tokens=5000 - 10, temperature=0.0))
+        one.stop()
+        time.sleep(0.3)
+        one._socket.close(0)
+        second = rebound(address, one.options)
+        thread = threading.Thread(target=second.run)
+        thread.start()
+        with pytest.raises(wire.ConnectionLost):
+            engineless.result(10)
+        wait_for(lambda: client.stats()["replicas"])
+        assert tokens_of(client.generate([[3]], GREEDY)[0]) == echo_tokens([3], 8)
+        second.stop()
+        thread.join()
+        second.close()
+
+
+def test_address_in_use_is_a_config_error():
+    with coordinator() as one, pytest.raises(ConfigError, match="cannot listen at"):
+        Coordinator(one.address)
+
+
+class RawPeer:
+    """Speaks bytes."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def say(self, *frames: bytes) -> wire.Message:
+        self.socket.send_multipart(frames)
+        return self.hear()
+
+    def hear(self) -> wire.Message:
+        assert self.socket.poll(3000), "no answer"
+        return wire.decode(self.socket.recv_multipart()[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.socket.close()
+        self.context.term()
+
+
+def encoded(*items) -> bytes:
+    return msgspec.msgpack.encode(list(items))
+
+
+HELLO = encoded("hello", wire.SCHEMA, "client", "raw", b"n")
+
+
+def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_shape():
+    with coordinator() as one, RawPeer(one.address) as peer:
+        for hello in (encoded("hello", 2, "client", "x", b"n"), encoded("hello", 99, {"new": True})):
+            answer = peer.say(hello)
+            assert answer.code == "schema" and f"coordinator schema {wire.SCHEMA}" in answer.message
+        assert isinstance(peer.say(HELLO), wire.Welcome)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "message"),
+    [
+        (b"", "message", "0 bytes that are no message"),
+        (b"\xc1" * 100, "message", "no message"),
+        (b"\x91" * 50_000, "message", "no message"),
+        (b"GET / HTTP/1.1\r\n\r\n", "message", "no message"),
+        (encoded("teleport", 1), "message", "type 'teleport' are unknown to schema 1"),
+        (encoded("submit", "one"), "message", "a submit message that schema 1 does not allow"),
+        (encoded("submit", 1, 7, None, "", {}, None, True), "message", "Expected `bytes | null`"),
+        (encoded("beat", 0, 0, 0, b"", 0, "", 0.0), "role", "a Beat message is nothing a client sends"),
+        (encoded("submit", 1, b"abc", None, "", {}, None, True), "output", "int32"),
+        (encoded("submit", 1, b"abcd", None, "", {"n": 10**9}, None, True), "output", "n is 1000000000"),
+        (encoded("control", 1, "__init__", {}, 1.0), "result", "unknown command '__init__'"),
+        (encoded("submit", 1, b"\0" * (1 << 20), None, "", {}, None, True), "size", "the limit is 65,536"),
+    ],
+)
+def test_what_is_no_message_is_refused_and_everyone_else_is_served(frame, code, message):
+    with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
+        assert isinstance(peer.say(HELLO), wire.Welcome)
+        if len(frame) > 2 << 16:  # libzmq itself drops whoever sends so much
+            peer.socket.send(frame)
+            assert not peer.socket.poll(300)
+        else:
+            answer = peer.say(frame)
+            if code == "output":
+                assert message in answer.refused.message
+            elif code == "result":
+                assert message in answer.answers["coordinator"].message
+            else:
+                assert (answer.code, message in answer.message) == (code, True), answer
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+
+
+def test_message_beyond_the_limit_is_refused_before_it_is_sent_and_when_it_comes():
+    with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
+        with pytest.raises(wire.MessageTooLarge, match=r"Submit of .* bytes, the limit is 65,536"):
+            client.generate([list(range(20_000))], GREEDY)
+        assert isinstance(peer.say(HELLO), wire.Welcome)
+        answer = peer.say(encoded("submit", 1, b"\0" * 80_000, None, "", {}, None, True))
+        assert (answer.code, "the limit is 65,536" in answer.message) == ("size", True)
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+
+
+def test_stranger_is_asked_for_a_hello_and_random_bytes_never_end_it():
+    import random
+
+    rng = random.Random(0)
+    with cluster(1) as (one, _, client), RawPeer(one.address) as peer:
+        assert peer.say(encoded("ping")).code == "hello"
+        peer.say(HELLO)
+        for _ in range(300):
+            frame = bytearray(rng.choice([HELLO, encoded("submit", 1, b"abcd", None, "", {"n": 1}, None, True)]))
+            for _ in range(rng.randrange(1, 4)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            peer.socket.send(bytes(frame[: rng.randrange(1, len(frame) + 1)]))
+        assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)

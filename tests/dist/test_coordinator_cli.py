@@ -1,0 +1,62 @@
+"""The commands: a coordinator process with a key, what it says, how it ends; what is missing is said."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from coordinator_case import replica
+
+from megatron_infer.cli.main import main
+from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.echo import echo_tokens
+
+KEY = b"a key of sixteen bytes"
+
+
+def test_coordinator_command_serves_with_a_key_and_ends_on_sigterm(tmp_path):
+    (tmp_path / "key").write_bytes(KEY + b"\n")
+    command = [sys.executable, "-m", "megatron_infer", "coordinator", "--bind", "tcp://127.0.0.1:0"]
+    options = ["--key-file", str(tmp_path / "key"), "--prefix-caching-coordinator-policy", "round_robin"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().split()[-1]
+        with replica(address, key=KEY, name="echo"), InferenceClient(address, key=KEY) as client:
+            output = client.generate([[1, 2]], SamplingParams(max_tokens=4, temperature=0.0))[0]
+            assert output.outputs[0].token_ids == echo_tokens([1, 2], 4)
+            assert client.stats()["policy"] == "round_robin"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+    finally:
+        process.kill()
+        stderr = process.communicate()[1]
+    assert "replica echo joined" in stderr and "Traceback" not in stderr
+
+
+def test_short_or_missing_key_file_is_misuse(tmp_path, capsys):
+    (tmp_path / "short").write_bytes(b"short")
+    for path, message in (
+        (tmp_path / "short", "holds 5 bytes, a key has at least 16"),
+        (tmp_path / "no", "No such file"),
+    ):
+        assert main(["coordinator", "--key-file", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["zmq", "msgspec"])
+def test_package_imports_without_the_extra_and_its_absence_is_said(missing):
+    code = (
+        "import sys, importlib.util as u, pkgutil\n"
+        f"real = u.find_spec\nsys.modules[{missing!r}] = None\n"
+        f"u.find_spec = lambda name, *a: None if name == {missing!r} else real(name, *a)\n"
+        "import megatron_infer, megatron_infer.config, megatron_infer.parallel.router\n"
+        "import megatron_infer.engine, megatron_infer.llm, megatron_infer.async_llm\n"
+        "try:\n    import megatron_infer.parallel.client\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert f"need {missing}: pip install 'megatron-infer[coordinator]'" in run.stdout

@@ -1,0 +1,173 @@
+"""Real engines behind a coordinator: the tokens of one engine, also for requests that were moved halfway."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import pytest
+import replica_child
+from coordinator_case import Child, coordinator, replica, wait_for
+
+from megatron_infer.parallel import wire
+from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.parallel.served import ServedRequest, params_of
+from megatron_infer.schedule.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return replica_child.tiny()
+
+
+def prompt_of(i):
+    return [*range(10, 50), *(3 + i * 5 % 90 for i in range(i, i + 5))]
+
+
+def params_for(i):
+    return SamplingParams(
+        max_tokens=12 + i, temperature=0.0 if i % 2 else 1.0, seed=i, ignore_eos=True, logprobs=1 if i % 3 else None
+    )
+
+
+def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_and_survive_its_loss(engine):
+    prompts, params = [prompt_of(i) for i in range(16)], [params_for(i) for i in range(16)]
+    longer = [dataclasses.replace(one, max_tokens=180) for one in params]
+    expected, expected_longer = engine.generate(prompts, params), engine.generate(prompts, longer)
+    engine.reset_prefix_cache()
+    with coordinator(timeout_s=10.0) as one, InferenceClient(one.address) as client:
+        child = Child(one.address, "tiny", "child")
+        try:
+            wait_for(lambda: client.stats()["replicas"], 120)
+            with replica(one.address, engine, name="here"):
+                wait_for(lambda: len(client.stats()["replicas"]) == 2)
+                same(client.generate(prompts, params), expected)
+                stats = client.stats()
+                assert stats["cached_tokens"] > 0 and stats["policy"] == "longest_prefix"
+                assert all(r["cached_blocks"] for r in stats["replicas"])
+                futures = [client.submit(*pair) for pair in zip(prompts, longer, strict=True)]
+                wait_for(lambda: all(r["running"] >= 4 for r in client.stats()["replicas"]))
+                child.signal(signal.SIGKILL)
+                same([future.result(60) for future in futures], expected_longer)
+                one.desk.check()
+                stats = client.stats()
+                assert stats["replicas_lost"] == 1 and stats["resent"] >= 1
+                answers = client.set_weight_version(5)
+                assert answers["here"].ok
+                assert client.suspend(timeout_s=30)["here"].value["state"] == "suspended"
+                later = client.submit(prompts[0], params[1])
+                client.resume()
+                output = later.result(30)
+                assert output.outputs[0].spans[0].policy_version == 5
+                with pytest.raises(wire.ControlFailed, match=r"here: .*pause mode"):
+                    client.pause("kep")
+        finally:
+            child.end()
+
+
+def same(outputs, expected):
+    for i, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        assert output.error is None, output.error
+        for one, two in zip(output.outputs, wanted.outputs, strict=True):
+            assert one.token_ids == two.token_ids, f"request {i}"
+            assert (one.finish_reason, one.stop_reason) == (two.finish_reason, two.stop_reason)
+            assert (one.logprobs is None) == (two.logprobs is None)
+            if one.logprobs is not None:
+                assert len(one.logprobs) == len(one.token_ids)
+                for entry, other in zip(one.logprobs, two.logprobs, strict=True):
+                    assert list(entry) == list(other)
+                    assert [p.logprob for p in entry.values()] == pytest.approx(
+                        [p.logprob for p in other.values()], abs=1e-5
+                    )
+                assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
+
+
+HARD = {
+    "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
+    "samples": SamplingParams(max_tokens=20, n=3, seed=3, ignore_eos=True, logprobs=2),
+    "penalties": SamplingParams(
+        max_tokens=20, seed=4, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True
+    ),
+    "min_tokens": SamplingParams(max_tokens=20, seed=5, min_tokens=15, stop_token_ids=list(range(40))),
+    "prompt_logprobs": SamplingParams(max_tokens=20, seed=6, prompt_logprobs=1, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("how", ["exactly", "drawn again"])
+@pytest.mark.parametrize("cut", [1, 7, 19])
+@pytest.mark.parametrize("name", HARD)
+def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, name, cut, how):
+    """`cut` steps on one engine, then the rest on another: here the same one, which has forgotten it."""
+    params, ids = HARD[name], prompt_of(3)
+    whole = engine.generate([ids], [params])[0]
+    assert any(len(one.token_ids) > 1 for one in whole.outputs)
+    run = wire.Run(1, 1, wire.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    told: list[list[wire.Piece]] = [[] for _ in range(params.n)]
+    finished = drive(engine, ServedRequest(run, params_of(run)), told, steps=cut)
+    if not finished:
+        kept = [
+            wire.Kept(
+                b"".join(piece.tokens for piece in pieces),
+                0,
+                pieces[-1].cumulative_logprob or 0.0 if pieces else 0.0,
+                pieces[-1].finish_reason if pieces else None,
+                pieces[-1].stop_reason if pieces else None,
+            )
+            for pieces in told
+        ]
+        moved = wire.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+        served = engine if how == "exactly" else Elsewhere(engine)
+        assert drive(served, ServedRequest(moved, params_of(moved)), told, steps=1000)
+    for pieces, one in zip(told, whole.outputs, strict=True):
+        assert [piece.offset for piece in pieces] == offsets(pieces)
+        assert sum((wire.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+        assert pieces[-1].finish_reason == one.finish_reason
+        if one.logprobs is not None:
+            entries = [entry for piece in pieces for entry in piece.logprobs]
+            assert [[token for token, *_ in entry] for entry in entries] == [list(entry) for entry in one.logprobs]
+            assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
+
+
+def drive(engine, request, told, *, steps):
+    """Run a request for some steps, noting what its client is told -> whether it has finished; if not it is aborted."""
+    request.begin(engine)
+    for _ in range(steps):
+        for output in engine.step():
+            news = request.news(output)
+            for piece in () if news is None else news.pieces:
+                told[piece.index].append(piece)
+            if output.finished:
+                return True
+    engine.abort(request.id)
+    return False
+
+
+def offsets(pieces):
+    starts, count = [], 0
+    for piece in pieces:
+        starts.append(count)
+        count += len(piece.tokens) // 4
+    return starts
+
+
+class Elsewhere:
+    """An engine that cannot go on halfway, as one of several processes: it draws what was drawn again."""
+
+    def __init__(self, engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name):
+        if name in ("ledger", "continue_request"):
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+
+def test_request_that_draws_other_tokens_when_moved_is_an_error_not_a_wrong_answer(engine):
+    ids = prompt_of(1)
+    kept = [wire.Kept(wire.ids_to_bytes([1, 2, 3]))]
+    params = dataclasses.replace(HARD["greedy"], max_tokens=8)
+    run = wire.Run(9, 1, wire.ids_to_bytes(ids), None, "", params.to_dict(), 0, True, kept)
+    request = ServedRequest(run, params_of(run))
+    with pytest.raises(wire.InferenceError, match="where another replica drew"):
+        drive(Elsewhere(engine), request, [[]], steps=10)
+    engine.abort(request.id)

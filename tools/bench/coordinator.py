@@ -1,0 +1,238 @@
+"""The coordinator with replicas that compute nothing: its cost per request, its growth, and what routing saves.
+
+    python tools/bench/coordinator.py [--json FILE] [--quick]
+
+Coordinator and replicas are processes of their own; the load comes from this one. Replicas are `EchoEngine`s: their
+prefix cache is the engine's own books, their time is slept, not computed. So the routing table shows simulated prefill
+time; hits and saved tokens are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.echo import echo_tokens
+
+BLOCK = 16
+
+
+def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
+    from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
+
+    options = CoordinatorOptions(policy=policy, alpha=alpha, max_queue=100_000, timeout_s=30.0)  # type: ignore[arg-type]
+    with Coordinator("tcp://127.0.0.1:0", options) as coordinator:
+        pipe.send(coordinator.address)
+        coordinator.run()
+
+
+def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
+    from megatron_infer.parallel.replica import Replica
+    from megatron_infer.testing.echo import EchoEngine
+
+    Replica(EchoEngine(**settings), address, name=name).run()
+
+
+class Cluster:
+    """Processes of a coordinator and its replicas, and a client of theirs."""
+
+    def __init__(
+        self, num_replicas: int, *, policy: str = "load_balanced", alpha: float = 0.5, **settings: Any
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        self._processes = [context.Process(target=serve_coordinator, args=(policy, alpha, theirs), daemon=True)]
+        self._processes[0].start()
+        address = ours.recv()
+        for index in range(num_replicas):
+            arguments = (address, f"r{index}", settings)
+            self._processes.append(context.Process(target=serve_replica, args=arguments, daemon=True))
+            self._processes[-1].start()
+        self.client = InferenceClient(address)
+        while len(self.client.stats()["replicas"]) < num_replicas:
+            time.sleep(0.02)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the coordinator's process."""
+        with open(f"/proc/{self._processes[0].pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self.client.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def cluster(num_replicas: int, **settings: Any) -> Iterator[Cluster]:
+    one = Cluster(num_replicas, **settings)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def closed_loop(client: InferenceClient, prompts: list[list[int]], params: SamplingParams, in_flight: int) -> float:
+    """Run the prompts with so many at once -> seconds. The first answer is checked."""
+    room, done = threading.Semaphore(in_flight), threading.Semaphore(0)
+
+    def release(_: Any) -> None:
+        room.release()
+        done.release()
+
+    futures = []
+    began = time.perf_counter()
+    for prompt in prompts:
+        room.acquire()
+        future = client.submit(prompt, params)
+        future.add_done_callback(release)
+        futures.append(future)
+    for _ in futures:
+        done.acquire()
+    seconds = time.perf_counter() - began
+    for prompt, future in zip(prompts[:20], futures, strict=False):
+        assert future.result().outputs[0].token_ids == echo_tokens(prompt, params.max_tokens or 16)
+    return seconds
+
+
+def overhead(num_requests: int) -> dict[str, float]:
+    """One request after the other through one replica that takes no time; then as many as go."""
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    prompt = list(range(64))
+    with cluster(1, max_requests=256) as one:
+        one.client.generate([prompt] * 100, params)
+        times = []
+        for _ in range(300):
+            began = time.perf_counter()
+            one.client.generate(prompt, params)
+            times.append(time.perf_counter() - began)
+        before = one.cpu_s()
+        seconds = closed_loop(one.client, [prompt] * num_requests, params, 512)
+        cpu = one.cpu_s() - before
+    return {
+        "latency_p50_us": statistics.median(times) * 1e6,
+        "latency_p90_us": sorted(times)[270] * 1e6,
+        "requests_per_s": num_requests / seconds,
+        "coordinator_cpu_us": cpu / num_requests * 1e6,
+        "limit_per_core": num_requests / max(cpu, 1e-9),
+    }
+
+
+def growth(counts: list[int], per_replica: int) -> list[dict[str, float]]:
+    """Replicas with a step of 20 ms and 16 rows, kept full: what 1 to 8 of them answer."""
+    rows = []
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    for count in counts:
+        prompts = [[number % 100, number // 100, *range(62)] for number in range(per_replica * count)]
+        with cluster(count, max_requests=16, step_s=0.02) as one:
+            closed_loop(one.client, prompts[: 16 * count], params, 20 * count)
+            before = one.cpu_s()
+            seconds = closed_loop(one.client, prompts, params, 24 * count)
+            cpu = one.cpu_s() - before
+        rate = len(prompts) / seconds
+        ideal = count * 16 / (8 * 0.02)
+        rows.append(
+            {
+                "replicas": count,
+                "requests_per_s": rate,
+                "ideal_per_s": ideal,
+                "share": rate / ideal,
+                "busy": cpu / seconds,
+            }
+        )
+    return rows
+
+
+def routing(num_requests: int, *, prefill_us: float, replicas: int = 4, families: int = 24) -> list[dict[str, Any]]:
+    """A few families of prompts that share 512 tokens, in random order, for caches that hold a third of them each."""
+    rng = random.Random(0)
+    prefixes = [[family, *range(511)] for family in range(families)]
+    prompts = []
+    for number in range(num_requests):
+        tail = [rng.randrange(1000) for _ in range(31)]
+        prompts.append([*prefixes[rng.randrange(families)], number, *tail])
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    settings = {
+        "block_size": BLOCK,
+        "num_blocks": families // 3 * 32 + 8 * 4,
+        "max_requests": 8,
+        "prefill_s_per_token": prefill_us * 1e-6,
+        "step_s": 0.002,
+    }
+    rows = []
+    for policy in ("round_robin", "load_balanced", "first_prefix_block", "longest_prefix"):
+        with cluster(replicas, policy=policy, **settings) as one:
+            seconds = closed_loop(one.client, prompts, params, 8 * replicas)
+            stats = one.client.stats()
+        rows.append(
+            {
+                "policy": policy,
+                "hit_rate": stats["cached_tokens"] / stats["prompt_tokens"],
+                "saved_tokens": stats["cached_tokens"],
+                "prompt_tokens": stats["prompt_tokens"],
+                "requests_per_s": num_requests / seconds,
+            }
+        )
+    for row in rows:
+        row["speedup"] = row["requests_per_s"] / rows[0]["requests_per_s"]
+    return rows
+
+
+def table(title: str, head: str, rows: list[dict[str, Any]], line: Callable[[dict[str, Any]], str]) -> None:
+    print(f"\n{title}\n{head}")
+    for row in rows:
+        print(line(row))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the load")
+    args = parser.parse_args()
+    scale = 10 if args.quick else 1
+    cost = overhead(10_000 // scale)
+    print(
+        f"one at a time: {cost['latency_p50_us']:.0f} us (p90 {cost['latency_p90_us']:.0f})\n"
+        f"many at once:  {cost['requests_per_s']:,.0f} requests/s (client, coordinator and replica on "
+        f"{os.cpu_count()} cores)\n"
+        f"coordinator:   {cost['coordinator_cpu_us']:.0f} us of CPU a request: {cost['limit_per_core']:,.0f}/s a core"
+    )
+    grown = growth([1, 2, 4, 8], 800 // scale)
+    table(
+        "growth: steps of 20 ms, 16 rows, 8 tokens a request",
+        "replicas  requests/s  of ideal  coordinator busy",
+        grown,
+        lambda r: f"{r['replicas']:8d}  {r['requests_per_s']:10.0f}  {r['share']:8.0%}  {r['busy']:16.0%}",
+    )
+    routed = routing(800 // scale, prefill_us=100.0)
+    table(
+        "routing: 4 replicas, 24 shared prefixes of 512 tokens, each cache holds 8; prefill simulated, 100 us a token",
+        "policy              hit rate  saved tokens  requests/s  speedup",
+        routed,
+        lambda r: (
+            f"{r['policy']:18s}  {r['hit_rate']:8.1%}  {r['saved_tokens']:12,d}  {r['requests_per_s']:10.1f}  "
+            f"{r['speedup']:6.2f}x"
+        ),
+    )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"overhead": cost, "growth": grown, "routing": routed}, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
