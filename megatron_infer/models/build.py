@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.models.head_padding import divisible
 from megatron_infer.models.hf_names import Shard
 from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.models.stages import stage_options
@@ -63,12 +64,14 @@ def build_model(
     has set up torch.distributed; each builds its pipeline stage and reads its own part only. Sizes come from
     pg_collection where it is given. Stages are as even as megatron-core can have them, unless its own options
     (num_layers_in_first_pipeline_stage, ...) say otherwise. The vocabulary is padded up to a multiple of
-    vocab_multiple * tensor_parallel. `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
+    vocab_multiple * tensor_parallel, kv groups with zeros if they do not divide (see `head_padding`).
+    `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
     """
     plan = source if isinstance(source, ModelPlan) else source.config()
     dtype = _dtype(dtype)
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
+    plan = divisible(plan, tensor_parallel)
     config = transformer_config(
         plan,
         dtype=dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -144,7 +145,10 @@ def build_groups(
 
     if not torch.distributed.is_initialized():
         backend = backend or ("nccl" if torch.accelerator.is_available() else "gloo")
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:  # no launcher: one process, which needs no port
+            alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     world = torch.distributed.get_world_size()
     check_world(world, tensor_parallel, pipeline_parallel, expert_parallel)
     if not parallel_state.model_parallel_is_initialized():
