@@ -382,6 +382,11 @@ class AsyncInferenceClient:
         self._client = InferenceClient(address, **options)
         self._session = self._client._session
 
+    @property
+    def blocking(self) -> InferenceClient:
+        """The plain client of the same connection, for code outside the event loop; closing it closes both."""
+        return self._client
+
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:

@@ -1,0 +1,68 @@
+"""A replica of two tensor-parallel ranks behind a coordinator: the leader talks, the other follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+from coordinator_case import coordinator, wait_for
+from engine_ranks import make_engine, part_of_model, whole_model, workload
+from gloo_ranks import new_groups, run_on_ranks
+
+from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.parallel.replica import Replica
+
+IDLE_S, TIMEOUT_S = 4.0, 2.0
+
+
+def work():
+    return [(prompt, dataclasses.replace(params, max_tokens=60)) for prompt, params in workload(6)]
+
+
+def serve(rank, size, folder):
+    new_groups(tensor_model_parallel_size=size)
+    engine = make_engine(part_of_model("attention", str(folder), rank, size), collective_timeout_s=TIMEOUT_S)
+    if rank:
+        engine.follow()
+        return
+    tokens = [line.split() for line in (folder / "tokens").read_text().splitlines()]
+    failures = []
+
+    def talk(one, replica):
+        try:
+            with InferenceClient(one.address) as client:
+                wait_for(lambda: client.stats()["replicas"])
+                time.sleep(IDLE_S)  # longer than a collective may take: nobody is missed while there is nothing to do
+                futures = [client.submit(*pair) for pair in work()]
+                wait_for(lambda: client.stats()["replicas"][0]["running"])
+                time.sleep(0.4)
+                one.desk.unreachable(next(iter(one.desk._replicas)), "a test says so")
+                for wanted, future in zip(tokens, futures, strict=True):
+                    output = future.result(60)
+                    assert output.error is None, output.error
+                    assert [str(token) for token in output.outputs[0].token_ids] == wanted
+                assert client.stats()["resent"] >= 1
+                assert next(iter(client.pause().values())).ok
+                assert next(iter(client.unpause().values())).ok
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            replica.stop()
+
+    with coordinator(timeout_s=5.0) as one, Replica(engine, one.address) as replica:
+        thread = threading.Thread(target=talk, args=(one, replica))
+        thread.start()
+        replica.run()
+        thread.join()
+    engine.dismiss()
+    if failures:
+        raise failures[0]
+
+
+def test_two_ranks_serve_as_one_replica_through_idle_times_moves_and_controls(tmp_path):
+    engine = make_engine(whole_model("attention"))
+    expected = [engine.generate([prompt], [params])[0] for prompt, params in work()]
+    lines = (" ".join(map(str, output.outputs[0].token_ids)) for output in expected)
+    (tmp_path / "tokens").write_text("\n".join(lines))
+    run_on_ranks(serve, 2, tmp_path)
