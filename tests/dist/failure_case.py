@@ -125,7 +125,12 @@ def run_case(case: tuple[str, str, int], timeout_s: float) -> dict[str, Any]:
     except FileNotFoundError:  # it never came to an end
         result = {"error": None, "seconds": None}
     shutil.rmtree(folder)
-    return result | {"case": case, "exit": code, "process_seconds": ended, "exit_seconds": exited - result.get("at", 0.0)}
+    return result | {
+        "case": case,
+        "exit": code,
+        "process_seconds": ended,
+        "exit_seconds": exited - result.get("at", 0.0),
+    }
 
 
 if __name__ == "__main__":

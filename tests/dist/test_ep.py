@@ -8,8 +8,8 @@ from unittest import mock
 import paged_step
 import pytest
 import torch
-from hybrid_models import random_hybrid
 from gloo_ranks import gathered, new_groups, run_on_ranks
+from hybrid_models import random_hybrid
 from test_adopt_tensor_parallel import logits_of_schedule
 
 from megatron_infer.config import InferenceConfig

@@ -29,9 +29,7 @@ def play(size: int, act: Callable[[Lockstep], Any], *, timeout_s: float = 5.0) -
         return everyone
 
     def run(rank: int) -> None:
-        lockstep = Lockstep(
-            connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0), timeout_s=timeout_s
-        )
+        lockstep = Lockstep(connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0), timeout_s=timeout_s)
         try:
             results[rank] = act(lockstep)
         except BaseException as error:
@@ -117,7 +115,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_after_the_deadline():
             time.sleep(2.5)
             return None
         started = time.monotonic()
-        with pytest.raises(RankFailure, match="it lives, in .*, but has not come to step") as caught:
+        with pytest.raises(RankFailure, match=r"it lives, in .*, but has not come to step") as caught:
             lockstep.meet("step()")
         return caught.value.rank, time.monotonic() - started < 2.5
 

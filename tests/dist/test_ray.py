@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from megatron_infer.errors import ConfigError, TransitionTimeout
+from megatron_infer.errors import ConfigError
 from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost
 from megatron_infer.parallel.seats import CoordinatorOptions
-from megatron_infer.parallel.wire import AccessRefused, ControlFailed
+from megatron_infer.parallel.wire import ControlFailed
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.echo import echo_tokens
 
@@ -122,9 +122,7 @@ def test_requests_of_a_killed_actor_go_on_elsewhere_and_it_joins_again(ray, mode
 
         from megatron_infer.llm import LLM
 
-        engine = LLM(
-            model_dir, config={"buffer_size_gb": 0.01, "enable_prefix_caching": True}, dtype="float32"
-        ).engine
+        engine = LLM(model_dir, config={"buffer_size_gb": 0.01, "enable_prefix_caching": True}, dtype="float32").engine
         step = engine.step
         engine.step = lambda: (time.sleep(0.03), step())[1]
         return engine

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import engine_ranks as ranks
+import pytest
 import torch
 
 from megatron_infer.config import InferenceConfig
@@ -117,7 +117,9 @@ def check_undone_everywhere(engine: Engine, rank: int) -> None:
             for piece in pieces:
                 if rank == culprit:
                     engine.lifecycle.observers.append(failing(piece))
-                with refused(TransitionFailed, "no room", "RUNNING again", *([] if rank == culprit else [f"rank {culprit}"])):
+                with refused(
+                    TransitionFailed, "no room", "RUNNING again", *([] if rank == culprit else [f"rank {culprit}"])
+                ):
                     engine.suspend(mode)
                 engine.lifecycle.observers.clear()
                 assert engine.state == "running" and not engine.parts.runner.store.is_released
@@ -261,7 +263,7 @@ def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
             raise MemoryError("rank 1 has no room")
 
         engine.parts.adopted._lean[1] = SimpleNamespace(run=raising)
-    with pytest.raises(RankFailure, match="rank 1 of the engine failed in prefill of step .*no room") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught:
         engine.generate([PROMPT], GREEDY)
     assert caught.value.rank == 1
     with pytest.raises(RankFailure):

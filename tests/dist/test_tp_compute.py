@@ -93,7 +93,7 @@ def a_trainers_sequence_parallelism_does_not_matter(rank, size, folder):
     model = tiny_gpt(tensor_model_parallel_size=size, sequence_parallel=True)
     cache = paged_step.Cache(adopt(model))
     step = cache.step([(0, [1, 2, 3, 4])])
-    with torch.inference_mode(), pytest.raises(ModelError, match="sequence_parallel=True.*turn it off around"):
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"sequence_parallel=True.*turn it off around"):
         model.decoder.layers[0](hidden_states=torch.zeros(2, 1, 64), attention_mask=None, inference_context=step)
 
 

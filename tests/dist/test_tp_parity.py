@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import engine_ranks as ranks
+import pytest
 import torch
 
 from megatron_infer.engine import DynamicInferenceEngine

@@ -121,7 +121,13 @@ def few_rows(rank, size, kernels):
 def bad_rows(rank, size, kernels):
     """NaN, infinities and masked vocabularies, wherever in the vocabulary they are."""
     rng = np.random.default_rng(6)
-    kinds = [{"temperature": 0}, {"temperature": 0, "logprobs": 2}, {}, {"top_p": 0.9}, {"temperature": 0, "min_tokens": 3}]
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {},
+        {"top_p": 0.9},
+        {"temperature": 0, "min_tokens": 3},
+    ]
     requests = [make_request([1, 2], seed=i, stop_ids=[4], **kind) for i, kind in enumerate(kinds)]
     for poison in (float("nan"), -float("nan"), INF, -INF):
         for where in (slice(0, 1), slice(299, 300), slice(None), slice(150, 300)):
@@ -132,7 +138,9 @@ def bad_rows(rank, size, kernels):
             harmless = poison == -INF and where != slice(None)
             assert got.bad_S.tolist() == [not harmless, False] * 2 + [not harmless]
     nothing = make_request([1], temperature=0, allowed_token_ids=[7], bad_token_ids=[7])
-    assert Pair([nothing], 300, rank, size).check(torch.randn(1, 300, generator=torch.manual_seed(1))).bad_S.tolist() == [True]
+    assert Pair([nothing], 300, rank, size).check(
+        torch.randn(1, 300, generator=torch.manual_seed(1))
+    ).bad_S.tolist() == [True]
 
 
 def ties_and_padding(rank, size, kernels):
