@@ -69,6 +69,7 @@ class StageRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self.link, self._on_wait = link, on_wait
         self._lane = Lane(f"stage {link.rank}")
+        self._lane.submit(self._device.take_thread)
         self._inbox = self._lane if link.is_last else Lane(f"stage {link.rank} inbox")
 
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
