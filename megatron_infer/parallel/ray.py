@@ -207,19 +207,25 @@ class RayReplicas:
     def _watch(self) -> None:
         """Let restarted actors serve again; when none is left, fail what waits."""
         budgets = [self._max_restarts] * len(self._homes)
+        began = [time.monotonic()] * len(self._homes)
         while not self._closing.is_set() and self._lifelines:
             ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
             for lifeline in ended:
                 index, error = self._lifelines.pop(lifeline), self._why(lifeline)
                 if self._closing.is_set():
                     return
-                if budgets[index]:  # Ray holds the call until the actor is there again
-                    budgets[index] -= 1
-                    log.warning("ray-%d has died and is started again: %s", index, error)
-                    self._lifelines[self._homes[index].serve.remote()] = index
-                else:
+                returns = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # as Ray says, from death on
+                if not returns and not budgets[index]:
                     log.error("ray-%d has died for good: %s", index, error)
                     self._lost = f"every replica has died; the last was ray-{index}: {error}"
+                    continue
+                if not returns:  # in some versions the call that death cut short says no more than that it died
+                    budgets[index] -= 1
+                if time.monotonic() - began[index] > 10 * _WATCH_S:
+                    log.warning("ray-%d has died and is started again: %s", index, error)
+                began[index] = time.monotonic()
+                self._closing.wait(_WATCH_S)
+                self._lifelines[self._homes[index].serve.remote()] = index
         if not self._closing.is_set():
             self._client.close()
 
