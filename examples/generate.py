@@ -27,7 +27,7 @@ import torch
 
 from megatron_infer import DynamicInferenceEngine, SamplingParams
 from megatron_infer.config import machine_config
-from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, ModelError
 from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.models.build import build_model
 from megatron_infer.models.plan_shape import shape_of
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
         available_bytes=device.available_bytes(),
     )
     engine = DynamicInferenceEngine(
-        model, config, tokenizer=source.tokenizer(), eos_ids=plan.eos_ids, device=str(device.torch), owns_weights=True
+        model, config, tokenizer=tokenizer_of(source), eos_ids=plan.eos_ids, device=str(device.torch), owns_weights=True
     )
     team = engine.parts.team.groups
     mine = prompts[team.dp_rank :: team.dp_size]
@@ -96,6 +96,14 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
     write(args.output, in_order(lines, len(prompts), team))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def tokenizer_of(source: Any) -> Any:
+    """None where the model has none: prompts are token ids then, and answers have no text."""
+    try:
+        return source.tokenizer()
+    except ModelError:
+        return None
 
 
 def place() -> str:

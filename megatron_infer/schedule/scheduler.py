@@ -27,7 +27,7 @@ class Scheduler:
     device knows. Whoever has such a step in flight keeps its lease until the commit.
 
     With `num_groups` micro-batches in flight the first stage does not know a token that is being drawn: its request
-    sits out until the commit. Chunks of one prompt need no drawn token and may follow each other closely.
+    sits out until the commit. Chunks of a prompt need no drawn token and follow each other closely.
     """
 
     def __init__(
@@ -232,10 +232,9 @@ class Scheduler:
             self._num_uncommitted += 1
             self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
             self._returned = []
-            stats = self.stats
-            stats.steps += 1
-            stats.decode_tokens += len(plan.decode)
-            stats.prefill_tokens += plan.num_tokens - len(plan.decode)
+            self.stats.steps += 1
+            self.stats.decode_tokens += len(plan.decode)
+            self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
         return plan
 
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:

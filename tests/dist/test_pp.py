@@ -1,4 +1,4 @@
-"""Pipeline stages on two gloo processes give the tokens and logprobs of one, whatever their layers are."""
+"""Pipeline stages on gloo processes give the tokens and logprobs of one process, whatever their layers are."""
 
 from __future__ import annotations
 
@@ -6,54 +6,129 @@ import json
 from pathlib import Path
 
 import pytest
+import ranks
 import stage_case
 import torch
 
 from megatron_infer.models.adopt import adopt
+from megatron_infer.models.checkpoint import save_checkpoint
+
+STAGES = {
+    "tied": [[2, 0], [2, 0]],
+    "untied, uneven": [[3, 0], [2, 0]],
+    "learned positions": [[1, 0], [1, 0]],
+    "first stage without attention": [[0, 3], [2, 1]],
+    "last stage without Mamba": [[1, 2], [1, 0]],
+    "last stage without either": [[1, 1], [0, 0]],
+    "Mamba alone": [[0, 2], [0, 1]],
+}
+"""Model -> attention and Mamba layers of each of two stages."""
+TIGHT = {"buffer_size_gb": 64 * 2**10 / 2**30, "swap_buffer_size_gb": 2**20 / 2**30, "preemption_mode": "swap"}
+"""32 blocks of the tied model's stages: its requests want twice as many."""
 
 
-def run_stage(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    folder, expected = Path(folder), json.loads(Path(folder, "expected.json").read_text())
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Every model as a checkpoint of one process, and its answers there."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    stage_case.save_models(folder)
+    expected = {}
+    for name in stage_case.MODELS:
+        expected[name] = stage_case.generate(stage_case.make_engine(stage_case.load_model(folder, name)))
+        assert len({tuple(sample[0]) for answer in expected[name] for sample in answer[2:]}) > 5, "too alike to compare"
+    stage_case.write_json(folder / "expected.json", expected)
+    return folder
+
+
+def expected_of(folder: Path) -> dict:
+    return json.loads((folder / "expected.json").read_text())
+
+
+def run_stages(rank: int, size: int, folder: Path) -> None:
+    expected = expected_of(folder)
     for name in stage_case.MODELS:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
         adopted = adopt(model)
         assert (adopted.is_first_stage, adopted.is_last_stage) == (rank == 0, rank == size - 1)
-        assert [adopted.shape.num_attention_layers, len(adopted.ssm_specs)] == stage_layers(name)[rank], name
+        assert [adopted.shape.num_attention_layers, len(adopted.ssm_specs)] == STAGES[name][rank], name
         for features in stage_case.FEATURES:
             engine = stage_case.make_engine(model, features)
             assert engine.parts.scheduler.num_groups == size + engine.config.overlap
-            stage_case.assert_same(stage_case.generate(engine), expected[name], f"{name}, {features}")
-            stage_case.assert_same(
-                stage_case.generate_over_suspends(engine), expected[name], f"{name}, {features}, suspended"
-            )
-            engine.parts.context.check()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+            where = f"{name}, {features}"
+            stage_case.assert_same(stage_case.generate(engine), expected[name], where)
+            stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], f"{where}, suspended")
+            if name == "tied" and features != "plain":
+                assert engine.stats().counters["prefix_hits"] > 5
+        if name == "tied":
+            check_swaps(model, expected[name])
+            check_failures(model, expected[name], rank)
+        save_checkpoint(model, folder / f"{name} of {size} stages")
 
 
-def stage_layers(name: str) -> list[list[int]]:
-    """(attention layers, Mamba layers) of each stage."""
-    return {
-        "tied": [[2, 0], [2, 0]],
-        "untied, uneven": [[3, 0], [2, 0]],
-        "learned positions": [[1, 0], [1, 0]],
-        "first stage without attention": [[0, 3], [2, 1]],
-        "last stage without Mamba": [[1, 2], [1, 0]],
-        "last stage without either": [[1, 1], [0, 0]],
-        "Mamba alone": [[0, 2], [0, 1]],
-    }[name]
+def check_swaps(model, expected) -> None:
+    """Requests give way, to the host and back, on all stages alike."""
+    engine = stage_case.make_engine(model, **TIGHT)
+    assert engine.parts.sizes.num_usable_blocks == 31
+    stage_case.assert_same(stage_case.generate(engine), expected, "swapped")
+    counters = engine.stats().counters
+    assert counters["swapped_out"] > 2 and counters["swapped_in"] > 2, counters
+
+
+def check_failures(model, expected, rank) -> None:
+    """A forward that raises on either stage ends the requests of its step on both, and no other."""
+    for victim in (0, 1):
+        engine, calls = stage_case.make_engine(model), 0
+        hidden = engine.parts.adopted.hidden
+
+        def broken(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == 6 and rank == victim:
+                raise RuntimeError("out of order")
+            return hidden(*arguments)
+
+        engine.parts.adopted.hidden = broken
+        answers = stage_case.generate(engine)
+        failed = [bool(answer[0]) for answer in answers]
+        assert 0 < sum(failed) < len(answers), f"stage {victim}: {failed}"
+        assert all(f"raised on pipeline stage {victim}" in answer[0] for answer in answers if answer[0])
+        for answer, want in zip(answers, expected, strict=True):
+            if not answer[0]:
+                stage_case.assert_same(answer, want, f"beside a failure on stage {victim}")
+        everyone = [None, None]
+        torch.distributed.all_gather_object(everyone, failed)
+        assert everyone[0] == everyone[1]
 
 
 @pytest.mark.timeout(300)
-def test_two_stages_give_the_tokens_and_logprobs_of_one_process(tmp_path: Path):
-    """Checkpoints saved by one process, loaded by two; micro-batches in flight, groups, suspends in every mode."""
-    stage_case.save_models(tmp_path)
-    expected = {}
+def test_two_stages_give_the_tokens_and_logprobs_of_one_process(saved: Path):
+    """Checkpoints of one process, loaded by two; micro-batches in flight, groups, suspends in every mode, failures.
+
+    And back: what two stages saved is what one process loads.
+    """
+    ranks.run_on_ranks(run_stages, 2, saved)
     for name in stage_case.MODELS:
-        expected[name] = stage_case.generate(stage_case.make_engine(stage_case.load_model(tmp_path, name)))
-        assert len({tuple(sample[0]) for answer in expected[name] for sample in answer[2:]}) > 5, "too alike to compare"
-    stage_case.write_json(tmp_path / "expected.json", expected)
-    torch.multiprocessing.spawn(run_stage, args=(2, str(tmp_path)), nprocs=2)
+        whole, back = (stage_case.load_model(saved, name + end) for end in ("", " of 2 stages"))
+        for (key, one), (_, other) in zip(whole.named_parameters(), back.named_parameters(), strict=True):
+            assert torch.equal(one, other), f"{name}: {key}"
+
+
+def run_four(rank: int, size: int, folder: Path) -> None:
+    expected = expected_of(folder)
+    for name, parallel in (
+        ("tied", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("untied, uneven", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("first stage without attention", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("untied, uneven", {"pipeline_parallel": 4}),
+        ("last stage without Mamba", {"pipeline_parallel": 4}),
+    ):
+        ranks.new_groups(**{key.replace("_", "_model_") + "_size": size for key, size in parallel.items()})
+        engine = stage_case.make_engine(
+            stage_case.load_model(folder, name, **parallel), "chunks, prefix cache, overlap"
+        )
+        stage_case.assert_same(stage_case.generate(engine), expected[name], f"{name}, {parallel}")
+
+
+@pytest.mark.timeout(300)
+def test_four_ranks_as_two_by_two_or_as_four_stages_give_the_tokens_of_one_process(saved: Path):
+    ranks.run_on_ranks(run_four, 4, saved)
