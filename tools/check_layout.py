@@ -95,14 +95,6 @@ PURE = (
     "metrics.core",
     "parallel.__init__",
     "parallel.router",
-    "parallel.wire",
-    "parallel.seats",
-    "parallel.desk",
-    "parallel.dispatch",
-    "parallel.broadcast",
-    "parallel.coordinator",
-    "parallel.client",
-    "parallel.link",
 )
 """Importable with torch and numpy absent."""
 IMPURE_ROOTS = ("torch", "numpy", "megatron")

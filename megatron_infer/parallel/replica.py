@@ -57,7 +57,8 @@ class Replica:
         self._changes = prefix_changes_of(engine)
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
-        self._incarnation = 0
+        self._incarnation = self._welcomed_as = 0  # what the engine's thread knows of, and the talking one
+        self._num_foreign = 0
         self._facts: Facts = facts_of(engine)
         self._step_began: float | None = None
         self._inbox: deque[tuple[float, wire.Message | int | None]] = deque()
@@ -111,6 +112,7 @@ class Replica:
     # ------------------------------------------------------------------ the talking thread
 
     def on_welcome(self, welcome: wire.Welcome) -> Sequence[wire.Message]:
+        self._welcomed_as = welcome.incarnation  # the engine may be in a long step: it is alive all the same
         self._post(welcome.incarnation)
         return ()
 
@@ -125,11 +127,10 @@ class Replica:
 
     def beat(self) -> wire.Message:
         facts, began = self._facts, self._step_began
-        foreign = max(0, facts.num_requests - len(self._requests))
         return wire.Beat(
-            self._incarnation,
+            self._welcomed_as,
             max(0, facts.capacity - facts.num_requests),
-            foreign,
+            self._num_foreign,
             facts.root,
             facts.weight_version,
             facts.state,
@@ -294,7 +295,7 @@ class Replica:
         if not self._incarnation:
             return
         before, facts = self._facts, facts_of(self.engine)
-        self._facts = facts
+        self._facts, self._num_foreign = facts, max(0, facts.num_requests - len(self._requests))
         if (before.root, before.weight_version, before.state) != (facts.root, facts.weight_version, facts.state):
             self.link.send(self.beat())
         if self._changes is not None:

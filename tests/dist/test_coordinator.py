@@ -234,6 +234,22 @@ def test_engine_stuck_in_a_step_is_dead_whatever_its_heartbeat_says():
         assert tokens_of(client.generate([[2]], GREEDY)[0]) == echo_tokens([2], 8)
 
 
+def test_replica_whose_engine_is_busy_for_long_stays_welcome_when_it_comes_back():
+    """Declared dead while its engine is in a step, it says hello at once; the engine learns of it after the step."""
+    deaf = DeafEngine()
+    with cluster(1, engines=[deaf]) as (one, _, client):
+        future = client.submit([1], GREEDY)
+        wait_for(deaf.has_unfinished)
+        peer = next(iter(one.desk._replicas))
+        entered = one.desk._num_entered
+        one.desk.unreachable(peer, "a test says so")
+        wait_for(lambda: one.desk._num_entered == entered + 1)
+        time.sleep(2.5)  # longer than the timeout: it beats as its new incarnation and is answered
+        assert one.desk._num_entered == entered + 1
+        deaf.wake.set()
+        assert tokens_of(future.result(5)) == echo_tokens([1], 8)
+
+
 def test_engine_that_fails_gives_its_requests_back():
     class Failing(EchoEngine):
         def step(self):

@@ -60,3 +60,13 @@ def test_package_imports_without_the_extra_and_its_absence_is_said(missing):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert f"need {missing}: pip install 'megatron-infer[coordinator]'" in run.stdout
+
+
+def test_coordinator_client_and_replica_need_no_torch_and_no_numpy():
+    code = (
+        "import sys\nfor root in ('torch', 'numpy', 'megatron'): sys.modules[root] = None\n"
+        "import megatron_infer.parallel.coordinator, megatron_infer.parallel.client, megatron_infer.parallel.replica\n"
+        "import megatron_infer.cli.coordinator, megatron_infer.testing.echo\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
