@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import socket
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost
+from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost, serve_application
 from megatron_infer.parallel.seats import CoordinatorOptions
 from megatron_infer.parallel.wire import ControlFailed
 from megatron_infer.schedule.params import SamplingParams
@@ -117,9 +122,7 @@ def test_requests_of_a_killed_actor_go_on_elsewhere_and_it_joins_again(ray, mode
 
         from megatron_infer.llm import LLM
 
-        engine = LLM(
-            model_dir, config={"buffer_size_gb": 0.01, "enable_prefix_caching": True}, dtype="float32"
-        ).engine
+        engine = LLM(model_dir, config={"buffer_size_gb": 0.01, "enable_prefix_caching": True}, dtype="float32").engine
         step = engine.step
         engine.step = lambda: (time.sleep(0.03), step())[1]
         return engine
@@ -147,6 +150,48 @@ def until(true, limit_s=30.0):
             return False
         time.sleep(0.05)
     return True
+
+
+def post(url, body):
+    """Status and lines of the answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, [json.loads(line) for line in answer.read().splitlines()]
+    except urllib.error.HTTPError as error:
+        return error.code, [json.loads(error.read())]
+
+
+@pytest.mark.slow
+def test_serve_answers_over_http_and_to_handles_as_one_engine(ray, model_dir):
+    pytest.importorskip("ray.serve", reason='Ray Serve is not installed: pip install "ray[serve]"')
+    from ray import serve
+
+    expected = one_engine(model_dir, GREEDY)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    params = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        application = serve_application(model_dir, 1, config=CONFIG, model_options={"dtype": "float32"})
+        handle = serve.run(application, route_prefix="/generate")
+        url = f"http://127.0.0.1:{port}/generate"
+        status, answers = post(url, {"prompt": PROMPTS[0], "params": params})
+        assert status == 200 and answers[0]["outputs"][0]["token_ids"] == expected[0]
+        status, news = post(url, {"prompt": PROMPTS[1], "params": params, "stream": True})
+        assert len(news) > 1 and sum((one["outputs"][0]["token_ids"] for one in news), []) == expected[1]
+        assert news[-1]["outputs"][0]["finish_reason"] == "length"
+        pending = [handle.generate.remote(prompt, params) for prompt in PROMPTS]
+        assert [one.result(timeout_s=60)["outputs"][0]["token_ids"] for one in pending] == expected
+        for body, words in (
+            ({"promt": [1]}, "a request is"),
+            ({"prompt": [1], "params": {"max_token": 3}}, "max_tokens"),
+            ({"prompt": [10**6]}, "1,?000,?000|vocabulary"),
+        ):
+            status, answers = post(url, body)
+            assert status == 400 and re.search(words, answers[0]["error"])
+    finally:
+        serve.shutdown()
 
 
 @pytest.mark.slow
