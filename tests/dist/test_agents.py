@@ -133,7 +133,8 @@ def agents(hosts, log_folder, *script):
             logs.append(log_folder / f"agent{rank}.log")
             torchrun = (
                 f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {rank} --rdzv-backend c10d "
-                f"--rdzv-id test --rdzv-endpoint {hosts[0].address}:{hosts[0].port} --local-addr {host.address}"
+                f"--rdzv-id test --rdzv-endpoint {hosts[0].address}:{hosts[0].port} --local-addr {host.address} "
+                f"--rdzv-conf is_host={int(rank == 0)}"  # otherwise told by the host's name, which is the same for both
             ).split()
             with open(logs[-1], "w") as log:
                 started.append(
