@@ -13,6 +13,8 @@ import pytest
 TIMEOUT_S = 2.0
 SLACK_S = 2.5
 """For noticing: a pulse's interval, a slice of a wait, and a busy machine."""
+EXIT_S = 10.0
+"""For the interpreter to end after that, on a busy machine: nothing may wait for the rank that is gone."""
 
 
 @pytest.mark.timeout(280)
@@ -30,4 +32,4 @@ def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path):
         assert result["rank"] == victim and phase in result["phase"], result
         limit = SLACK_S + (TIMEOUT_S if how == "SIGSTOP" else 0)
         assert result["seconds"] < limit, result
-        assert result["exit"] == 0 and result["exit_seconds"] < SLACK_S, (result, done.stderr)
+        assert result["exit"] == 0 and result["exit_seconds"] < EXIT_S, (result, done.stderr)
