@@ -116,17 +116,16 @@ def moved_midway(kind: int, timeout_s: float) -> float:
         try:
             wait_for(lambda: client.stats()["replicas"], 30)
             gap, last, sent = 0.0, None, False
-            with contextlib.ExitStack() as stack:
-                expected = echo_tokens([1, 2, 3], 60)
-                for output in client.stream([1, 2, 3], SamplingParams(max_tokens=60, temperature=0.0)):
+            expected = echo_tokens([1, 2, 3], 200)
+            with replica(one.address, EchoEngine(step_s=0.01), name="heir"):
+                wait_for(lambda: len(client.stats()["replicas"]) == 2)
+                for output in client.stream([1, 2, 3], SamplingParams(max_tokens=200, temperature=0.0)):
                     tokens, now = output.outputs[0].token_ids, time.monotonic()
                     assert tokens == expected[: len(tokens)]
                     gap = max(gap, now - last) if last is not None else gap
                     last = now
                     if len(tokens) >= 20 and not sent:
-                        stack.enter_context(replica(one.address, EchoEngine(step_s=0.01), name="heir"))
-                        wait_for(lambda: len(client.stats()["replicas"]) == 2)
-                        child.signal(kind)
+                        child.signal(kind)  # turns begin with the one that came first
                         last, sent = time.monotonic(), True
                 assert tokens == expected and sent
                 stats = client.stats()
