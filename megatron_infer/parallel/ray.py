@@ -7,20 +7,25 @@
                    |    |    requests, tokens and commands: ZMQ, with a key of this run
     Ray actors  Replica Replica ...           placed and restarted by Ray; each has an engine of one process
 
-Ray carries no request. They pass through the coordinator as they do without Ray, so that routing by prefix, streams,
-commands with deadlines, and what becomes of a dead replica's requests are the same in both worlds.
+Ray carries none of these requests. They pass through the coordinator as they do without Ray, so that routing by prefix,
+streams, commands with deadlines, and what becomes of a dead replica's requests are the same in both worlds.
+
+    serve.run(serve_application("smollm2", 2, resources={"CPU": 8}), route_prefix="/generate")
+
+is for those whose requests come in by Ray Serve: its proxy, its choice of a replica, its scaling; no coordinator.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import ConfigError, InferenceError
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("megatron_infer.ray")
 
 INSTALL = 'pip install "megatron-infer[ray]"'
+INSTALL_SERVE = 'pip install "ray[serve]"'
 _WATCH_S = 0.5
 
 Model = str | Callable[[], Any]
@@ -106,7 +112,7 @@ class RayReplicas:
             self._async_client = AsyncInferenceClient(**self.access, name="ray driver", tokenizer=tokenizer)
             self._client = self._async_client.blocking
             self._stack.callback(self._client.close)
-            make = self._ray.remote(_Home).options(**_actor_options(self._resources, max_restarts))
+            make = self._ray.remote(_Home).options(max_restarts=max_restarts, **_actor_options(self._resources))
             self._homes = [make.remote(model, options, self.access, f"ray-{i}") for i in range(num_replicas)]
             self._stack.callback(self._kill_all)
             self._lifelines: dict[Any, int] = {home.serve.remote(): i for i, home in enumerate(self._homes)}
@@ -130,7 +136,8 @@ class RayReplicas:
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as it grows, each with all so far. Closing the iterator aborts the request."""
         with self._telling_why():
-            async with contextlib.aclosing(self._async_client.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+            stream: Any = self._async_client.stream(prompt, params)
+            async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -191,7 +198,7 @@ class RayReplicas:
         deadline, total = time.monotonic() + timeout_s, len(self._homes)
         while True:
             num_serving = len(self._client.stats()["replicas"])
-            if num_serving == total:
+            if num_serving >= total:
                 return
             ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
             if ended:
@@ -199,27 +206,33 @@ class RayReplicas:
                 raise ReplicasLost(f"ray-{self._lifelines[ended[0]]} did not start: {error}") from error
             if time.monotonic() > deadline:
                 raise ReplicasLost(
-                    f"{num_serving} of {total} replicas serve after {timeout_s:g} s (start_timeout_s); does the cluster "
-                    f"have {self._resources} free for each (`ray status`), and can its nodes reach "
+                    f"{num_serving} of {total} replicas serve after {timeout_s:g} s (start_timeout_s); does the "
+                    f"cluster have {self._resources} free for each (`ray status`), and can its nodes reach "
                     f"{self.access['address']}?"
                 )
 
     def _watch(self) -> None:
         """Let restarted actors serve again; when none is left, fail what waits."""
         budgets = [self._max_restarts] * len(self._homes)
+        began = [time.monotonic()] * len(self._homes)
         while not self._closing.is_set() and self._lifelines:
             ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
             for lifeline in ended:
                 index, error = self._lifelines.pop(lifeline), self._why(lifeline)
                 if self._closing.is_set():
                     return
-                if budgets[index]:  # Ray holds the call until the actor is there again
-                    budgets[index] -= 1
-                    log.warning("ray-%d has died and is started again: %s", index, error)
-                    self._lifelines[self._homes[index].serve.remote()] = index
-                else:
+                returns = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # as Ray says, from death on
+                if not returns and not budgets[index]:
                     log.error("ray-%d has died for good: %s", index, error)
                     self._lost = f"every replica has died; the last was ray-{index}: {error}"
+                    continue
+                if not returns:  # in some versions the call that death cut short says no more than that it died
+                    budgets[index] -= 1
+                if time.monotonic() - began[index] > 10 * _WATCH_S:
+                    log.warning("ray-%d has died and is started again: %s", index, error)
+                began[index] = time.monotonic()
+                self._closing.wait(_WATCH_S)
+                self._lifelines[self._homes[index].serve.remote()] = index
         if not self._closing.is_set():
             self._client.close()
 
@@ -267,6 +280,109 @@ class _Home:
             os._exit(1)
 
 
+def serve_application(
+    model: Model,
+    num_replicas: int = 1,
+    *,
+    config: InferenceConfig | Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    resources: Mapping[str, float] | None = None,
+    **deployment: Any,
+) -> Any:
+    """A Ray Serve application, each of whose replicas has an engine of one process; give it to `serve.run`.
+
+    POST {"prompt": text or token ids, "params": {"max_tokens": 64, ...}, "stream": false} gives {"prompt_token_ids",
+    "outputs": [{"index", "text", "token_ids", "finish_reason"}]}; with "stream" such a line for each piece of news,
+    with what is new in it. A wrong request is 400 and {"error"}. Python code calls `handle.generate.remote(prompt,
+    params)` for the same. What a replica was at when it died fails (500): repeating it is the caller's.
+
+    A function as `model` makes an LLM. deployment: options of `serve.deployment` (max_ongoing_requests, ...); Serve's
+    default of 5 requests at a time a replica would leave most rows empty, so it is 256 here.
+    """
+    require_ray()
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise RayMissing(f"Ray Serve needs {error.name}, which is not installed: {INSTALL_SERVE}") from error
+    options = _llm_options(model, config, model_options)
+    actor = _actor_options({"CPU": 1} if resources is None else resources)
+    settings = {"name": "megatron_infer", "max_ongoing_requests": 256} | deployment
+    made = serve.deployment(_Answerer).options(num_replicas=num_replicas, ray_actor_options=actor, **settings)
+    return made.bind(model, options)
+
+
+class _Answerer:
+    """What Serve runs."""
+
+    def __init__(self, model: Model, options: dict[str, Any]) -> None:
+        from megatron_infer.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM(model, **options) if isinstance(model, str) else AsyncLLM(model())
+
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        from megatron_infer.errors import RequestError
+
+        try:
+            prompt, params, stream = _asked_in(await request.json())
+            outputs = self._outputs(prompt, params, stream=stream)
+            first = await anext(outputs)  # whatever is wrong with the request shows here
+        except (RequestError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        if not stream:
+            return first
+
+        async def lines() -> AsyncIterator[str]:
+            async with contextlib.aclosing(outputs):
+                yield json.dumps(first) + "\n"
+                async for output in outputs:
+                    yield json.dumps(output) + "\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def generate(self, prompt: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """For a DeploymentHandle."""
+        prompt, checked, _ = _asked_in({"prompt": prompt, "params": params})
+        async with contextlib.aclosing(self._outputs(prompt, checked, stream=False)) as outputs:
+            return await anext(outputs)
+
+    async def _outputs(self, prompt: Any, params: SamplingParams, *, stream: bool) -> AsyncGenerator[dict[str, Any]]:
+        news: Any = self._llm.generate(prompt, params, stream="delta" if stream else "final")
+        async with contextlib.aclosing(news):
+            async for output in news:
+                yield _in_json(output)
+
+    async def check_health(self) -> None:
+        """Raises EngineStopped, upon which Serve replaces this replica, when the engine has failed."""
+        from megatron_infer.errors import UnknownRequest
+
+        with contextlib.suppress(UnknownRequest):
+            await self._llm.abort("")  # no request has this id; but the engine's thread must have looked
+
+
+def _asked_in(body: Any) -> tuple[Any, SamplingParams, bool]:
+    """Raises RequestError."""
+    from megatron_infer.errors import RequestError, unknown_name
+    from megatron_infer.schedule.params import SamplingParams
+
+    if not isinstance(body, dict) or "prompt" not in body:
+        raise RequestError('a request is {"prompt": text or token ids, "params": {...}, "stream": false}')
+    for name in body:
+        if name not in ("prompt", "params", "stream"):
+            raise RequestError(unknown_name("field", name, ("prompt", "params", "stream")))
+    return body["prompt"], SamplingParams.from_dict(dict(body.get("params") or {})), bool(body.get("stream", False))
+
+
+def _in_json(output: RequestOutput) -> dict[str, Any]:
+    outputs = [
+        {"index": one.index, "text": one.text, "token_ids": list(one.token_ids), "finish_reason": one.finish_reason}
+        for one in output.outputs
+    ]
+    error = {} if output.error is None else {"error": str(output.error)}
+    return {"prompt_token_ids": list(output.prompt_token_ids), "outputs": outputs, **error}
+
+
 def require_ray() -> Any:
     """The module `ray`. Raises RayMissing, which says how to get it."""
     try:
@@ -298,13 +414,12 @@ def _engine_of(model: Model, options: dict[str, Any]) -> Any:
     return getattr(made, "engine", made)
 
 
-def _actor_options(resources: Mapping[str, float], max_restarts: int) -> dict[str, Any]:
+def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     custom = dict(resources)
     return {
         "num_cpus": custom.pop("CPU", 0),
         "num_gpus": custom.pop("GPU", 0),
         "resources": custom,
-        "max_restarts": max_restarts,
     }
 
 

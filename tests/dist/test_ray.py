@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import socket
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost
+from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost, serve_application
 from megatron_infer.parallel.seats import CoordinatorOptions
 from megatron_infer.parallel.wire import ControlFailed
 from megatron_infer.schedule.params import SamplingParams
@@ -19,7 +24,7 @@ from megatron_infer.testing.echo import echo_tokens
 
 PROMPTS = [[3 + i, 5, 7 * i + 1, 11] * (3 + i) for i in range(6)]
 CONFIG = {"buffer_size_gb": 0.01, "enable_prefix_caching": True}
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +75,14 @@ def tokens_of(outputs):
 
 
 def slow_echo():
-    """50 ms a step."""
-    from megatron_infer.testing.echo import EchoEngine
+    """Makes engines of 50 ms a step. A local function, as it travels by value: actors cannot import this file."""
 
-    return EchoEngine(step_s=0.05)
+    def make():
+        from megatron_infer.testing.echo import EchoEngine
 
+        return EchoEngine(step_s=0.05)
 
-def local(function):
-    """The same function as one that travels by value: actors cannot import this file."""
-    from types import FunctionType
-
-    made = FunctionType(function.__code__, {"__builtins__": __builtins__}, function.__name__)
-    made.__module__ = "__main__"
-    return made
+    return make
 
 
 @pytest.mark.slow
@@ -109,12 +109,12 @@ def test_two_replicas_give_the_tokens_of_one_engine_and_obey_together(ray, model
         assert {seat["weight_version"] for seat in replicas.stats()["replicas"]} == {7}
         assert tokens_of(replicas.generate(PROMPTS, GREEDY)) == expected
         with pytest.raises(ControlFailed, match=r"ray-0.*ray-1|ray-1.*ray-0"):
-            replicas.set_weight_version(3, timeout_s=60)  # versions do not go back
+            replicas.set_weight_version(-1, timeout_s=60)
 
 
 @pytest.mark.slow
 def test_requests_of_a_killed_actor_go_on_elsewhere_and_it_joins_again(ray, model_dir):
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
     expected = one_engine(model_dir, params)
 
     def make():
@@ -139,7 +139,7 @@ def test_requests_of_a_killed_actor_go_on_elsewhere_and_it_joins_again(ray, mode
         assert until(lambda: len(replicas.stats()["replicas"]) == 2, 120)
         again = replicas.generate(PROMPTS, params)
     assert tokens_of(answers[0]) == expected
-    assert stats["lost"] == 1 and stats["moved"] == 3
+    assert (stats["replicas_lost"], stats["resent"]) == (1, 3)
     assert tokens_of(again) == expected
 
 
@@ -152,6 +152,48 @@ def until(true, limit_s=30.0):
     return True
 
 
+def post(url, body):
+    """Status and lines of the answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, [json.loads(line) for line in answer.read().splitlines()]
+    except urllib.error.HTTPError as error:
+        return error.code, [json.loads(error.read())]
+
+
+@pytest.mark.slow
+def test_serve_answers_over_http_and_to_handles_as_one_engine(ray, model_dir):
+    pytest.importorskip("ray.serve", reason='Ray Serve is not installed: pip install "ray[serve]"')
+    from ray import serve
+
+    expected = one_engine(model_dir, GREEDY)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    params = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        application = serve_application(model_dir, 1, config=CONFIG, model_options={"dtype": "float32"})
+        handle = serve.run(application, route_prefix="/generate")
+        url = f"http://127.0.0.1:{port}/generate"
+        status, answers = post(url, {"prompt": PROMPTS[0], "params": params})
+        assert status == 200 and answers[0]["outputs"][0]["token_ids"] == expected[0]
+        status, news = post(url, {"prompt": PROMPTS[1], "params": params, "stream": True})
+        assert len(news) > 1 and sum((one["outputs"][0]["token_ids"] for one in news), []) == expected[1]
+        assert news[-1]["outputs"][0]["finish_reason"] == "length"
+        pending = [handle.generate.remote(prompt, params) for prompt in PROMPTS]
+        assert [one.result(timeout_s=60)["outputs"][0]["token_ids"] for one in pending] == expected
+        for body, words in (
+            ({"promt": [1]}, "a request is"),
+            ({"prompt": [1], "params": {"max_token": 3}}, "max_tokens"),
+            ({"prompt": [10**6]}, "1,?000,?000|vocabulary"),
+        ):
+            status, answers = post(url, body)
+            assert status == 400 and re.search(words, answers[0]["error"])
+    finally:
+        serve.shutdown()
+
+
 @pytest.mark.slow
 def test_when_no_actor_is_left_whoever_waits_is_told(ray):
     failures = []
@@ -162,10 +204,9 @@ def test_when_no_actor_is_left_whoever_waits_is_told(ray):
         except ReplicasLost as error:
             failures.append(error)
 
-    with RayReplicas(local(slow_echo), 1, max_restarts=1) as replicas:
-        assert replicas.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].outputs[0].token_ids == echo_tokens(
-            [1, 2, 3], 5, seed=None
-        )
+    with RayReplicas(slow_echo(), 1, max_restarts=1) as replicas:
+        outputs = replicas.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+        assert tokens_of(outputs) == [echo_tokens([1, 2, 3], 5)]
         caller = threading.Thread(target=ask)
         caller.start()
         for _ in range(2):
@@ -188,7 +229,7 @@ def test_an_engine_that_cannot_be_made_is_reported_with_its_reason(ray):
 @pytest.mark.slow
 def test_replicas_that_find_no_room_are_reported_with_what_they_ask_for(ray):
     with pytest.raises(ReplicasLost, match="unobtainium"):
-        RayReplicas(local(slow_echo), 1, resources={"CPU": 1, "unobtainium": 1}, start_timeout_s=2)
+        RayReplicas(slow_echo(), 1, resources={"CPU": 1, "unobtainium": 1}, start_timeout_s=2)
 
 
 def test_wrong_arguments_are_refused_before_an_actor_starts():
@@ -196,7 +237,7 @@ def test_wrong_arguments_are_refused_before_an_actor_starts():
     with pytest.raises(ConfigError, match="num_replicas is 0"):
         RayReplicas("smollm2", 0)
     with pytest.raises(ConfigError, match="a function makes its engine itself"):
-        RayReplicas(slow_echo, 1, config={"seed": 1})
+        RayReplicas(slow_echo(), 1, config={"seed": 1})
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
