@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
+import gloo_ranks as ranks
 import pytest
-import ranks
 import stage_case
 import torch
 
@@ -74,20 +75,24 @@ def check_swaps(model, expected) -> None:
     assert counters["swapped_out"] > 2 and counters["swapped_in"] > 2, counters
 
 
+def failing(function, *, call):
+    """`function`, which raises when it is called for the `call`-th time."""
+    calls = itertools.count(1)
+
+    def wrapped(*arguments):
+        if next(calls) == call:
+            raise RuntimeError("out of order")
+        return function(*arguments)
+
+    return wrapped
+
+
 def check_failures(model, expected, rank) -> None:
     """A forward that raises on either stage ends the requests of its step on both, and no other."""
     for victim in (0, 1):
-        engine, calls = stage_case.make_engine(model), 0
-        hidden = engine.parts.adopted.hidden
-
-        def broken(*arguments):
-            nonlocal calls
-            calls += 1
-            if calls == 6 and rank == victim:
-                raise RuntimeError("out of order")
-            return hidden(*arguments)
-
-        engine.parts.adopted.hidden = broken
+        engine = stage_case.make_engine(model)
+        if rank == victim:
+            engine.parts.adopted.hidden = failing(engine.parts.adopted.hidden, call=6)
         answers = stage_case.generate(engine)
         failed = [bool(answer[0]) for answer in answers]
         assert 0 < sum(failed) < len(answers), f"stage {victim}: {failed}"

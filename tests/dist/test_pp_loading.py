@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import gloo_ranks as ranks
 import pytest
-import ranks
 import torch
 from hybrid_models import random_hybrid
 from test_gguf import write_gguf
