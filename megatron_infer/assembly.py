@@ -19,7 +19,7 @@ from megatron_infer.config import (
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
-from megatron_infer.context.stages import StageSizes
+from megatron_infer.context.stages import StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
@@ -35,7 +35,7 @@ from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.parallel.groups import ParallelGroups
-from megatron_infer.parallel.sizes import agree_on_config, agree_on_memory, agree_on_sizes
+from megatron_infer.parallel.options import agree_on_config
 from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
@@ -258,11 +258,10 @@ def assemble(
     """Adopt the model, size the pool, choose kernels, and connect everything."""
     adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
-    refuse_unsupported(groups)
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
-    agreed = resolve_sizes(config, shape, where, team)
+    agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes
     chosen = choose(
         where.torch,
@@ -295,8 +294,7 @@ def assemble(
         num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
-    stages = groups.pp
-    link = None if stages is None else StageLink(stages, hidden_size=shape.hidden_size, device=where.torch)
+    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:
@@ -341,28 +339,6 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
     )
 
 
-def refuse_unsupported(groups: ParallelGroups) -> None:
-    """Raise NotImplementedError for kinds of parallelism that the engine cannot serve."""
-    if groups.ep_size > 1:
-        raise NotImplementedError(
-            f"pg_collection has ep={groups.ep_size}: inference over expert-parallel ranks is not supported yet; "
-            "tensor, pipeline and data parallelism are"
-        )
-
-
-def resolve_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> StageSizes:
-    """The sizes that every rank of the engine has room for."""
-    lockstep = team.lockstep
-    if lockstep is None:
-        sizes = config.resolve(shape, available_bytes=where.available_bytes())
-        return StageSizes(sizes=sizes, host=host_places_of(config, sizes), recurrent=shape.state is not None)
-    agree_on_config(config, lockstep)
-    available = agree_on_memory(where.available_bytes(), lockstep)
-    with lockstep.together("sizing the cache"):
-        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
-    return agree_on_sizes(shape, sizes, host_places_of(config, sizes), lockstep)
-
-
 def register_derived(parts: Assembly) -> None:
     """Everything the engine itself derives from the weights; computed here for the first time."""
     adopted, packed, builder = parts.adopted, parts.chosen.packed, parts.runner.builder
@@ -401,6 +377,18 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
         max_requests=sizes.max_requests,
         max_blocks_per_row=sizes.max_blocks_per_row,
     )
+
+
+def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team: Team) -> StageSizes:
+    """Sizes that every rank of the engine can hold, equal on all of them."""
+    available, lockstep = where.available_bytes(), team.lockstep
+    if lockstep is not None:
+        agree_on_config(config, lockstep)
+        available = min(lockstep.least("comparison of free memory", [available]))
+    with team.together("sizing the cache"):
+        sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
+    limits = stage_limits(shape, sizes, host_places_of(config, sizes))
+    return agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
 
 
 def make_runner(
@@ -456,6 +444,6 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    sampler = for_group(sampler, adopted.tp_group)
+    of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
-    return make(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
-from megatron_infer.forward.pipeline import StageLost
 from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
@@ -205,13 +204,18 @@ class StepLoop:
             outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
 
     def _read(self, flight: Flight) -> Drawn:
-        """What a step drew; a rank that cannot be reached has failed, and all others say so."""
-        try:
+        """What the step drew. With several ranks a failure is everyone's, or ends the engine."""
+        if self._ranks is None:
             return flight.read()
-        except StageLost as error:
-            if self._ranks is not None:
-                self._ranks.step_failed(error, 0.0)
+        started = time.perf_counter()
+        try:
+            drawn = flight.read()
+        except Exception as error:
+            self._ranks.step_failed(error, time.perf_counter() - started, fatal=True)
             raise
+        if drawn.error:
+            self._ranks.step_failed(FailedStep(drawn.error), time.perf_counter() - started)
+        return drawn
 
     def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
         """The oldest step in flight failed: its requests end, those of later ones start over."""

@@ -38,9 +38,9 @@ def adopt(
 
     It may be one stage of a pipeline, with or without embedding, output layer, attention or Mamba layers.
     `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the
-    true size where the model's own is padded. `state_config` says in which dtypes recurrent states are kept. Adopting
-    twice is fine. Raises AdoptionError, with nothing changed, naming the module and the reason if any part of the model
-    is not known to compute what the paged path computes.
+    true size where the model's own is padded; None: what `build_model` has noted, else the padded one. `state_config`
+    says in which dtypes recurrent states are kept. Adopting twice is fine. Raises AdoptionError, with nothing changed,
+    naming the module and the reason if any part of the model is not known to compute what the paged path computes.
     """
     live = unwrap(model)
     check_config(live.config)
@@ -70,7 +70,8 @@ def adopt(
     if final_norm is not None and not live.post_process:
         raise AdoptionError(where, "in a pipeline stage that is not the last")
     lean_norm = None if final_norm is None else LeanNorm(final_norm, where)
-    shape = model_shape(live, layers, vocab_size, state_config)
+    true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
+    shape = model_shape(live, layers, true_vocab, state_config)
     for plan in layers:
         plan.apply()
     cpu_rotary(live)

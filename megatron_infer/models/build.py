@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.models.head_padding import divisible
 from megatron_infer.models.hf_names import Shard
 from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.models.stages import stage_options
@@ -63,12 +64,14 @@ def build_model(
     has set up torch.distributed; each builds its pipeline stage and reads its own part only. Sizes come from
     pg_collection where it is given. Stages are as even as megatron-core can have them, unless its own options
     (num_layers_in_first_pipeline_stage, ...) say otherwise. The vocabulary is padded up to a multiple of
-    vocab_multiple * tensor_parallel. `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
+    vocab_multiple * tensor_parallel, kv groups with zeros if they do not divide (see `head_padding`).
+    `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
     """
     plan = source if isinstance(source, ModelPlan) else source.config()
     dtype = _dtype(dtype)
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
+    plan = divisible(plan, tensor_parallel)
     config = transformer_config(
         plan,
         dtype=dtype,
@@ -89,7 +92,7 @@ def build_model(
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
-    """The caller's groups (sizes need not be given then), else megatron-core's global ones, made if need be."""
+    """The caller's groups, who need not give sizes then; else megatron-core's global ones, made if need be."""
     if given is None:
         init_process_groups(tensor, pipeline, expert)
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -231,6 +234,7 @@ def _construct(plan: ModelPlan, config: TransformerConfig, padded_vocab: int, gr
         post_process=stage == group_size(groups.pp) - 1,
         pg_collection=apart,
     )
+    model.true_vocab_size = plan.vocab_size  # adopt: what lies beyond is padding, and never drawn
     model.pg_collection, model.embd_group = groups, getattr(groups, "embd", None)
     return cpu_rotary(model)
 

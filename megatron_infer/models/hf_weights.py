@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.models.head_padding import PaddedReader, pad_groups
 from megatron_infer.models.hf_hybrid_names import HYBRID_NAMES
 from megatron_infer.models.hf_names import (
     WHOLE,
@@ -36,6 +37,10 @@ def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard:
     Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
     them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
     """
+    groups = getattr(model.config, "num_query_groups", None)
+    if groups is not None and groups > plan.transformer["num_query_groups"]:
+        padded = pad_groups(plan, groups)
+        reader, plan = PaddedReader(reader, plan, padded), padded
     recipes = dict(_recipes(model, plan))
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}

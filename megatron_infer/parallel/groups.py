@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class ParallelGroups:
         parallel_state is never read. Raises ConfigError when the two contradict each other or a group is missing.
         """
         own = getattr(model, "pg_collection", None)
-        found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "cp")}
+        found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
         for name in ("tp", "pp", "ep"):
             given = getattr(collection, name, None)
             if given is not None and getattr(own, name, None) is not None and given.size() != getattr(own, name).size():
@@ -79,7 +80,9 @@ class ParallelGroups:
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
-        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=found["dp"], engine=engine, inner=inner)
+        # For a trainer the expert-parallel ranks are data-parallel ones, too; here they are one replica.
+        replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
+        return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
 
     def lockstep(self, *, timeout_s: float) -> Lockstep | None:
         """Link the engine's ranks; None for a process alone. Every rank calls it."""
@@ -142,7 +145,10 @@ def build_groups(
 
     if not torch.distributed.is_initialized():
         backend = backend or ("nccl" if torch.accelerator.is_available() else "gloo")
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:  # no launcher: one process, which needs no port
+            alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     world = torch.distributed.get_world_size()
     check_world(world, tensor_parallel, pipeline_parallel, expert_parallel)
     if not parallel_state.model_parallel_is_initialized():

@@ -103,6 +103,11 @@ class Lockstep:
         texts: list[str] = self._round(_Report(what, text=text))["texts"]
         return texts
 
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        """Of each value the least that any rank has."""
+        everyone = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
+        return [min(column) for column in zip(*everyone, strict=True)]
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """The body happens on all ranks or fails on all of them: with its own error where it raised, elsewhere with
@@ -143,12 +148,12 @@ class Lockstep:
         self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
         raise self._broken
 
-    def step_failed(self, error: BaseException, seconds: float) -> None:
-        """This rank's forward raised. Returns if all ranks' did in the same way; else the engine has failed, and
-        RankFailure names the rank whose forward was the first to raise."""
+    def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False) -> None:
+        """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
+        not fatal; else the engine has failed, and RankFailure names the rank that was the first to raise."""
         text = json.dumps([f"{type(error).__name__}: {error}", seconds])
         texts = [json.loads(text) for text in self._round(_Report(FAILED_STEP, text=text, failed=True))["texts"]]
-        if len({message for message, _ in texts}) == 1:
+        if len({message for message, _ in texts}) == 1 and not fatal:
             return
         first = min(range(self.size), key=lambda rank: texts[rank][1])
         self._fail(RankFailure(first, self.phase, texts[first][0]))
@@ -181,7 +186,7 @@ class Lockstep:
         return answer
 
     def _hear(self, rank: int, call: str) -> _Report:
-        deadline, link = time.monotonic() + self.timeout_s, self._links.calls[rank]
+        deadline, link = time.monotonic() + self._watch.patience_s, self._links.calls[rank]
         while True:
             try:
                 message = link.receive(SLICE_S)
@@ -191,7 +196,7 @@ class Lockstep:
                 return _Report(*message)
             self._watch.check()
             if time.monotonic() > deadline:
-                raise RankFailure(rank, self.phase, f"it lives, but has not come to {call} for {self.timeout_s:g} s")
+                raise RankFailure(rank, self.phase, self._late(rank, call))
 
     def _tell(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
@@ -202,7 +207,7 @@ class Lockstep:
 
     def _report(self, mine: _Report, patient: bool) -> dict[str, Any]:
         # Others may be awaited first, each as long as we would be.
-        deadline, link = time.monotonic() + self.size * self.timeout_s, self._links.calls[0]
+        deadline, link = time.monotonic() + self.size * self._watch.patience_s, self._links.calls[0]
         lost = False
         try:
             link.send(mine)
@@ -219,8 +224,11 @@ class Lockstep:
                 return message
             self._watch.check()
             if lost or (not patient and time.monotonic() > deadline):
-                reason = "its process has ended" if lost else f"it lives, but has not come to {mine.call}"
-                raise RankFailure(0, self.phase, reason)
+                raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
+
+    def _late(self, rank: int, call: str) -> str:
+        where = self._watch.phase_of(rank)
+        return f"it lives, in {where}, but has not come to {call} for {self.timeout_s:g} s (collective_timeout_s)"
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure

@@ -41,6 +41,15 @@ class Watch:
         """(rank, reason) of the first rank that was missed."""
         return self._lost
 
+    @property
+    def patience_s(self) -> float:
+        """After so long a stall has been noticed; who is late without one lives."""
+        return self._timeout_s + 2 * self._interval_s
+
+    def phase_of(self, rank: int) -> str:
+        """What it was doing when it was last heard of."""
+        return self._phases.get(rank, "an unknown phase")
+
     def check(self) -> None:
         """Raise RankFailure if a rank was missed."""
         if self._lost is not None:
@@ -86,13 +95,13 @@ class Watch:
                     if message.get("lost") is not None:
                         self._miss(*message["lost"])
             except LinkClosed:
-                self._miss(rank, f"its process has ended; last heard of in {self._phases[rank]}")
+                self._miss(rank, "its process has ended")
 
     def _judge(self) -> None:
         now = time.monotonic()
         for rank, seen in self._seen.items():
             if now - seen > self._timeout_s:
-                self._miss(rank, f"no sign of life for {now - seen:.1f} s; last heard of in {self._phases[rank]}")
+                self._miss(rank, f"no sign of life for {now - seen:.1f} s")
 
     def _miss(self, rank: int, reason: str) -> None:
         if self._lost is None:

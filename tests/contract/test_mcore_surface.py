@@ -20,6 +20,7 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.activations import PLAIN
 from megatron_infer.models.mamba import SlottedMambaMixer
 from megatron_infer.models.support import REFUSED_SETTINGS
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +196,19 @@ def test_the_stock_mixer_has_the_names_we_know_it_by():
     fixed = {"self", "norm_before_gate", "dt_init", "dt_scale", "bias"}  # megatron-core takes one value, or uses none
     gone = {"use_mem_eff_path", "d_state", "headdim", "ngroups"}  # deprecated in 0.16, taken from the config
     assert set(methods["__init__"]) - fixed - gone <= set(ours)
+
+
+def test_the_parallel_path_finds_what_it_reads_of_live_modules():
+    """Parts and groups of linears, embedding, attention and experts, by the names that megatron-core gives them."""
+    model = tiny_gpt(**EXPERTS, moe_shared_expert_intermediate_size=40)
+    layer, words = model.decoder.layers[0], model.embedding.word_embeddings
+    assert layer.self_attention.linear_qkv.gather_output is False
+    assert layer.self_attention.linear_proj.input_is_parallel is True
+    assert layer.self_attention.world_size == 1
+    assert (words.vocab_start_index, words.vocab_end_index) == (0, len(words.weight))
+    assert list(layer.mlp.local_expert_indices) == [0, 1, 2, 3]
+    groups = layer.mlp.token_dispatcher.tp_ep_group, layer.mlp.ep_group, layer.mlp.experts.tp_group
+    assert [group.size() for group in (*groups, layer.mlp.experts.ep_group)] == [1, 1, 1, 1]
 
 
 def test_context_is_the_fifth_argument_of_attention_and_a_keyword_of_layers():

@@ -9,14 +9,17 @@ import paged_step
 import pytest
 import torch
 from hybrid_models import random_hybrid
-from ranks import gathered, new_groups, run_on_ranks
+from gloo_ranks import gathered, new_groups, run_on_ranks
 from test_adopt_tensor_parallel import logits_of_schedule
 
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.build import build_model
 from megatron_infer.models.checkpoint import save_checkpoint
 from megatron_infer.models.hf_weights import SafetensorsReader
 from megatron_infer.models.sources import open_source
+from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 LAYOUTS = {
@@ -30,12 +33,51 @@ HF = {
     "granite": ("granite_experts", {"num_local_experts": 6}),
 }
 IDS = list(range(30))
+ENGINE = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": 16,
+    "max_requests": 4,
+    "max_tokens": 24,
+    "enable_chunked_prefill": True,
+    "check_invariants": True,
+    "collective_timeout_s": 60,
+}
+PROMPTS = [[i + 3 * j for j in range(length)] for i, length in enumerate((5, 33, 18, 40, 2, 27))]
 
 
 def logits_of_ids(adopted):
     step = paged_step.Cache(adopted, num_blocks=16).step([(0, IDS)])
     with torch.inference_mode():
         return adopted.logits(adopted.hidden(step), step.ops)
+
+
+def answers(model):
+    """Tokens and log probabilities of greedy and drawn requests, chunked, more of them than fit at once."""
+    engine = DynamicInferenceEngine(model, InferenceConfig(**ENGINE))
+    wishes = [
+        SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=7, logprobs=0),
+    ]
+    requests = zip(PROMPTS, wishes * 3, strict=True)
+    outputs = engine.generate(PROMPTS, [params for _, params in requests]) if _leads() else engine.generate([])
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    scores = [
+        entry[token].logprob
+        for output in outputs
+        for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+    ]
+    prompts = [
+        probability.logprob
+        for output in outputs
+        for entry in output.prompt_logprobs or ()
+        if entry is not None
+        for probability in entry.values()
+    ]
+    return tokens, torch.tensor(scores + prompts)
+
+
+def _leads():
+    return torch.distributed.get_rank() == 0
 
 
 def gpt(**settings):
@@ -77,8 +119,17 @@ def on_rank(rank, size, folder):
                 mine, transformers = torch.load(folder / f"{case}.pt")
                 torch.testing.assert_close(got[:, :131], mine[:, :131], atol=1e-5, rtol=0, msg=f"{layout} {source}")
                 torch.testing.assert_close(got[:, :131], transformers, atol=1e-4, rtol=0)
+            same_answers(model, folder / f"{case}.answers.pt")
         if layout == "ep2":
             gpt_layers(rank, folder, **sizes)
+
+
+def same_answers(model, expected):
+    tokens, scores = answers(model)
+    if _leads():
+        want_tokens, want_scores = torch.load(expected)
+        assert tokens == want_tokens, (tokens, want_tokens)
+        torch.testing.assert_close(scores, want_scores, atol=1e-5, rtol=0)
 
 
 def gpt_layers(rank, folder, **sizes):
@@ -127,4 +178,5 @@ def test_experts_on_two_ranks_give_the_logits_of_one(tmp_path):
         model = build_model(source)
         save_checkpoint(model, tmp_path / f"{case}.ckpt", plan=source.config())
         torch.save((logits_of_ids(adopt(model)), want), tmp_path / f"{case}.pt")
+        torch.save(answers(model), tmp_path / f"{case}.answers.pt")
     run_on_ranks(on_rank, 2, tmp_path)

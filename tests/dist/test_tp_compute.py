@@ -9,7 +9,7 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import gathered, new_groups, run_on_ranks
+from gloo_ranks import gathered, new_groups, run_on_ranks
 from test_adopt_tensor_parallel import fill_vectors, logits_of_schedule
 
 from megatron_infer.errors import AdoptionError, ModelError

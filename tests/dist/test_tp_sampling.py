@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ranks import run_on_ranks
+from gloo_ranks import run_on_ranks
 from sampling_oracle import make_request
 from sampling_rows import random_logits, random_request
 

@@ -115,14 +115,18 @@ def test_a_bias_that_the_config_does_not_announce_is_unexpected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
+    ("case", "changes", "message"),
     [
-        ("mamba2_one_group", "mamba_num_groups 1 cannot be split over 2"),
-        ("nemotron_h_experts", "experts cannot be split over 2"),
+        ("mamba2_one_group", {}, "mamba_num_groups 1 cannot be split over 2"),
+        (
+            "nemotron_h_experts",
+            {"moe_shared_expert_intermediate_size": 41},
+            "moe_shared_expert_intermediate_size 41 cannot be split over 2",
+        ),
     ],
 )
-def test_splits_that_do_not_divide_are_refused(case, message, tmp_path):
-    random_hybrid(case).save_pretrained(tmp_path)
+def test_splits_that_do_not_divide_are_refused(case, changes, message, tmp_path):
+    random_hybrid(case, **changes).save_pretrained(tmp_path)
     source = open_source(tmp_path)
     with pytest.raises(ModelError, match=message):
         source.load_into(build_model(source), Shard(rank=0, size=2))

@@ -1,0 +1,134 @@
+"""Every way a rank can go away, each in two fresh processes: python failure_case.py RESULTS.json TIMEOUT_S
+
+One process imports everything once and forks the ranks of each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import engine_ranks as ranks
+
+from megatron_infer.errors import RankFailure
+from megatron_infer.schedule.params import SamplingParams
+
+CASES = [
+    (phase, how, victim)
+    for phase in ("prefill", "decode", "suspend", "update")
+    for how in ("SIGKILL", "SIGSTOP")
+    for victim in (1,)
+] + [("decode", "SIGKILL", 0), ("decode", "SIGSTOP", 0), ("step", "SIGKILL", 1), ("follow", "SIGSTOP", 0)]
+
+
+class Bomb:
+    """Sends this process `how` when the engine comes to `phase`."""
+
+    def __init__(self, engine: Any, phase: str, how: str) -> None:
+        self.engine, self.phase, self.how = engine, phase, how
+        layers = engine.parts.adopted._lean
+        layers[1] = _Wired(layers[1], self)
+        engine.lifecycle.observers.append(self.observe)
+
+    def layer_runs(self) -> None:
+        if self.engine.parts.team.lockstep.phase.startswith(self.phase):
+            self.go_off()
+
+    def observe(self, what: str) -> None:
+        if (self.phase, what) in (("suspend", "release the cache"), ("update", "the weights' checksums")):
+            self.go_off()
+
+    def go_off(self) -> None:
+        os.kill(os.getpid(), getattr(signal, self.how))
+
+
+class _Wired:
+    def __init__(self, layer: Any, bomb: Bomb) -> None:
+        self._layer, self._bomb = layer, bomb
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def run(self, *args: Any) -> Any:
+        self._bomb.layer_runs()
+        return self._layer.run(*args)
+
+
+def play(rank: int, folder: str, case: tuple[str, str, int], timeout_s: float) -> None:
+    phase, how, victim = case
+    ranks.start_rank(rank, 2, folder)
+    model = ranks.part_of_model("attention", folder, rank, 2)
+    engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False)
+    engine.generate([list(range(9))], SamplingParams(max_tokens=3, ignore_eos=True))
+    bomb = Bomb(engine, phase, how) if rank == victim else None
+    started = time.monotonic()
+    result: dict[str, Any] = {"error": None}
+    try:
+        if phase == "follow" and rank == 1:
+            engine.follow()
+        if rank == 0:
+            engine.add_request(list(range(30)), SamplingParams(max_tokens=40, ignore_eos=True))
+        for step in range(10):
+            if step == 4 and phase in ("step", "follow") and bomb is not None:
+                bomb.go_off()  # between two steps
+            engine.step()
+        engine.suspend("offload")
+        engine.resume()
+        engine.set_weight_version(9)
+        for _ in range(20):
+            engine.step()
+    except RankFailure as failure:
+        result = {"error": str(failure), "rank": failure.rank, "phase": failure.phase}
+    result["at"] = time.time()
+    result["seconds"] = time.monotonic() - started
+    with open(f"{folder}/result", "w", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+def run_case(case: tuple[str, str, int], timeout_s: float) -> dict[str, Any]:
+    victim = case[2]
+    folder = tempfile.mkdtemp()  # not a context: a forked rank would leave it, too
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                play(rank, folder, case, timeout_s)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            # A rank that ends as scripts do: through the interpreter's own exit.
+            sys.exit(code)
+        pids.append(pid)
+    began = time.monotonic()
+    survivor, code = pids[1 - victim], None
+    while code is None and time.monotonic() - began < 4 * timeout_s + 20:
+        pid, status = os.waitpid(survivor, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if pid else None
+        time.sleep(0.02)
+    exited = time.time()
+    ended = time.monotonic() - began
+    for pid in (pids[victim], *([survivor] if code is None else [])):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    try:
+        with open(f"{folder}/result", encoding="utf-8") as file:
+            result = json.load(file)
+    except FileNotFoundError:  # it never came to an end
+        result = {"error": None, "seconds": None}
+    shutil.rmtree(folder)
+    return result | {"case": case, "exit": code, "process_seconds": ended, "exit_seconds": exited - result.get("at", 0.0)}
+
+
+if __name__ == "__main__":
+    results = [run_case(case, float(sys.argv[2])) for case in CASES]
+    with open(sys.argv[1], "w", encoding="utf-8") as out:
+        json.dump(results, out)

@@ -1,0 +1,35 @@
+"""A rank that dies or stalls: the others end with an error that names it and the phase, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 2.0
+SLACK_S = 2.5
+"""For noticing: a pulse's interval, a slice of a wait, and a busy machine."""
+EXIT_S = 10.0
+"""For the interpreter to end after that, on a busy machine: nothing may wait for the rank that is gone."""
+
+
+@pytest.mark.timeout(280)
+def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path):
+    here = Path(__file__).parent
+    path = [here.parent.parent, here, here.parent / "engine", here.parent / "models"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(here / "failure_case.py"), str(tmp_path / "out"), str(TIMEOUT_S)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=260)
+    assert done.returncode == 0, done.stderr
+    for result in json.loads((tmp_path / "out").read_text()):
+        phase, how, victim = result["case"]
+        print(f"{how} of rank {victim} in {phase}: {result['seconds']} s: {result['error']}")
+        assert result["error"] is not None, (result, done.stderr)
+        assert result["rank"] == victim and phase in result["phase"], result
+        limit = SLACK_S + (TIMEOUT_S if how == "SIGSTOP" else 0)
+        assert result["seconds"] < limit, result
+        assert result["exit"] == 0 and result["exit_seconds"] < EXIT_S, (result, done.stderr)

@@ -1,0 +1,187 @@
+"""Rounds between ranks, which are threads here: what is agreed, what is named when it is not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
+from megatron_infer.parallel.links import Link, connect
+from megatron_infer.parallel.lockstep import Lockstep
+
+
+def play(size: int, act: Callable[[Lockstep], Any], *, timeout_s: float = 5.0) -> list[Any]:
+    """act(lockstep) on `size` ranks -> what each returned or raised."""
+    barrier, texts = threading.Barrier(size), {}
+    results: list[Any] = [None] * size
+
+    def gather(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        barrier.wait()
+        everyone = [texts[r] for r in range(size)]
+        barrier.wait()
+        return everyone
+
+    def run(rank: int) -> None:
+        lockstep = Lockstep(
+            connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0), timeout_s=timeout_s
+        )
+        try:
+            results[rank] = act(lockstep)
+        except BaseException as error:
+            results[rank] = error
+        barrier.wait()
+        lockstep.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def test_everyone_gets_the_leaders_commands_and_anyones_flag():
+    def act(lockstep: Lockstep) -> Any:
+        commands = [{"kind": "add", "x": 0.1 + 0.2}] if lockstep.is_leader else None
+        met = lockstep.meet("step()", commands, arguments={"a": 1}, flag=lockstep.rank == 2)
+        return met.commands, met.arguments, met.flag, lockstep.agree(False), lockstep.gather("t", str(lockstep.rank))
+
+    expected = ([{"kind": "add", "x": 0.1 + 0.2}], {"a": 1}, True, False, ["0", "1", "2"])
+    assert play(3, act) == [expected] * 3
+
+
+def test_a_large_command_arrives_whole():
+    ids = list(range(300_000))
+    assert play(2, lambda lockstep: lockstep.meet("step()", [{"ids": ids}]).commands == [{"ids": ids}]) == [True, True]
+
+
+def test_different_calls_are_named_on_every_rank_and_nothing_is_broken():
+    def act(lockstep: Lockstep) -> str:
+        with pytest.raises(LockstepError) as caught:
+            lockstep.meet(["step()", "suspend()", "step()"][lockstep.rank])
+        lockstep.meet("step()")
+        return str(caught.value)
+
+    message = "ranks are in different calls: rank 0: step(), rank 1: suspend(), rank 2: step()"
+    assert play(3, act) == [message] * 3
+
+
+def test_different_arguments_are_refused():
+    results = play(3, lambda lockstep: lockstep.meet("suspend()", arguments={"mode": lockstep.rank == 1}))
+    assert all(isinstance(result, LockstepError) and "rank 1" in str(result) for result in results)
+
+
+def test_together_fails_everywhere_with_the_rank_and_reason():
+    def act(lockstep: Lockstep) -> None:
+        with lockstep.together("offload"):
+            if lockstep.rank == 1:
+                raise MemoryError("no room")
+
+    first, second, third = play(3, act)
+    assert isinstance(second, MemoryError)
+    for error in (first, third):
+        assert isinstance(error, TransitionFailed) and str(error) == "rank 1: MemoryError: no room"
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_closed_rank_is_named_by_all_others(victim: int):
+    def act(lockstep: Lockstep) -> Any:
+        lockstep.meet("step()")
+        if lockstep.rank == victim:
+            for link in (*lockstep._links.calls.values(), *lockstep._links.pulses.values()):
+                link._socket.shutdown(socket.SHUT_RDWR)  # what the end of its process does
+            return None
+        lockstep.phase = "decode of step 4"
+        with pytest.raises(RankFailure) as caught:
+            for _ in range(50):
+                lockstep.meet("step()")
+        with pytest.raises(RankFailure):
+            lockstep.agree(True)
+        return caught.value.rank, caught.value.phase
+
+    results = play(3, act)
+    assert [result for rank, result in enumerate(results) if rank != victim] == [(victim, "decode of step 4")] * 2
+
+
+def test_a_rank_that_lives_but_does_not_come_is_named_after_the_deadline():
+    def act(lockstep: Lockstep) -> Any:
+        if lockstep.rank == 1:
+            time.sleep(2.5)
+            return None
+        started = time.monotonic()
+        with pytest.raises(RankFailure, match="it lives, in .*, but has not come to step") as caught:
+            lockstep.meet("step()")
+        return caught.value.rank, time.monotonic() - started < 2.5
+
+    assert play(2, act, timeout_s=1.0)[0] == (1, True)
+
+
+def test_whoever_follows_waits_as_long_as_the_leader_lives():
+    def act(lockstep: Lockstep) -> str:
+        if lockstep.is_leader:
+            time.sleep(2.5)
+            return lockstep.meet("resume()").call
+        return lockstep.meet("follow()").call
+
+    assert play(2, act, timeout_s=0.5) == ["resume()"] * 2
+
+
+def test_a_failed_step_is_everyones_or_the_end():
+    def same(lockstep: Lockstep) -> None:
+        lockstep.step_failed(ValueError("shape"), 0.1 * lockstep.rank)
+
+    assert play(2, same) == [None, None]
+
+    def one(lockstep: Lockstep) -> None:
+        if lockstep.rank == 1:
+            lockstep.step_failed(MemoryError("no room"), 0.1)
+        lockstep.meet("step()")
+
+    def different(lockstep: Lockstep) -> None:
+        lockstep.step_failed(MemoryError("no room") if lockstep.rank else OSError("timed out"), 5.0 - lockstep.rank)
+
+    for act in (one, different):
+        for error in play(2, act):
+            assert isinstance(error, RankFailure) and error.rank == 1 and "no room" in str(error)
+
+
+def test_a_stranger_at_the_port_is_sent_away():
+    """Only who knows the token that the ranks exchanged becomes a rank."""
+    offers: list[dict[str, Any]] = []
+    barrier, texts = threading.Barrier(2), {}
+
+    def gather(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        barrier.wait()
+        everyone = [texts[0], texts[1]]
+        if rank == 1 and everyone[0].startswith("{"):
+            offers.append(json.loads(everyone[0]))
+            intruder = Link(socket.create_connection(("127.0.0.1", offers[0]["port"])))
+            intruder.send({"token": "guess", "rank": 1, "for": "calls"})
+        barrier.wait()
+        return everyone
+
+    ends: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        ends[rank] = connect(rank, 2, lambda text: gather(rank, text), timeout_s=5.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    ends[1].calls[0].send("hello")
+    assert ends[0].calls[1].receive(5.0) == "hello"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", offers[0]["port"]), timeout=1.0)  # the port is closed by now
+    for end in ends:
+        end.close()
