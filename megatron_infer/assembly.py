@@ -294,8 +294,7 @@ def assemble(
         num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
-    stages = groups.pp
-    link = None if stages is None else StageLink(stages, hidden_size=shape.hidden_size, device=where.torch)
+    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:
@@ -445,6 +444,6 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
     )
-    sampler = for_group(sampler, adopted.tp_group)
+    of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
-    return make(adopted, store=store, builder=builder, sampler=sampler, device=where, ops=chosen.ops)
+    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)
