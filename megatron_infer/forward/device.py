@@ -28,6 +28,11 @@ class Device:
         self.torch = torch.device(name)
         self.is_cuda = self.torch.type == "cuda"
 
+    def take_thread(self) -> None:
+        """Make it the calling thread's device: a new thread has the first one."""
+        if self.is_cuda and self.torch.index is not None:
+            torch.cuda.set_device(self.torch)
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory a step is written into: pinned where the device can copy from it without waiting."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)

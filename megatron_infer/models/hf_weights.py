@@ -46,7 +46,8 @@ def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard:
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(plan, shapes, needed, whole=_is_whole(model))
     _check_split(plan, shard, ExpertPlace.of(model))
-    _check_tied(plan, reader)
+    if getattr(model, "post_process", True):
+        _check_tied(plan, reader)
     with torch.no_grad():
         for name, parameter in _targets(model):
             recipe = recipes[name]

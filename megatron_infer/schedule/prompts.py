@@ -69,7 +69,7 @@ class PromptPlanner:
         """
         if self._num_groups == 1:
             return Draft(left=left)
-        total = in_flight + self._num_waiting_tokens(self._num_groups * left)
+        total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_GROUP * self._num_groups * left)
         return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
 
     def go_on(self, draft: Draft) -> None:
