@@ -101,12 +101,12 @@ def test_two_replicas_give_the_tokens_of_one_engine_and_obey_together(ray, model
         seats = replicas.stats()["replicas"]
         assert sorted(seat["name"] for seat in seats) == ["ray-0", "ray-1"]
         replicas.pause(timeout_s=60)
-        assert {seat["state"] for seat in replicas.stats()["replicas"]} == {"paused"}
+        assert until(lambda: {seat["state"] for seat in replicas.stats()["replicas"]} == {"paused"})
         replicas.unpause(timeout_s=60)
         assert all(answer.ok for answer in replicas.suspend(timeout_s=60).values())
         replicas.resume(timeout_s=60)
         replicas.set_weight_version(7, timeout_s=60)
-        assert {seat["weight_version"] for seat in replicas.stats()["replicas"]} == {7}
+        assert until(lambda: {seat["weight_version"] for seat in replicas.stats()["replicas"]} == {7})
         assert tokens_of(replicas.generate(PROMPTS, GREEDY)) == expected
         with pytest.raises(ControlFailed, match=r"ray-0.*ray-1|ray-1.*ray-0"):
             replicas.set_weight_version(-1, timeout_s=60)
