@@ -22,6 +22,9 @@ from megatron_infer.errors import RankFailure
 
 _LENGTH = struct.Struct("!I")
 _ACCEPT_SLICE_S = 0.2
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_HELLO_BYTES = 4096
+"""Of whoever has not shown the token yet."""
 
 Gather = Callable[[str], list[str]]
 """Everyone's text, by rank of the engine: over the process group, once, before there are links."""
@@ -48,12 +51,18 @@ class Link:
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
-    def receive(self, wait_s: float) -> Any | None:
-        """The next message, None if none has come in `wait_s` seconds. Raises LinkClosed behind the last one."""
+    def receive(self, wait_s: float, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any | None:
+        """The next message, None if none has come in `wait_s` seconds.
+
+        Raises LinkClosed behind the last one, and for one that says it is larger than `max_bytes`.
+        """
         while True:
             held = self._buffer
             if len(held) >= _LENGTH.size:
-                end = _LENGTH.size + _LENGTH.unpack_from(held)[0]
+                size = _LENGTH.unpack_from(held)[0]
+                if size > max_bytes:
+                    raise LinkClosed(f"a message of {size:,} bytes, the limit is {max_bytes:,}")
+                end = _LENGTH.size + size
                 if len(held) >= end:
                     message = json.loads(held[_LENGTH.size : end])
                     del held[:end]
@@ -117,7 +126,7 @@ def _await(server: socket.socket, size: int, token: str, *, deadline: float) -> 
                 raise RankFailure(missing, "start", "it did not connect") from None
             continue
         try:
-            hello = link.receive(5.0)
+            hello = link.receive(5.0, max_bytes=MAX_HELLO_BYTES)
         except (LinkClosed, ValueError):
             hello = None
         if not isinstance(hello, dict) or not hmac.compare_digest(str(hello.get("token")), token):

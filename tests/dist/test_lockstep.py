@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
-from megatron_infer.parallel.links import Link, connect
+from megatron_infer.parallel.links import Link, LinkClosed, connect
 from megatron_infer.parallel.lockstep import Lockstep
 
 
@@ -149,6 +149,15 @@ def test_a_failed_step_is_everyones_or_the_end():
     for act in (one, different):
         for error in play(2, act):
             assert isinstance(error, RankFailure) and error.rank == 1 and "no room" in str(error)
+
+
+def test_a_message_that_says_it_is_too_large_is_not_waited_for():
+    here, there = map(Link, socket.socketpair())
+    there.send("x" * 5000)
+    with pytest.raises(LinkClosed, match="limit is 4,096"):
+        here.receive(5.0, max_bytes=4096)
+    here.close()
+    there.close()
 
 
 def test_a_stranger_at_the_port_is_sent_away():
