@@ -152,7 +152,9 @@ def test_a_failed_step_is_everyones_or_the_end():
 
 
 def test_a_message_that_says_it_is_too_large_is_not_waited_for():
-    here, there = map(Link, socket.socketpair())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Link(socket.create_connection(server.getsockname()))
+        here = Link(server.accept()[0])
     there.send("x" * 5000)
     with pytest.raises(LinkClosed, match="limit is 4,096"):
         here.receive(5.0, max_bytes=4096)
