@@ -291,11 +291,11 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
-        num_groups=1 if groups.pp is None else groups.pp_size + config.overlap,
+        num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
     link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
-    parts.runner = make_runner(adopted, config, agreed, chosen, where, link)
+    parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:
         if groups.is_leader:
@@ -315,6 +315,11 @@ def assemble(
         seed = (seed + groups.dp_rank) % 2**64
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def num_groups_of(groups: ParallelGroups, config: InferenceConfig) -> int:
+    """Micro-batches in flight: one a pipeline stage, and one more where host work is to overlap with all of them."""
+    return 1 if groups.pp is None else groups.pp_size + config.overlap
 
 
 def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
@@ -393,6 +398,8 @@ def make_runner(
     chosen: Chosen,
     where: Device,
     link: StageLink | None,
+    *,
+    on_wait: Callable[[], None],
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
@@ -438,5 +445,5 @@ def make_runner(
         kernels=chosen.sampling,
     )
     of_all = for_group(sampler, adopted.tp_group)
-    make = ModelRunner if link is None else partial(StageRunner, link=link)
+    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
     return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)

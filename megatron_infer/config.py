@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.context.layout import (
     DEFAULT_MAX_TOKENS,
+    DTYPE_BYTES,
     GIB,
     REQUEST_ROUNDER,
     ModelShape,
@@ -228,7 +229,7 @@ class InferenceConfig:
         for name, kind in _ENUM_FIELDS.items():
             object.__setattr__(self, name, _coerce(kind, name, getattr(self, name)))
         if isinstance(self.mamba_inference_state_config, Mapping):
-            state = MambaInferenceStateConfig(**self.mamba_inference_state_config)
+            state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
         _check_values(self)
         _check_supported(self)
@@ -403,8 +404,20 @@ def machine_config(
     if isinstance(requests, int) and "max_tokens" in base:
         base["max_tokens"] = max(base["max_tokens"], requests)
     if shape is not None and shape.state is not None:
-        _suit_states(base, asked, shape, shape.state, available_bytes)
+        state = _state_asked_for(asked.get("mamba_inference_state_config"), shape.state)
+        _suit_states(base, asked, shape, state, available_bytes)
     return InferenceConfig.from_dict(base | dict(asked))
+
+
+def _state_asked_for(config: object, state: StateShape) -> StateShape:
+    """The state in the dtypes of a state config, if there is a valid one: an invalid one is refused in a moment."""
+
+    def asked(field: str, default: str) -> str:
+        dtype = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
+        return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else default
+
+    conv, ssm = asked("conv_states_dtype", state.conv_dtype), asked("ssm_states_dtype", state.ssm_dtype)
+    return replace(state, conv_dtype=conv, ssm_dtype=ssm)
 
 
 def _suit_states(

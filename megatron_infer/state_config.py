@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.context.layout import DTYPE_BYTES
@@ -57,12 +57,28 @@ class MambaInferenceStateConfig:
                 )
 
     @classmethod
-    def from_model(cls, model: torch.nn.Module) -> MambaInferenceStateConfig | None:
+    def from_dict(cls, values: Mapping[str, Any]) -> MambaInferenceStateConfig:
+        """From plain values; ConfigError for a field there is none of, and for one that is missing."""
+        known = {item.name: item.default for item in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"mamba_inference_state_config: {unknown_name('field', name, known)}")
+        missing = [name for name, default in known.items() if default is MISSING and name not in values]
+        if missing:
+            raise ConfigError(
+                f"mamba_inference_state_config lacks {', '.join(missing)}; "
+                "MambaInferenceStateConfig.from_model(model) has them all"
+            )
+        return cls(**values)
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
         """Of a live megatron-core model, wrapped or not, with stock mixers or ours; None without Mamba layers.
 
-        Raises ConfigError when its Mamba layers differ in shape: one slot holds all of them alike.
+        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers differ in shape:
+        one slot holds all of them alike.
         """
-        inner: Any = model
+        inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
         while not hasattr(inner, "decoder") and hasattr(inner, "module"):
             inner = inner.module
         decoder: Any = getattr(inner, "decoder", None)

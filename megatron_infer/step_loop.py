@@ -220,7 +220,7 @@ class StepLoop:
     def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
         """The oldest step in flight failed: its requests end, those of later ones start over."""
         for flight in self._flights:
-            flight.read()  # so that nothing of it runs on; what it drew from lost keys and values is dropped
+            self._read(flight)  # so that nothing of it runs on; what it drew from lost keys and values is dropped
         plan, *later = [flight.plan for flight in self._flights]
         self._flights = []
         self._fail(plan, error, outputs, later)

@@ -206,6 +206,8 @@ def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, 
 
     note("loading transformers ...")
     peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.parts.shape.dtype, device=_device(llm))
+    if "continuous" not in peer.variants:
+        note("transformers' continuous batching has no recurrent states: its generate alone is measured")
     peer.settle(workload)
     return {f"transformers {name}": _peer_runner(peer, name, workload) for name in peer.variants}
 
@@ -231,7 +233,8 @@ def _head(workload: Workload) -> Workload:
 
 
 def _plain_ids(llm: Any) -> list[int]:
-    special = llm.tokenizer.special_ids | set(llm.tokenizer.eos_ids)
+    tokenizer = llm.tokenizer
+    special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
     return [i for i in range(llm.engine.parts.shape.vocab_size) if i not in special]
 
 

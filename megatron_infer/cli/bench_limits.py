@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def least_work(shape: Any, workload: Workload) -> Work:
     A token costs 2 operations a parameter and 4 * N * H for each key it sees, in every attention layer; a prompt token
     that draws nothing skips the vocabulary projection. Decoding in steps of `concurrency` rows reads the weights once
     a step and each row's keys and values once. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
+    A recurrent state costs 5 operations an entry and token (decay, step, C h), and is read and written once a decoded
+    token, written once a prompt.
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
@@ -75,14 +78,18 @@ def least_work(shape: Any, workload: Workload) -> Work:
         (out - 1) * n + (out - 1) * out // 2 for n, out in zip(prompts, workload.output_lens, strict=True)
     )
     decoded = workload.num_output_tokens - len(prompts)
+    state = shape.state
+    per_state = 0 if state is None else 5 * state.num_layers * math.prod(state.ssm_shape)
+    state_bytes = 0 if state is None else state.slot_bytes
     steps = -(-decoded // workload.concurrency)
     prefill_tokens = sum(prompts)
     return Work(
         prefill_flops=2 * (prefill_tokens * (shape.num_parameters - projection) + len(prompts) * projection)
-        + per_key * keys_prefill,
-        decode_flops=2 * decoded * shape.num_parameters + per_key * keys_decode,
-        prefill_bytes=weights + kv_token * prefill_tokens,
-        decode_bytes=weights * steps + kv_token * keys_decode,
+        + per_key * keys_prefill
+        + per_state * prefill_tokens,
+        decode_flops=(2 * shape.num_parameters + per_state) * decoded + per_key * keys_decode,
+        prefill_bytes=weights + kv_token * prefill_tokens + state_bytes * len(prompts),
+        decode_bytes=weights * steps + kv_token * keys_decode + 2 * state_bytes * decoded,
     )
 
 

@@ -26,11 +26,21 @@ CACHE_PAGE = 32
 class TransformersPeer:
     """A transformers model loaded from what our own model was loaded from; `variants` are the ways it can generate."""
 
-    variants = ("generate", "continuous")
-
     def __init__(self, path: Path, *, dtype: str, device: str) -> None:
         self.model = load_transformers(path, dtype=dtype, device=device)
-        self.attention = {"generate": "sdpa", "continuous": "sdpa"}
+        recurrent = "linear_attention" in (getattr(self.model.config, "layer_types", None) or ())
+        self.variants = ("generate",) if recurrent else ("generate", "continuous")
+        """Its continuous batching has no recurrent states."""
+        self.attentions = [kind for kind in ("sdpa", "eager") if self._has(kind)]
+        """Implementations of attention that the model can run on."""
+        self.attention = dict.fromkeys(self.variants, self.attentions[0])
+
+    def _has(self, attention: str) -> bool:
+        try:
+            self.model.set_attn_implementation(attention)
+        except ValueError:  # a model without attention layers has no sdpa
+            return False
+        return True
 
     def settle(self, workload: Workload) -> None:
         """Choose each variant's attention implementation by a trial on the first requests, which also warms up."""
@@ -40,7 +50,7 @@ class TransformersPeer:
         )
         for variant in self.variants:
             seconds = {}
-            for attention in ("sdpa", "eager"):
+            for attention in self.attentions:
                 self.attention[variant] = attention
                 seconds[attention] = min(self.run(variant, trial).seconds for _ in range(2))
             self.attention[variant] = min(seconds, key=seconds.__getitem__)

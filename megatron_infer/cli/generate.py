@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
             recorder = stack.enter_context(Recorder(args.record))
             recorder.attach(llm.engine, model=args.model)
-        session = Session(llm, jobs, writer=Writer(sink, jobs) if sink is not None else Printer(jobs))
+        printer = Printer(jobs, as_ids=llm.tokenizer is None or common.get("detokenize") is False)
+        session = Session(llm, jobs, writer=Writer(sink, jobs) if sink is not None else printer)
         session.add_all(common, chat=has_chat_template(llm) and not args.raw, system=args.system)
         return session.run()
 
@@ -226,28 +227,35 @@ def _logprobs(entry: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 class Printer:
-    """Answers for reading. A single prompt's answer is its text alone, shown as it comes."""
+    """Answers for reading. A single prompt's answer is its text alone, shown as it comes.
 
-    def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = jobs
+    as_ids: nobody turns tokens into text, so their ids are shown.
+    """
+
+    def __init__(self, jobs: list[Job], *, as_ids: bool = False) -> None:
+        self._jobs, self._as_ids = jobs, as_ids
         self.streams = len(jobs) == 1
         self._shown = 0
 
     def stream(self, output: RequestOutput) -> None:
-        self._show(output.outputs[0].text)
+        self._show(self._answer(output.outputs[0]))
 
     def write(self, index: int, result: RequestOutput | str) -> None:
         if isinstance(result, str):  # stderr has said it
             return
         if self.streams and len(result.outputs) == 1:
-            self._show(result.outputs[0].text)
+            self._show(self._answer(result.outputs[0]))
             print(flush=True)
         else:
             for one in result.outputs:
                 sample = f", sample {one.index + 1}" if len(result.outputs) > 1 else ""
-                print(f"[{index + 1}{sample}] {_headline(self._jobs[index])}\n{one.text.strip()}\n", flush=True)
+                answer = self._answer(one).strip()
+                print(f"[{index + 1}{sample}] {_headline(self._jobs[index])}\n{answer}\n", flush=True)
         if any(one.logprobs is not None for one in result.outputs):
             self._print_logprobs(result)
+
+    def _answer(self, one: CompletionOutput) -> str:
+        return " ".join(map(str, one.token_ids)) if self._as_ids else one.text
 
     def _show(self, text: str) -> None:
         print(text[self._shown :], end="", flush=True)
@@ -257,8 +265,13 @@ class Printer:
     def _print_logprobs(result: RequestOutput) -> None:
         for one in result.outputs:
             for token, entry in zip(one.token_ids, one.logprobs or [], strict=False):
-                others = [f"{p.decoded_token!r} {p.logprob:.3f}" for other, p in entry.items() if other != token]
-                print(f"  {entry[token].decoded_token!r} {entry[token].logprob:.3f}   {'  '.join(others)}".rstrip())
+                first, *others = (_scored(other, entry[other]) for other in sorted(entry, key=lambda t: t != token))
+                print(f"  {first}   {'  '.join(others)}".rstrip())
+
+
+def _scored(token: int, entry: Any) -> str:
+    """Example: ' Paris' -0.301; 318 -0.301 where nobody knows the text."""
+    return f"{token if entry.decoded_token is None else repr(entry.decoded_token)} {entry.logprob:.3f}"
 
 
 def _headline(job: Job) -> str:

@@ -13,6 +13,8 @@ from megatron_infer.cli.options import add_config_options, given
 if TYPE_CHECKING:
     from megatron_infer.llm import LLM
 
+DTYPES = ("auto", "float32", "bfloat16")
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """MODEL, --dtype, --device, --threads and the engine's options."""
@@ -21,7 +23,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
     parser.add_argument("--threads", type=_positive, default=None, metavar="N", help="CPU threads (default: all cores)")
     add_config_options(parser)

@@ -19,6 +19,8 @@ NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", 
 """Objects of a running process; a command line cannot say them."""
 RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 """Names that belong to sampling on a command line: the length of an answer, the seed of a request."""
+BY_MODEL = ("prefix_caching_mamba_gb",)
+"""Chosen for models with recurrent state, see `config.machine_config`."""
 DEST_PREFIX = "config_"
 
 
@@ -31,6 +33,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         if item.name in NOT_FLAGS:
             continue
         shown = "chosen for the machine" if item.name in adapted else f"default {_shown(item.default)}"
+        shown = "chosen for the model" if item.name in BY_MODEL else shown
         group.add_argument(
             flag_of(item.name),
             dest=DEST_PREFIX + item.name,
@@ -92,6 +95,7 @@ def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
     parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
     parse = parsers[kind]
     metavar = {"int": "N", "float": "X", "int | float": "GIB", "bool": "{true,false,none}"}[kind]
+    metavar = "GIB" if name.endswith("_gb") else metavar
     return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
 
 

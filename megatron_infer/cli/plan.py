@@ -8,9 +8,10 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.options import add_config_options, config_from
 from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
-from megatron_infer.context.layout import DTYPE_BYTES, GIB
+from megatron_infer.context.layout import GIB
 from megatron_infer.errors import ConfigError
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "requests, tokens. No weights are loaded. The same options give generate and chat the same sizes.",
     )
     parser.add_argument("model", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share a model (1)")
     parser.add_argument(

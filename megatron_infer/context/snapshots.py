@@ -34,11 +34,15 @@ class Snapshots:
         """Slot -> step that writes it."""
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         """By block, the next one to be reclaimed first."""
+        self._leaving: list[int] = []
+        """Given up while the step being planned writes them: two of its rows must not get the same slot."""
         self._now = 0
 
     def begin_step(self) -> None:
         """A step is planned from here on: what was planned before it has been launched."""
         self._now += 1
+        self._free += self._leaving
+        self._leaving = []
 
     def take(self, *, reclaim: bool) -> int | None:
         """A slot for a state that the step being planned writes; None when there is none.
@@ -59,7 +63,7 @@ class Snapshots:
         """From now on `slot` is kept behind published `block`; False, and it is free, if that has a state already."""
         since = self._unnamed.pop(slot)
         if block in self._kept:
-            self._free.append(slot)
+            self._give_up(slot, since)
             return False
         self._kept[block] = _Kept(slot, since)
         if first_to_go:
@@ -68,8 +72,7 @@ class Snapshots:
 
     def give_back(self, slot: int) -> None:
         """An unnamed slot that is not needed."""
-        del self._unnamed[slot]
-        self._free.append(slot)
+        self._give_up(slot, self._unnamed.pop(slot))
 
     def any_behind(self, blocks: Collection[int]) -> bool:
         """Whether a state is kept behind any of them."""
@@ -96,7 +99,10 @@ class Snapshots:
         """`block` has lost its content, or its state must go; fine if it has none."""
         kept = self._kept.pop(block, None)
         if kept is not None:
-            self._free.append(kept.slot)
+            self._give_up(kept.slot, kept.since)
+
+    def _give_up(self, slot: int, since: int) -> None:
+        (self._free if since < self._now else self._leaving).append(slot)
 
     def forget_unused(self, block: int) -> None:
         """Like `forget`, if nobody has gone on from it."""
@@ -120,7 +126,7 @@ class Snapshots:
     def check(self, unnamed: list[int], published: Collection[int]) -> None:
         """Assert that slots add up, `unnamed` being those that leases know, and states lie behind published blocks."""
         assert sorted(unnamed) == sorted(self._unnamed), f"unnamed {sorted(self._unnamed)}, leases know {unnamed}"
-        slots = sorted([*self._free, *self._unnamed, *(kept.slot for kept in self._kept.values())])
+        slots = sorted([*self._free, *self._leaving, *self._unnamed, *(kept.slot for kept in self._kept.values())])
         assert slots == list(range(self.first_slot, self.first_slot + self.count)), f"slots {slots}"
         lost = [block for block in self._kept if block not in published]
         assert not lost, f"states are kept behind blocks {lost}, which nobody can find"

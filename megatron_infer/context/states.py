@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_infer.context.leases import Lease
+from megatron_infer.context.prefix import preimage_of
 from megatron_infer.context.snapshots import Snapshots
 from megatron_infer.context.swaps import SwapBook
 
@@ -25,18 +28,30 @@ class StateBook(SwapBook):
             self._moves.append(("state copy", lease.row, self.snapshots.use(lease.begins_behind)))
             lease.begins_behind = None
 
-    def keep_states(self, lease: Lease, start: int, end: int) -> list[tuple[int, int]]:
+    def keep_states(self, lease: Lease, tokens: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
         """(position, slot) of the states to keep while tokens start .. end - 1 are computed; `end` itself may be one.
 
-        They are found once their block is published, by plans of later steps.
+        They are found by plans of later steps, as soon as their block is published: where another lease has done that,
+        who needs it waits for it from now on, and nobody keeps a second one.
         """
-        kept = []
-        for position in sorted(lease.keep_at) if self.snapshots is not None and lease.root else ():
-            if start < position <= end:
-                slot = self.snapshots.take(reclaim=True)  # type: ignore[union-attr]
-                if slot is not None:
-                    lease.unnamed[position] = slot
-                    kept.append((position, slot))
+        kept: list[tuple[int, int]] = []
+        snapshots = self.snapshots
+        if snapshots is None or not lease.root:
+            return kept
+        for position in sorted(lease.keep_at):
+            if not start < position <= end:
+                continue
+            block = self._published(lease, tokens, position)
+            if block is not None and snapshots.any_behind((block,)):
+                continue
+            slot = snapshots.take(reclaim=True)
+            if slot is None:
+                continue
+            kept.append((position, slot))
+            if block is None:
+                lease.unnamed[position] = slot
+            else:
+                snapshots.name(slot, block, first_to_go=False)
         return kept
 
     def keep_drawn_state(self, lease: Lease, position: int) -> None:
@@ -66,6 +81,15 @@ class StateBook(SwapBook):
             return []
         snapshots = self.snapshots.slots_of(set(self.pool.held())) if self.snapshots is not None else []
         return sorted([*self._leases, *snapshots])
+
+    def _published(self, lease: Lease, tokens: Sequence[int], position: int) -> int | None:
+        """The block of others, found by `lease` before, that ends at `position`."""
+        column = position // self.block_size - 1
+        if column >= len(lease.hashed):
+            return None
+        prev = lease.hashed[column - 1] if column else lease.root
+        preimage = preimage_of(prev, tokens[column * self.block_size : position])
+        return self.pool.lookup(lease.hashed[column], preimage)
 
     def _give_back_unnamed(self, lease: Lease) -> None:
         """No block will be published for the states that `lease` has kept."""

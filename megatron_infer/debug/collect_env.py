@@ -214,16 +214,18 @@ def _environment() -> Iterator[Fact]:
 
 
 def _kernels() -> Iterator[Fact]:
-    """What a grouped-query model with heads of 64 would run on here, for each dtype of a CPU."""
+    """What a hybrid model, grouped-query with heads of 64, would run on here, for each dtype of a CPU."""
     import torch
 
     from megatron_infer.kernels.base import AttendSpec
     from megatron_infer.kernels.select import choose
+    from megatron_infer.kernels.ssm import SsmSpec
 
+    scan = SsmSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
     spec = AttendSpec(num_kv_heads=3, group_size=3, head_dim=64, scale=0.125, rotary_dim=64)
     for dtype in (torch.bfloat16, torch.float32):
         label = str(dtype).removeprefix("torch.")
-        for row in choose("cpu", dtype, specs=[spec], block_size=64).rows:
+        for row in choose("cpu", dtype, specs=[spec], ssm_specs=[scan], block_size=64).rows:
             why = "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items())
             yield Fact("kernels", f"{row.operation}, cpu {label}", row.chosen, why)
 

@@ -16,7 +16,7 @@ from megatron_infer.errors import ConfigError
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """glibc's; freed tensors below its mmap threshold stay with the process without it."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Device:
@@ -27,6 +27,11 @@ class Device:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self.torch = torch.device(name)
         self.is_cuda = self.torch.type == "cuda"
+
+    def take_thread(self) -> None:
+        """Make it the calling thread's device: a new thread has the first one."""
+        if self.is_cuda and self.torch.index is not None:
+            torch.cuda.set_device(self.torch)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory a step is written into: pinned where the device can copy from it without waiting."""

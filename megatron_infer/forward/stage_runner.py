@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ from megatron_infer.schedule.plan import Plan, Slice, StepResult
 
 log = logging.getLogger("megatron_infer")
 
+WAIT_S = 0.2
+"""Between two looks whether the other stages are still there."""
+
 
 @dataclass(slots=True)
 class StageFlight(Flight):
@@ -36,6 +39,8 @@ class StageFlight(Flight):
     computed: Future[None] | None = None
     """This stage's part."""
     arrived: Future[Drawn] | None = None
+    on_wait: Callable[[], None] = lambda: None
+    """Called every now and then while `read` waits; may raise."""
 
     def is_done(self) -> bool:
         return self.computed is None or self.arrived is None or (self.computed.done() and self.arrived.done())
@@ -43,8 +48,14 @@ class StageFlight(Flight):
     def read(self) -> Drawn:
         """Wait for this stage and for what the last one drew. Raises StageLost when a stage cannot be reached."""
         assert self.computed is not None and self.arrived is not None, "the step was not sampled"
+        self._wait(self.computed)
+        self._wait(self.arrived)
         self.computed.result()
         return self.arrived.result()
+
+    def _wait(self, future: Future[Any]) -> None:
+        while not wait([future], timeout=WAIT_S).done:
+            self.on_wait()
 
 
 class StageRunner(ModelRunner):
@@ -53,14 +64,16 @@ class StageRunner(ModelRunner):
     A forward that raises, on whichever stage, is told to all of them: `Drawn.error`.
     """
 
-    def __init__(self, *args: Any, link: StageLink, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, link: StageLink, on_wait: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
+        """on_wait: raises when the other stages are not to be waited for any longer."""
         super().__init__(*args, **kwargs)
-        self.link = link
+        self.link, self._on_wait = link, on_wait
         self._lane = Lane(f"stage {link.rank}")
+        self._lane.submit(self._device.take_thread)
         self._inbox = self._lane if link.is_last else Lane(f"stage {link.rank} inbox")
 
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
-        flight = StageFlight(plan=plan)
+        flight = StageFlight(plan=plan, on_wait=self._on_wait)
         flight.computed = self._lane.submit(partial(self._compute, flight, table_writes, moves))
         if plan.returned:  # such a request may be gone before the lane gets here: nothing of it is in flight
             flight.computed.exception()

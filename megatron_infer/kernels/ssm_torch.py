@@ -33,6 +33,9 @@ WORKSPACE_BYTES = 32 << 20
 ROW_BYTES = 64 << 10
 """States from this size on are updated one row after the other: reading them once outweighs the calls."""
 
+FORGOTTEN = -128.0
+"""Where a token's log decay stops: e^-128 is zero in fp32 already, and sums of more would drown what is near them."""
+
 Pick = slice | Tensor
 """Rows of a tensor: a slice (a view, so updates are in place) where they follow each other, else int64 indices."""
 
@@ -298,7 +301,7 @@ class _Layer:
             if wave.history is not None:
                 wave.history.put(window_KXC, conv_QCW)
             y_KLM = self._wave(wave, self._convolve(window_KXC), dt_T1H[wave.dt_KL], carry_QHPN)
-            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.view(-1, spec.inner_width).to(y_TM.dtype))
+            y_TM.index_copy_(0, wave.dt_KL.flatten(), y_KLM.reshape(-1, spec.inner_width).to(y_TM.dtype))
         slices.states.save(states.ssm_SHPN, carry_QHPN)
         tail_EWC = self.xBC_TC[slices.tail_EW].float()
         if slices.tail_history is not None:
@@ -323,7 +326,7 @@ class _Layer:
         x_KLHP = x_KLM.unflatten(-1, (heads, -1))
         b_KGLN, c_KGLN = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (b, c))
         # Sums of decays reach hundreds: a rounded part and the rest, so differences of neighbours keep their digits.
-        sum_KLH = (dt_KLH * self.weights.decay_H).double().cumsum(1)
+        sum_KLH = (dt_KLH * self.weights.decay_H).clamp_(min=FORGOTTEN).double().cumsum(1)
         high_KLH = sum_KLH.float()
         rest_KLH = (sum_KLH - high_KLH).float()
 

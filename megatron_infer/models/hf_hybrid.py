@@ -98,13 +98,28 @@ def _mamba2(keys: Keys) -> dict[str, Any]:
     return biases(parts)
 
 
+_NEMOTRON_RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_max": "time_step_max",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_dt_init_floor": "time_step_floor",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+}
+"""Key of an older NemotronH config -> what it is called now."""
+
+
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
+    keys.rename(_NEMOTRON_RENAMED)
     keys.read.update((*_HARMLESS, "expand", "num_nextn_predict_layers", "moe_shared_expert_overlap"))
     keys.read.update(("n_shared_experts", "rms_norm_eps"))  # neither is read: the sizes and layer_norm_epsilon are
     _refuse_nemotron(keys)
     pattern = _nemotron_pattern(keys)
     hidden, heads = keys.number("hidden_size", 4096), keys.number("num_attention_heads", 32)
-    kv_heads = keys.number("num_key_value_heads", 8) if keys.get("num_key_value_heads", 8) is not None else heads
+    kv_heads = keys.number("num_key_value_heads", 8, null=heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     epsilon = keys.number("layer_norm_epsilon", 1e-5, kind=float)
@@ -245,6 +260,11 @@ def _granite_moe_hybrid(keys: Keys) -> dict[str, Any]:
     experts, top_k = keys.get("num_local_experts", 8) or 0, keys.get("num_experts_per_tok", 2)
     shared = keys.number("shared_intermediate_size", 1024)
     if experts:
+        if top_k == 1:
+            raise ModelError(
+                "config.json: num_experts_per_tok=1 is not supported: the modelling file gives the one expert the "
+                "weight 1, megatron-core its probability among all"
+            )
         transformer |= _moe(experts, top_k, ffn=transformer["ffn_hidden_size"], shared=shared)
         transformer["moe_router_score_function"] = "softmax"
     transformer["ffn_hidden_size"] = shared
@@ -252,7 +272,7 @@ def _granite_moe_hybrid(keys: Keys) -> dict[str, Any]:
     scales = WeightScales(
         embedding=float(_or_one(keys.get("embedding_multiplier"))),
         residual=float(_or_one(keys.get("residual_multiplier"))),
-        logits=1.0 / float(_or_one(keys.get("logits_scaling"))),
+        logits=1.0 / keys.number("logits_scaling", 1.0, kind=float, null=1.0),
         head_from_embedding=parts["tied_embeddings"],
     )
     parts["scales"] = scales
@@ -353,6 +373,10 @@ def _without_attention(mixer: Mapping[str, Any], hidden: int) -> dict[str, Any]:
 
 
 def _moe(num_experts: int, top_k: int, *, ffn: int, shared: int) -> dict[str, Any]:
+    if not 1 <= top_k <= num_experts:
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {top_k}, it must be 1 to {num_experts}, the experts there are"
+        )
     return {
         "num_moe_experts": int(num_experts),
         "moe_router_topk": int(top_k),

@@ -98,8 +98,17 @@ class Keys:
         if key in self.config and value not in allowed:
             raise ModelError(f"config.json: {key}={value!r} is not supported: {why}")
 
-    def number(self, key: str, default: Any = None, *, kind: type = int) -> Any:
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Read older spellings of keys as what they became; where a config has both, the older wins as it does in
+        transformers.
+        """
+        self.config = {**self.config, **{new: self.config[old] for old, new in names.items() if old in self.config}}
+        self.read.update(names)
+
+    def number(self, key: str, default: Any = None, *, kind: type = int, null: Any = None) -> Any:
+        """A positive number. default: where there is no such key; null: what a null in its place means."""
         value = self.get(key, default)
+        value = null if value is None else value
         if value is None:
             raise ModelError(f"config.json: no {key!r}, which this architecture needs")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
@@ -136,7 +145,7 @@ def decoder(
     """The part that all Llama-like decoders share."""
     heads = keys.number("num_attention_heads")
     hidden = keys.number("hidden_size")
-    kv_heads = keys.number("num_key_value_heads", kv_heads_default or heads)
+    kv_heads = keys.number("num_key_value_heads", kv_heads_default or heads, null=heads)
     head_dim = keys.get("head_dim") or head_dim_default or hidden // heads
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")

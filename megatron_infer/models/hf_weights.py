@@ -46,6 +46,8 @@ def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard:
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(plan, shapes, needed, whole=_is_whole(model))
     _check_split(plan, shard, ExpertPlace.of(model))
+    if getattr(model, "post_process", True):
+        _check_tied(plan, reader)
     with torch.no_grad():
         for name, parameter in _targets(model):
             recipe = recipes[name]
@@ -103,8 +105,23 @@ def _ignorable(name: str, plan: ModelPlan) -> bool:
         return True
     if plan.architecture == "NemotronHForCausalLM" and name.startswith("mtp."):
         return True  # multi-token prediction: transformers does not read it either
-    from_embedding = plan.tied_embeddings or (plan.scales is not None and plan.scales.head_from_embedding)
-    return from_embedding and name == "lm_head.weight"
+    return _head_from_embedding(plan) and name == "lm_head.weight"
+
+
+def _head_from_embedding(plan: ModelPlan) -> bool:
+    return plan.tied_embeddings or (plan.scales is not None and plan.scales.head_from_embedding)
+
+
+def _check_tied(plan: ModelPlan, reader: TensorReader) -> None:
+    """A tied model's file may hold its head again, but not another one: transformers would take that."""
+    embedding = f"{_NAMES.get(plan.architecture, LlamaNames).embedding}.weight"
+    if not _head_from_embedding(plan) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
+        return
+    if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
+        raise ModelError(
+            f"{plan.name}: tie_word_embeddings is true, but lm_head.weight is not {embedding}; set it to false to use "
+            "the former, or remove the former"
+        )
 
 
 def _check_split(plan: ModelPlan, shard: Shard, experts: ExpertPlace) -> None:

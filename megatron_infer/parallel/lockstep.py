@@ -124,6 +124,13 @@ class Lockstep:
         if answer["failed"]:
             raise TransitionFailed("; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"]))
 
+    def check_alive(self) -> None:
+        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds."""
+        try:
+            self._watch.check()
+        except RankFailure as failure:
+            self._fail(failure)
+
     def planned(self, plan: Plan, *, check: bool) -> None:
         """This rank is about to run `plan`; check: see that it is everyone's."""
         self.phase = f"{'prefill' if plan.prefill else 'decode'} of step {plan.step}"

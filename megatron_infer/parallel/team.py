@@ -31,6 +31,11 @@ class Team:
         """The leader's value, in what JSON makes of it."""
         return value if self.lockstep is None else self.lockstep.meet(what, [], arguments=value, mine=False).arguments
 
+    def check_alive(self) -> None:
+        """Raise RankFailure if another rank is gone."""
+        if self.lockstep is not None:
+            self.lockstep.check_alive()
+
     def enter_phase(self, phase: str) -> None:
         """What an error on this or another rank names as the work at hand."""
         if self.lockstep is not None:

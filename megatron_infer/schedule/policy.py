@@ -43,6 +43,11 @@ MIN_SHARE_TOKENS = 64
 """Prompt tokens that one of several micro-batches takes at least: below it a forward costs what it costs."""
 
 
+SHARES_PER_GROUP = 2
+"""Shares into which prompts that wait are cut, a pipeline stage: while the first and the last of them are computed some
+stages have nothing to do, so more of them waste less, and cost more forwards."""
+
+
 def decode_share(num_decoding: int, num_idle: int, *, num_groups: int, num_in_flight: int) -> int:
     """Requests that the next of `num_groups` micro-batches decodes, `num_in_flight` others being under way.
 
@@ -54,8 +59,8 @@ def decode_share(num_decoding: int, num_idle: int, *, num_groups: int, num_in_fl
 
 
 def prompt_share(num_tokens: int, num_groups: int) -> int:
-    """Prompt tokens one of `num_groups` micro-batches takes of `num_tokens` that wait. Example: 1,000 of 2 -> 500."""
-    return max(MIN_SHARE_TOKENS, -(-num_tokens // num_groups))
+    """Prompt tokens one of `num_groups` micro-batches takes of `num_tokens` that wait. Example: 1,000 of 2 -> 250."""
+    return max(MIN_SHARE_TOKENS, -(-num_tokens // (num_groups * SHARES_PER_GROUP)))
 
 
 def admission_headroom(num_live: int, num_blocks: int) -> int:

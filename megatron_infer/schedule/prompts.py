@@ -60,7 +60,7 @@ class PromptPlanner:
         self._chunked_prefill = chunked_prefill
         self._num_groups = num_groups
         self._waited: dict[Request, int] = {}
-        """Who waits for a state that is being computed, and what it could skip when it began to."""
+        """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
 
     def begin(self, left: int, *, in_flight: int) -> Draft:
         """The prompt part of a step that may take `left` tokens.
@@ -69,7 +69,7 @@ class PromptPlanner:
         """
         if self._num_groups == 1:
             return Draft(left=left)
-        total = in_flight + self._num_waiting_tokens(self._num_groups * left)
+        total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_GROUP * self._num_groups * left)
         return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
 
     def go_on(self, draft: Draft) -> None:
@@ -143,11 +143,13 @@ class PromptPlanner:
     def _is_worth_waiting(self, request: Request, lease: Lease) -> bool:
         """In the next step it can skip what this one computes for another, unless that state gives way before.
 
-        One who gained nothing by its last wait goes on with what there is, so that nobody waits as long as others run.
+        It waits again only if its last wait has halved what it has to compute: a few times at most, however many
+        others there are whose prompt is a little longer each, and not at all for one whose state is never there.
         """
-        if lease.cached <= self._waited.get(request, -1):
+        left = len(request.tokens) - lease.cached
+        if request in self._waited and 2 * left > self._waited[request]:
             return False
-        self._waited[request] = lease.cached
+        self._waited[request] = left
         return True
 
     def _load_state(self, request: Request) -> None:
@@ -189,7 +191,7 @@ class PromptPlanner:
         start = request.scheduled
         end = start + n
         samples = end >= len(request.tokens)
-        kept = self._context.keep_states(request.lease, start, end)
+        kept = self._context.keep_states(request.lease, request.tokens, start, end)
         self._context.announce(request.lease, request.tokens, end)
         self._roster.stats.states_kept += len(kept)
         draft.state_copies += ((request.lease.row, slot) for position, slot in kept if position == end)

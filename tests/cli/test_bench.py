@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from megatron_infer.cli.bench_workload import (
     percentile,
 )
 from megatron_infer.config import ModelShape
+from megatron_infer.context.layout import StateShape
 from megatron_infer.errors import InferenceError
 from megatron_infer.schedule.params import SamplingParams
 
@@ -106,6 +108,27 @@ def test_a_failed_request_ends_the_benchmark_with_its_error(llm):
     llm.engine.fail = {bytes(load.prompts[2])}
     with pytest.raises(InferenceError, match="forward raised"):
         bench_workload.run_engine(llm.engine, SamplingParams, load)
+
+
+def test_a_model_without_tokenizer_is_measured_with_any_of_its_ids(llm):
+    llm.engine.parts = SimpleNamespace(shape=SHAPE)
+    assert bench._plain_ids(llm) == list(range(1, 100))  # the fake tokenizer's special id is 0
+    llm.tokenizer = None
+    assert bench._plain_ids(llm) == list(range(100))
+
+
+def test_least_work_counts_recurrent_states():
+    """Read and written a decoded token, written a prompt; 5 operations an entry and token."""
+    load = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
+    state = StateShape(
+        num_layers=3, conv_shape=(24, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"
+    )
+    plain, work = (least_work(dataclasses.replace(SHAPE, state=state), load) for state in (None, state))
+    assert work.prefill_flops - plain.prefill_flops == 5 * 3 * (2 * 4 * 8) * 8
+    assert work.decode_flops - plain.decode_flops == 5 * 3 * (2 * 4 * 8) * 4
+    slot = 3 * 24 * 4 * 2 + 3 * 2 * 4 * 8 * 4
+    assert work.prefill_bytes - plain.prefill_bytes == 2 * slot
+    assert work.decode_bytes - plain.decode_bytes == 2 * 4 * slot
 
 
 def test_least_work_is_the_sum_over_tokens_and_keys():

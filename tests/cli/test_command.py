@@ -21,6 +21,7 @@ from megatron_infer.config import (
     machine_defaults,
 )
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.forward.device import Device, choose_dtype
 
 
 def _parse(*argv: str):
@@ -284,3 +285,14 @@ def test_plan_of_smollm2_counts_its_parameters(capsys):
     report = _plan(capsys, "smollm2", "--dtype", "bfloat16", "--block-size-tokens", "256", "--buffer-size-gb", "2")
     assert report["model"]["num_parameters"] == 134_515_008
     assert report["sizes"]["num_blocks"]["value"] == 364
+
+
+@pytest.mark.parametrize("name", ["generate", "plan"])
+def test_a_dtype_that_no_model_is_served_in_is_refused_before_anything_loads(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name, "nowhere", "--dtype", "float16"])
+    assert left.value.code == 2
+    message = capsys.readouterr().err
+    assert "float16" in message and "float32" in message and "bfloat16" in message
+    with pytest.raises(ConfigError, match="dtype 'float16' is not one of auto, float32, bfloat16"):
+        choose_dtype("float16", Device("cpu"))

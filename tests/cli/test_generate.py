@@ -13,6 +13,7 @@ import pytest
 
 from megatron_infer.cli import generate
 from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.outputs import Logprob
 from megatron_infer.schedule.params import SamplingParams
 
 
@@ -38,6 +39,32 @@ def test_system_message_without_template_is_refused(command, llm, capsys):
     assert command("generate", "m", "--prompt", "hi", "--system", "x", "--raw") == 2
     assert "--system needs the model's chat template" in capsys.readouterr().err
     assert not llm.engine.added
+
+
+def test_without_a_tokenizer_answers_are_token_ids(command, llm, tmp_path, capsys):
+    llm.tokenizer = None
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": [7, 8, 9]}\n', encoding="utf-8")
+    assert command("generate", "m", "--prompts-file", str(file)) == 0
+    assert capsys.readouterr().out == "9 8 7\n"
+    file.write_text('{"prompt": [7, 8, 9]}\n{"prompt": [5]}\n', encoding="utf-8")
+    assert command("generate", "m", "--prompts-file", str(file)) == 0
+    assert capsys.readouterr().out == "[1] 3 token ids\n9 8 7\n\n[2] 1 token ids\n5\n\n"
+
+
+def test_tokens_nobody_can_decode_are_scored_by_id(command, llm, capsys, monkeypatch):
+    entry = {9: Logprob(-0.5, 1, None), 4: Logprob(-1.5, 2, None)}
+    whole = llm.engine._output
+
+    def undecoded(r, reason, error):
+        output = whole(r, reason, error)
+        output.outputs[0].logprobs = [entry]
+        output.outputs[0].token_ids = [4]
+        return output
+
+    monkeypatch.setattr(llm.engine, "_output", undecoded)
+    assert command("generate", "m", "--prompt", "a", "--raw", "--logprobs", "2", "--no-detokenize") == 0
+    assert capsys.readouterr().out == "4\n  4 -1.500   9 -0.500\n"
 
 
 def test_several_answers_are_numbered_in_prompt_order(command, capsys):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
 
-from megatron_infer.config import ConfigWarning, machine_config
+from megatron_infer.config import ConfigWarning, MambaInferenceStateConfig, machine_config
 from megatron_infer.context.layout import GIB, ModelShape, StateShape
+from megatron_infer.errors import ConfigError
 
 LARGE = StateShape(
     num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="bfloat16", ssm_dtype="float32"
@@ -57,6 +59,25 @@ def test_what_was_asked_for_stands():
     asked = {"max_requests": 7, "prefix_caching_mamba_gb": 0.5}
     config = machine_config(asked, shape(4), is_cuda=False, available_bytes=8 << 30)
     assert (config.max_requests, config.prefix_caching_mamba_gb) == (7, 0.5)
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_sizes_suit_the_dtypes_that_states_are_asked_for_in(as_mapping):
+    """Larger states than the model would choose: room for one snapshot of them, in a buffer that holds few."""
+    state = MambaInferenceStateConfig(
+        ["M", "*"], (1792, 4), (24, 64, 128), conv_states_dtype="float32", ssm_states_dtype="float32"
+    )
+    asked = {"mamba_inference_state_config": dataclasses.asdict(state) if as_mapping else state, "buffer_size_gb": 0.1}
+    config = machine_config(asked, shape(4), is_cuda=False, available_bytes=64 * GIB)
+    kept = dataclasses.replace(LARGE, conv_dtype="float32")
+    sizes = config.resolve(dataclasses.replace(shape(4), state=kept), available_bytes=64 * GIB)
+    assert sizes.num_snapshot_slots == 1 and sizes.state_slot_bytes == kept.slot_bytes > LARGE.slot_bytes
+
+
+@pytest.mark.parametrize("wrong", [(4, 4), {"conv_states_dtype": ["float32"]}, "float32"])
+def test_a_state_config_that_is_none_is_refused_as_such(wrong):
+    with pytest.raises(ConfigError, match="mamba_inference_state_config"):
+        machine_config({"mamba_inference_state_config": wrong}, shape(4), is_cuda=False, available_bytes=8 << 30)
 
 
 def test_models_without_state_keep_their_defaults():

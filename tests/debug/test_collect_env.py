@@ -24,7 +24,8 @@ def test_report_covers_every_section_and_none_failed():
 def test_kernels_say_what_was_chosen_for_each_dtype():
     rows = {fact.name: fact.value for fact in collect_env.collect() if fact.section == "kernels"}
     for dtype in ("bfloat16", "float32"):
-        assert rows[f"attention, cpu {dtype}"] in {"native", "torch", "reference"}
+        for operation in ("attention", "selective scan"):
+            assert rows[f"{operation}, cpu {dtype}"] in {"native", "torch", "reference"}
 
 
 def test_text_and_json_hold_every_fact():

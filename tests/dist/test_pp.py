@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import ranks
+import gloo_ranks as ranks
 import stage_case
 import torch
 

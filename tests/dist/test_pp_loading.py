@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import ranks
+import gloo_ranks as ranks
 import torch
 from hybrid_models import random_hybrid
 from test_gguf import write_gguf

@@ -269,7 +269,7 @@ def test_a_state_is_kept_only_where_the_slice_gets_to(model, protected, monkeypa
     engine = make_engine(model, enable_chunked_prefill=True, max_tokens=40, **cache(model, 4))
     if not protected:
 
-        def too_early(self: Any, lease: Any, start: int, end: int) -> list[tuple[int, int]]:
+        def too_early(self: Any, lease: Any, tokens: list[int], start: int, end: int) -> list[tuple[int, int]]:
             kept = []
             for position in sorted(lease.keep_at - set(lease.unnamed)):
                 if start < position and position > len(lease.digests) * self.block_size:
@@ -398,7 +398,7 @@ def test_nothing_goes_on_from_states_that_a_suspend_dropped(model, fault, protec
         if fault == "rows":
             lie_to_scan(engine, never_fresh)
         else:
-            engine.parts.context.forget_all = lambda: 0
+            engine.parts.context.forget_all = engine.parts.context.forget_free = lambda: 0
     add(engine, *PROMPTS[:2], max_tokens=4)
     finish(engine)
     add(engine, *PROMPTS[:2])

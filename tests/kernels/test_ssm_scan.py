@@ -42,6 +42,8 @@ SHAPES = {
     "smallest": {"num_heads": 1, "num_groups": 1, "head_dim": 8, "state_dim": 16, "conv_width": 2},
     "three taps": {"conv_width": 3},
     "one tap": {"conv_width": 1},
+    "heads of one channel": {"num_heads": 4, "num_groups": 4, "head_dim": 1},
+    "one of everything": {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_dim": 1, "conv_width": 1},
     "six taps": {"conv_width": 6},
     "largest": {"num_heads": 2, "num_groups": 1, "head_dim": 128, "state_dim": 256},
     "odd": {"num_heads": 9, "num_groups": 3, "head_dim": 13, "state_dim": 37},
@@ -94,6 +96,17 @@ def test_long_prompt_with_violent_step_sizes(make_scan):
     """Decays of hundreds a token beside tiny ones: sums of them must not cost the small ones their digits."""
     case = make_case([(700, 700)], captures=[(0, 333)])
     case.fused[::7, -6:] += 30.0
+    check_case(make_scan(torch.float32), case, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("log_decay", [20.0, 80.0])
+def test_a_head_that_forgets_everything_at_once_stays_finite(make_scan, log_decay):
+    """A_log so large, and one step so large, that fp32 cannot tell sums of decays apart."""
+    case = make_case([(200, 200), (70, 100), (1, 1), (1, 9)], captures=[(0, 70)])
+    case.weights.decay_H[1:4] = -torch.tensor(log_decay).exp()
+    case.fused[50, -1] = 1e9
+    y, _ = case.run(make_scan(torch.float32))
+    assert y.isfinite().all()
     check_case(make_scan(torch.float32), case, tolerance=3e-5)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
+import transformers
 from hybrid_models import random_hybrid
 from safetensors.torch import load_file, save_file
 
@@ -61,6 +63,11 @@ def edit(folder, change):
         ("granite", {"layer_types": ["mamba", "mamba"]}, "each of 3 layers"),
         ("granite", {"normalization_function": "layernorm"}, "normalization_function='layernorm'"),
         ("granite_experts", {"attention_bias": True}, "attention_bias=True with experts"),
+        ("granite_experts", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, it must be 1 to 5"),
+        ("granite_experts", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ("nemotron_h_experts", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, it must be 1 to 6"),
+        ("granite", {"logits_scaling": 0}, "'logits_scaling' must be a positive number, got 0"),
+        ("nemotron_h", {"mamba_dt_limit": [0.1, 0.2]}, "time_step_limit"),
     ],
 )
 def test_configs_that_cannot_be_done_exactly_are_refused_by_name(case, change, message, tmp_path):
@@ -85,6 +92,19 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error_that_lists_them_
     assert "missing (2): backbone.layers.0.mixer.dt_bias, backbone.layers.1.mixer.experts.3.up_proj.weight" in text
     assert "backbone.layers.2.mixer.conv1d.weight is [128, 1, 3], expected [128, 1, 4]" in text
     assert "unexpected (1): backbone.layers.0.mixer.extra" in text
+
+
+@pytest.mark.parametrize("case", ["mamba2", "granite_factors"])
+def test_a_tied_model_with_a_head_of_its_own_is_refused(case, tmp_path):
+    """transformers takes the head that is there; a copy of the embedding changes nothing."""
+    random_hybrid(case).save_pretrained(tmp_path)
+    edit(tmp_path, {"tie_word_embeddings": True})
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but lm_head.weight is not .*embed"):
+        build_model(open_source(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = next(name for name in tensors if "embed" in name)
+    save_file(tensors | {"lm_head.weight": tensors[embedding].clone()}, tmp_path / "model.safetensors")
+    build_model(open_source(tmp_path))
 
 
 def test_a_bias_that_the_config_does_not_announce_is_unexpected(tmp_path):
@@ -122,6 +142,31 @@ def test_older_spellings_mean_the_same(tmp_path):
     assert (
         plan_from_config(config | {"layers_block_type": ["mamba", "mamba", "attention", "mlp", "mamba", "mlp"]}) == new
     )
+
+
+def test_older_names_of_keys_act(tmp_path):
+    """transformers reads them, and before the newer ones: a lower limit of time steps among them."""
+    random_hybrid("nemotron_h_biases", time_step_min=0.5, conv_kernel=3).save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    names = {
+        "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "expand": "mamba_expand",
+        "time_step_min": "mamba_dt_min", "time_step_max": "mamba_dt_max", "time_step_limit": "mamba_dt_limit",
+        "time_step_floor": "mamba_dt_init_floor", "use_conv_bias": "mamba_conv_bias", "chunk_size": "mamba_chunk_size",
+    }  # fmt: skip
+    old = {names.get(key, key): value for key, value in new.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_from_config(old) == plan_from_config(old | {"n_groups": 1}) == plan_from_config(new)
+    theirs = transformers.NemotronHConfig.from_dict(old | {"mamba_dt_limit": [0.0, float("inf")]})
+    assert (theirs.time_step_min, theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias) == (0.5, 2, 3, False)
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "bamba", "granite"])
+def test_no_number_of_key_value_heads_is_as_many_as_heads(case, tmp_path):
+    random_hybrid(case, num_key_value_heads=6).save_pretrained(tmp_path)
+    plan = open_source(tmp_path).config()
+    edit(tmp_path, {"num_key_value_heads": None})
+    assert open_source(tmp_path).config() == plan
 
 
 OLDER_KEYS = {

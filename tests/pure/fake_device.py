@@ -567,4 +567,7 @@ class World:
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
         sources, targets = {a for a, _ in plan.state_copies}, [b for _, b in plan.state_copies]
+        for piece in pieces:
+            assert all(piece.start < position < piece.start + piece.n for position, _ in piece.captures), piece
+            targets += [slot for _, slot in piece.captures]
         assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.state_copies

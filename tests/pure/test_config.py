@@ -360,6 +360,18 @@ def test_wrong_state_config_is_refused(values, message):
         dataclasses.replace(STATE_CONFIG, **values)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layers_type_list": ["M"]}, "unknown field 'layers_type_list'; did you mean 'layer_type_list'"),
+        ({"layer_type_list": ["M"]}, "lacks mamba_conv_states_shape, mamba_ssm_states_shape; .*from_model"),
+    ],
+)
+def test_state_config_of_plain_values_is_refused_by_name(values, message):
+    with pytest.raises(ConfigError, match=message):
+        InferenceConfig(mamba_inference_state_config=values)
+
+
 def test_state_config_survives_the_dict_of_its_config():
     config = InferenceConfig(mamba_inference_state_config=STATE_CONFIG, mamba_memory_ratio=0.5)
     plain = json.loads(json.dumps(config.to_dict()))
@@ -391,6 +403,11 @@ def test_state_config_of_a_hybrid_model_is_what_its_mixers_say(wrapped):
     layers = [_mixer(), object(), _mixer(), object()]
     config = MambaInferenceStateConfig.from_model(_model(["M", "*", "M", "-"], wrapped=wrapped, layers=layers))
     assert config == dataclasses.replace(STATE_CONFIG, ssm_states_dtype=None)
+
+
+def test_state_config_of_a_list_of_one_chunk_is_that_of_the_chunk():
+    model = _model(["M", "*", "M", "-"], layers=[_mixer(), object(), _mixer(), object()])
+    assert MambaInferenceStateConfig.from_model([model]) == MambaInferenceStateConfig.from_model(model) is not None
 
 
 def test_mamba_layers_of_different_states_are_refused():

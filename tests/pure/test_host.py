@@ -10,7 +10,7 @@ ROOT = b"root"
 SIZE = 4
 
 
-def make(num_blocks=8, num_host_slots=8, num_rows=4, caching=False, keep_cached=False):
+def make(num_blocks=8, num_host_slots=8, num_rows=4, caching=False, keep_cached=False, num_host_states=0):
     return DynamicInferenceContext(
         num_blocks=num_blocks,
         block_size=SIZE,
@@ -19,6 +19,8 @@ def make(num_blocks=8, num_host_slots=8, num_rows=4, caching=False, keep_cached=
         prefix_caching=caching,
         keep_cached=keep_cached,
         num_host_slots=num_host_slots,
+        recurrent=num_host_states > 0,
+        num_host_states=num_host_states,
     )
 
 
@@ -147,6 +149,35 @@ def test_slot_given_up_by_a_way_back_is_the_target_of_a_later_way_out():
     assert context.swap_out(other, 4) is not None
     assert [(way, slot) for way, _, slot in context.take_moves()] == [("out", 0), ("in", 0), ("out", 0)]
     context.check()
+
+
+def test_without_a_place_for_its_state_nothing_goes_out():
+    """Whether the host has blocks to spare, or only because it holds their content already."""
+    for num_host_slots in (8, 3):
+        context = make(num_host_slots=num_host_slots, caching=True, num_host_states=1)
+        first, second = lease_of(context, range(8)), lease_of(context, range(8))
+        assert context.host_has_room(first, 8)
+        swapped = context.swap_out(first, 8)
+        before = books(context)
+        context.take_moves()
+        assert not context.host_has_room(second, 8) and context.swap_out(second, 8) is None
+        assert books(context) == before and context.take_moves() == []
+        context.drop_swapped(swapped)
+        assert context.host_has_room(second, 8) and context.swap_out(second, 8) is not None
+
+
+def test_places_of_states_are_told_free_once_and_only_while_they_are():
+    context = make(num_host_states=1)
+    swapped = context.swap_out(lease_of(context, range(4)), 4)
+    assert list(context.take_freed_states()) == []
+    back = context.swap_in(swapped, capacity=5)
+    swapped = context.swap_out(back, 4)
+    assert list(context.take_freed_states()) == [], "the place is taken again: its memory must stay"
+    moves = [move[0] for move in context.take_moves() if move[0].startswith("state")]
+    assert moves == ["state out", "state in", "state out"]
+    context.drop_swapped(swapped)
+    assert list(context.take_freed_states()) == [0] and list(context.take_freed_states()) == []
+    books(context)
 
 
 def test_check_notices_a_slot_that_leaked():

@@ -11,11 +11,24 @@ from megatron_infer.context.snapshots import Snapshots
 from megatron_infer.schedule.request import CacheUse
 
 PROMPT = list(range(10, 40))
+ROOT = b"root"
 
 
 def world(**fields):
     settings = {"block_size": 4, "num_blocks": 64, "caching": True, "keep_cached": True, "num_snapshots": 8}
     return World(**(settings | fields))
+
+
+def make_context():
+    return DynamicInferenceContext(
+        num_blocks=16,
+        block_size=4,
+        num_rows=4,
+        max_blocks_per_row=8,
+        prefix_caching=True,
+        recurrent=True,
+        num_snapshots=4,
+    )
 
 
 def finish(world, name, tokens, max_new=3, **kwargs):
@@ -141,14 +154,21 @@ def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
     w.drain()
 
 
-def test_who_gains_by_waiting_waits_again():
-    """Each prompt is the one before and more: the last waits for the state of every one of them in turn."""
+def test_who_gains_much_by_waiting_waits_again():
+    """Each prompt is the one before and more: the last waits for the state of both of the others in turn."""
     w = world()
-    prompts = [list(range(10, 10 + n)) for n in (9, 17, 25, 33)]
-    for i, prompt in enumerate(prompts):
-        w.add(make_request(f"r{i}", prompt, 2, stop_ids=frozenset()))
+    for n in (21, 29, 37):
+        w.add(make_request(f"of {n}", list(range(10, 10 + n)), 2, stop_ids=frozenset()))
     w.drain()
-    assert w.device.num_prefilled == 9 + 3 * (8 + 1)
+    assert w.device.num_prefilled == 21 + (29 - 20) + (37 - 28)
+
+
+def test_a_chain_of_longer_and_longer_prompts_does_not_wait_one_by_one():
+    w = world(num_blocks=2000, num_rows=40, max_tokens=4000, num_snapshots=40)
+    for n in range(1, 33):
+        w.add(make_request(f"of {n}", list(range(10, 11 + 4 * n)), 1, stop_ids=frozenset()))
+    w.drain()
+    assert w.steps <= 10, "32 in turn would be 32 steps"
 
 
 @pytest.mark.parametrize("max_tokens", [4, 7, 14, 27, 28, 29])
@@ -185,22 +205,14 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
         "megatron_infer.context.context.digest_of",  # of a second block: it knows what is before it, no more
         lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
     )
-    head, root = [1, 2, 3, 4], b"a root of some length"
-    context = DynamicInferenceContext(
-        num_blocks=16,
-        block_size=4,
-        num_rows=4,
-        max_blocks_per_row=8,
-        prefix_caching=True,
-        recurrent=True,
-        num_snapshots=4,
-    )
+    head, root = [1, 2, 3, 4], ROOT
+    context = make_context()
 
     def compute(tokens):
         context.begin_step()
         lease = context.admit(tokens, root=root)
         assert lease.cached == 0 and context.extend(lease, len(tokens))
-        context.keep_states(lease, 0, len(tokens))
+        context.keep_states(lease, tokens, 0, len(tokens))
         context.announce(lease, tokens, len(tokens))
         return lease
 
@@ -216,6 +228,48 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
     assert context.catch_up(waiting, tokens, 0) == 0 and waiting.begins_behind is None
     assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
     context.check()
+
+
+def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_skips_ahead():
+    """Two leases compute the same; the second's blocks wait for a commit, and it moves to the first's before that."""
+    context, tokens = make_context(), list(range(14))
+    first, second = (context.admit(tokens, root=ROOT) for _ in range(2))
+    second.keep_at.add(8)
+    context.begin_step()
+    for lease in (first, second):
+        assert context.extend(lease, 14)
+        context.keep_states(lease, tokens, 0, 8)
+        context.announce(lease, tokens, 8)
+    assert list(second.unnamed) == [8]
+    context.begin_step()
+    context.keep_states(first, tokens, 8, 14)
+    context.announce(first, tokens, 14)
+    context.begin_step()
+    assert context.catch_up(second, tokens, 8) == 12
+    assert not second.unnamed and context.snapshots.num_kept == 2
+    context.check()
+
+
+def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
+    context, tokens = make_context(), list(range(14))
+    lease = context.admit(tokens, root=ROOT)
+    assert context.extend(lease, 14)
+    context.begin_step()
+    assert context.keep_states(lease, tokens, 0, 14)
+    context.release(lease)
+    context.check()
+    assert not context.snapshots.slots_of(())
+
+
+def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_compute_up_to_it_once():
+    """The first keeps none there, as nobody has come by yet; the second does, and the others wait for it."""
+    w = world(num_blocks=200, num_rows=16, max_tokens=1000, num_snapshots=20)
+    head = PROMPT[:17]
+    for i in range(10):
+        w.add(make_request(f"r{i}", head + [50 + i] * 13, 1, stop_ids=frozenset()))
+    w.drain()
+    assert w.device.num_prefilled == 2 * 30 + 8 * (30 - 16)
+    assert w.scheduler.stats.states_kept == 10 + 1
 
 
 def test_group_forks_the_state_of_one_prefill():
@@ -307,6 +361,23 @@ def test_oldest_unused_state_makes_room():
     pool.name(pool.take(reclaim=True), 3, first_to_go=False)
     assert pool.is_ready(1) and not pool.is_ready(2) and pool.is_coming(3)
     pool.check([], {1, 3})
+
+
+def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
+    """A state kept behind a cached block, which a later admission of the same plan takes the memory of."""
+    pool = Snapshots(first_slot=5, count=1)
+    for give_up in (
+        lambda slot: pool.name(slot, 1, first_to_go=False) and pool.forget(1),
+        lambda slot: pool.give_back(slot),
+    ):
+        pool.begin_step()
+        slot = pool.take(reclaim=True)
+        give_up(slot)
+        assert pool.take(reclaim=True) is None, "the step would write it twice"
+        pool.check([], set())
+        pool.begin_step()
+        assert pool.take(reclaim=True) == slot
+        pool.give_back(slot)
 
 
 def test_second_state_behind_a_block_is_given_back():
