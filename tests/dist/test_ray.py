@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -28,18 +29,20 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def ray(tmp_path_factory):
+def ray():
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements/ray.txt")
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie below: a longer path would not fit
     ray.init(
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=80 << 20,
         log_to_driver=False,
         configure_logging=False,
-        _temp_dir=f"/tmp/ray-{os.getpid()}",  # sockets lie below: a longer path would not fit
+        _temp_dir=folder,
     )
     yield ray
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
