@@ -172,7 +172,9 @@ class Replica:
         elif isinstance(message, wire.Cancel):
             self._cancel(message)
         elif isinstance(message, wire.Command) and message.incarnation == self._incarnation:
-            self.link.send(wire.Done(message.number, message.incarnation, self._obey(message, came)))
+            answer = self._obey(message, came)
+            self._look()  # first: whoever has the answer sees the state that it led to
+            self.link.send(wire.Done(message.number, message.incarnation, answer))
         elif isinstance(message, wire.Refused):
             log.error("the coordinator refuses what this replica said: %s", message.message)
 

@@ -191,6 +191,7 @@ def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_t
     with cluster(2) as (one, _, client):
         answers = client.pause()
         assert {name: answer.ok for name, answer in answers.items()} == {"r0": True, "r1": True}
+        assert [r["state"] for r in client.stats()["replicas"]] == ["paused"] * 2, "known before the answers are"
         future = client.submit([1, 2], GREEDY)
         with replica(one.address, name="late"):
             wait_for(lambda: [r["state"] for r in client.stats()["replicas"]] == ["paused"] * 3)
