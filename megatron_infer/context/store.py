@@ -317,7 +317,7 @@ class StateStore:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states (source slot, destination slot), one after the other; nothing in a pipeline stage without any."""
         if pairs and self._states is not None:
-            self._states.copy(pairs)
+            self._state_pool().copy(pairs)
 
     # ------------------------------------------------------------------ parts
 
