@@ -12,8 +12,8 @@ from megatron_infer.errors import ConfigError, unknown_name
 if TYPE_CHECKING:
     import torch
 
-LAYER_SYMBOLS = ("M", "*", "-", "E")
-"""Mamba, attention, MLP, mixture of experts."""
+LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+"""Symbol of a layer pattern -> what the layer is."""
 
 
 @dataclass(frozen=True)

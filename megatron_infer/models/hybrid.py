@@ -24,9 +24,8 @@ from megatron_infer.models.mcore_compat import (
     submodules_of,
 )
 from megatron_infer.models.specs import layer_spec
+from megatron_infer.state_config import LAYER_SYMBOLS
 
-LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
-"""Symbol of a layer pattern -> what the layer is."""
 UNSUPPORTED_SYMBOLS: dict[str, str] = {
     "G": "gated delta net",
     "D": "sparse attention",
