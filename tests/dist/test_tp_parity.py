@@ -77,9 +77,10 @@ def settings_of(name: str, kind: str) -> dict[str, Any]:
     return settings
 
 
-def play(engine: Engine, name: str) -> list[Any]:
-    """A scenario, step by step: the leader adds requests, the others hear of them."""
-    _, how, act = SCENARIOS[name]
+def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = None) -> list[Any]:
+    """A scenario, step by step: the leader adds requests, the others hear of them. act: in place of its own."""
+    _, how, usual = SCENARIOS[name]
+    act = act or usual
     leads = engine.parts.team.groups.is_leader
     work = ranks.workload(**how)
     done, step = [], 0
