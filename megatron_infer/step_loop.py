@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.pipeline import is_of_collective
 from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
@@ -169,7 +170,7 @@ class StepLoop:
             self.parts.runner.sample(flight)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             if self._ranks is not None:
-                self._ranks.step_failed(error, time.perf_counter() - started)
+                self._ranks.step_failed(error, time.perf_counter() - started, fatal=is_of_collective(error))
             self._commit(outputs)
             self._fail(
                 plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs

@@ -36,6 +36,25 @@ class StageLost(InferenceError, RuntimeError):
     """A pipeline stage could not be reached: its process ended, or did not answer in its group's time."""
 
 
+def is_of_collective(error: BaseException) -> bool:
+    """Whether the error comes from torch.distributed, itself or by its cause.
+
+    The group is of no use then: its ranks are at different places, and gloo closes a connection that timed out. gloo
+    raises plain RuntimeErrors of many wordings, so what counts is where an error comes from.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, StageLost | dist.DistError):
+            return True
+        frame = found.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+                return True
+            frame = frame.tb_next
+        found = found.__cause__ or found.__context__
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """What the last stage tells the others of a step."""

@@ -19,7 +19,7 @@ import torch
 
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
-from megatron_infer.forward.pipeline import Lane, Message, StageLink
+from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
 from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
@@ -36,6 +36,8 @@ class StageFlight(Flight):
 
     failed_stage: int | None = None
     """The first stage whose forward raised."""
+    broken: Exception | None = None
+    """What a collective within this stage raised: `read` raises it."""
     computed: Future[None] | None = None
     """This stage's part."""
     arrived: Future[Drawn] | None = None
@@ -46,12 +48,18 @@ class StageFlight(Flight):
         return self.computed is None or self.arrived is None or (self.computed.done() and self.arrived.done())
 
     def read(self) -> Drawn:
-        """Wait for this stage and for what the last one drew. Raises StageLost when a stage cannot be reached."""
+        """Wait for this stage and for what the last one drew.
+
+        Raises StageLost when a stage cannot be reached, and what a collective among the ranks of this stage raised.
+        """
         assert self.computed is not None and self.arrived is not None, "the step was not sampled"
         self._wait(self.computed)
         self._wait(self.arrived)
         self.computed.result()
-        return self.arrived.result()
+        drawn = self.arrived.result()
+        if self.broken is not None:
+            raise self.broken
+        return drawn
 
     def _wait(self, future: Future[Any]) -> None:
         while not wait([future], timeout=WAIT_S).done:
@@ -145,6 +153,8 @@ class StageRunner(ModelRunner):
     def _note_failure(self, flight: StageFlight, error: Exception) -> None:
         log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
         flight.failed_stage = self.link.rank
+        if is_of_collective(error):
+            flight.broken = error
 
     def _failure(self, plan: Plan, stage: int) -> Drawn:
         text = f"the forward of step {plan.step} raised on pipeline stage {stage}; its log says what"

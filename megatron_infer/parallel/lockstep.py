@@ -150,10 +150,12 @@ class Lockstep:
 
     def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False) -> None:
         """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
-        not fatal; else the engine has failed, and RankFailure names the rank that was the first to raise."""
-        text = json.dumps([f"{type(error).__name__}: {error}", seconds])
+        fatal on none; else the engine has failed, and RankFailure names the rank that was the first to raise.
+
+        fatal: what the ranks compute with is of no use from here on, however alike their errors are."""
+        text = json.dumps([f"{type(error).__name__}: {error}", seconds, fatal])
         texts = [json.loads(text) for text in self._round(_Report(FAILED_STEP, text=text, failed=True))["texts"]]
-        if len({message for message, _ in texts}) == 1 and not fatal:
+        if len({message for message, *_ in texts}) == 1 and not any(final for *_, final in texts):
             return
         first = min(range(self.size), key=lambda rank: texts[rank][1])
         self._fail(RankFailure(first, self.phase, texts[first][0]))

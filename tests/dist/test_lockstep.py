@@ -151,6 +151,17 @@ def test_a_failed_step_is_everyones_or_the_end():
             assert isinstance(error, RankFailure) and error.rank == 1 and "no room" in str(error)
 
 
+def test_a_failed_step_that_is_fatal_on_one_rank_is_the_end_of_all():
+    """However alike the errors are: after a collective that timed out the group is of no use."""
+
+    def act(lockstep: Lockstep) -> None:
+        error = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+        lockstep.step_failed(error, 0.5 - 0.1 * lockstep.rank, fatal=lockstep.rank != 1)
+
+    for error in play(3, act):
+        assert isinstance(error, RankFailure) and error.rank == 2 and "Timed out" in str(error)
+
+
 def test_a_message_that_says_it_is_too_large_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = Link(socket.create_connection(server.getsockname()))
