@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,14 @@ def bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | 
     function = getattr(library, name)
     function.argtypes, function.restype = argtypes, restype
     return function
+
+
+def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None:
+    """Give a C struct the addresses of `owner`'s int32 arrays of these names; the caller keeps them alive."""
+    for name in names:
+        array = getattr(owner, name)
+        assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
+        setattr(struct, name, array.ctypes.data)
 
 
 def _multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
@@ -275,10 +283,7 @@ class NativePagedAttention:
         s = self._step_struct
         s.num_tokens, s.num_rows, s.num_decode = step.num_tokens, step.num_rows, step.num_decode
         s.threads = torch.get_num_threads()
-        for name in ("q_len", "kv_len", "cu_q", "table_row", "num_prompt_queries"):
-            array = getattr(step, name)
-            assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
-            setattr(s, name, array.ctypes.data)
+        point_at(s, step, ("q_len", "kv_len", "cu_q", "table_row", "num_prompt_queries"))
         assert step.block_table.dtype is torch.int32 and step.kv_pos_T.dtype is torch.int64
         assert step.block_table.stride(1) == 1 and step.kv_pos_T.is_contiguous()
         s.block_table, s.table_stride = step.block_table.data_ptr(), step.block_table.stride(0)

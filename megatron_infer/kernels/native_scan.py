@@ -7,12 +7,11 @@ import struct
 import weakref
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.cpu_native import SUFFIXES, bind
+from megatron_infer.kernels.cpu_native import SUFFIXES, bind, point_at
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 MAX_STATE_DIM = 256
@@ -92,14 +91,8 @@ class NativeScan:
         self._step = step  # keeps every array alive whose address is taken below
         s = self._step_struct
         s.num_rows, s.threads, s.num_captures = step.num_rows, torch.get_num_threads(), len(step.captures.row)
-        for owner, names in (
-            (step, ("q_len", "kv_len", "cu_q", "table_row")),
-            (step.captures, ("row", "num_tokens", "state_slot")),
-        ):
-            for name in names:
-                array = getattr(owner, name)
-                assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
-                setattr(s, name, array.ctypes.data)
+        point_at(s, step, ("q_len", "kv_len", "cu_q", "table_row"))
+        point_at(s, step.captures, ("row", "num_tokens", "state_slot"))
         self._num_used = int(step.cu_q[step.num_rows])
 
     def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:

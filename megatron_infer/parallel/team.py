@@ -36,11 +36,6 @@ class Team:
         if self.lockstep is not None:
             self.lockstep.check_alive()
 
-    def enter_phase(self, phase: str) -> None:
-        """What an error on this or another rank names as the work at hand."""
-        if self.lockstep is not None:
-            self.lockstep.phase = phase
-
     def limit_collectives(self, limited: bool) -> None:
         """Whether collectives of the model's groups wait no longer than the engine's ranks do for each other."""
         if self.lockstep is None:
