@@ -29,7 +29,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until told to end; 0. An error of the engine or a refusal by the coordinator is raised."""
     from megatron_infer.parallel.replica import Replica  # says what is missing before a model is loaded
+    from megatron_infer.parallel.wire import checked_address
 
+    checked_address(args.coordinator)
     key = key_from(args)
     log_to_stderr()
     llm = load_llm(args)

@@ -87,6 +87,7 @@ class Coordinator:
 
         Raises ConfigError when it cannot be bound.
         """
+        wire.checked_address(bind)
         self.options = CoordinatorOptions() if options is None else options
         self._outbox: dict[bytes, list[bytes]] = {}
         self.desk = Desk(self.options, self._put)

@@ -51,7 +51,7 @@ class Link:
         timeout_s: float = 10.0,
     ) -> None:
         """timeout_s: silence of the coordinator before the first welcome; later it says so itself."""
-        self.address, self.role = address, role
+        self.address, self.role = wire.checked_address(address), role
         self.name = name or f"{socket.gethostname()}"
         self.max_message = wire.MAX_MESSAGE
         self.welcomed = threading.Event()

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError
 
 for _needed in ("msgspec", "zmq"):
     if find_spec(_needed) is None:
@@ -44,6 +44,15 @@ DEFAULT_PORT = 5757
 COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
 """What a `Control` may ask of replicas."""
 assert sys.byteorder == "little", "token ids travel as they lie in memory, which is little endian"
+
+
+def checked_address(address: str) -> str:
+    """`address` as it is. Raises ConfigError when it is not one that can be reached or listened at."""
+    if not address.startswith(("tcp://", "ipc://", "inproc://")) or (
+        address.startswith("tcp://") and ":" not in address[len("tcp://") :]
+    ):
+        raise ConfigError(f"address {address!r} of a coordinator; it is like tcp://127.0.0.1:{DEFAULT_PORT}")
+    return address
 
 
 class CoordinatorError(InferenceError):

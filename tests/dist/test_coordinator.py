@@ -11,6 +11,7 @@ import pytest
 import zmq
 from coordinator_case import cluster, coordinator, replica, wait_for
 
+from megatron_infer.cli.main import main
 from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.client import AsyncInferenceClient, InferenceClient
@@ -364,6 +365,15 @@ def test_coordinator_that_ends_fails_its_clients_and_a_new_one_takes_over():
         second.stop()
         thread.join()
         second.close()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://127.0.0.1:5757", "tcp://127.0.0.1"])
+def test_address_that_cannot_be_one_is_refused_with_an_example(address, capsys):
+    for make in (Coordinator, InferenceClient):
+        with pytest.raises(ConfigError, match=r"it is like tcp://127\.0\.0\.1:5757"):
+            make(address)
+    assert main(["replica", "no such model", "--coordinator", address]) == 2
+    assert "it is like tcp://" in capsys.readouterr().err, "said before a model is looked for"
 
 
 def test_address_in_use_is_a_config_error():
