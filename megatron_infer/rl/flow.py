@@ -16,9 +16,11 @@ from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.rl.prompts import Ask
 from megatron_infer.rl.samples import RolloutGroup, group_of
+from megatron_infer.rl.stats import RolloutStats, stats_of
 
 PREFIX = "rollout/"
 """Of the engine's requests that are groups."""
@@ -73,6 +75,10 @@ class Call:
     """Drawn during the call, of groups that have finished."""
     started: float = field(default_factory=time.perf_counter)
     paused: bool = False
+    given: list[RolloutGroup] = field(default_factory=list)
+    """Handed out."""
+    num_rejected: int = 0
+    num_aborted: int = 0
 
     @property
     def seconds(self) -> float:
@@ -152,6 +158,8 @@ class Flow:
         with self._lock:
             del call.tickets[ticket.id], self._owners[ticket.id]
             call.num_groups -= 1
+            call.num_aborted += 1
+            call.tokens_done += self._num_drawn(ticket) - ticket.tokens_before
             return ticket.group(self.engine.abort(ticket.id))
 
     def end(self, call: Call) -> None:
@@ -167,9 +175,23 @@ class Flow:
                     # Its output waits in the backlog (an interrupt), or the engine dropped everything.
                     del call.tickets[ticket.id], self._owners[ticket.id]
                     self._forget(ticket.id)
+            self._settle()
             # What others wait for comes with the engine's next step.
             self.engine.loop.backlog[:0] = self._foreign
             self._foreign = []
+
+    def abort_loose(self, group_id: str) -> RolloutGroup:
+        """End a group that a paused call left -> what it has."""
+        with self._lock:
+            group = self.loose.pop(group_id).group(self.engine.abort(group_id))
+            if self.engine.relay is None:  # with several ranks the next call of all of them does it
+                self._settle()
+            return group
+
+    def _settle(self) -> None:
+        """Let go of what was launched for requests that are gone."""
+        while self.engine.state is EngineState.RUNNING and not len(self.engine.ledger) and not self.engine.loop.is_idle:
+            self.step()
 
     def _forget(self, request_id: str) -> None:
         backlog = self.engine.loop.backlog
@@ -180,6 +202,18 @@ class Flow:
         with self._lock:
             alive = sum(self._num_drawn(ticket) - ticket.tokens_before for ticket in call.tickets.values())
             return call.tokens_done + alive
+
+    def stats(self, call: Call) -> RolloutStats:
+        """Of what the call has handed out so far."""
+        return stats_of(
+            call.given,
+            version=self.engine.parts.weight_version,
+            seconds=call.seconds,
+            num_tokens=self.num_tokens(call),
+            num_rejected=call.num_rejected,
+            num_aborted=call.num_aborted,
+            num_carried=len(call.carried),
+        )
 
     def _num_drawn(self, ticket: Ticket) -> int:
         group = self.engine.ledger.get(ticket.id)
