@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput
+    from megatron_infer.outputs import TokenSupport as TokenSupport
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
     from megatron_infer.suspension import MemoryReport as MemoryReport
@@ -45,6 +46,7 @@ _HOMES = {
     "PrefixCachingEvictionPolicy": "config",
     "RequestOutput": "outputs",
     "SamplingParams": "schedule.params",
+    "TokenSupport": "outputs",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }
