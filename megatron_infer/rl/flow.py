@@ -92,18 +92,20 @@ class Flow:
         self.engine = engine
         self.loose: dict[str, Ticket] = {}
         """Left unfinished by calls that paused."""
+        self.held: set[str] = set()
+        """Finished, and neither handed out nor thrown away."""
         self._owners: dict[str, Call] = {}
         self._foreign: list[RequestOutput] = []
         self._lock = threading.RLock()
 
-    def begin(self, asks: Iterable[Ask]) -> Call:
-        """Start a call with what is loose and `asks`."""
+    def begin(self, asks: Iterable[Ask], *, carry: bool = True) -> Call:
+        """Start a call with `asks` and, if it carries, what is loose."""
         with self._lock:
-            call = Call(carried=tuple(self.loose))
-            for ticket in self.loose.values():
+            call = Call(carried=tuple(self.loose) if carry else ())
+            for name in call.carried:
+                ticket = self.loose.pop(name)
                 ticket.tokens_before = self._num_drawn(ticket)
                 self._enter(call, ticket)
-            self.loose = {}
             try:
                 for index, ask in enumerate(asks):
                     self.add(call, ask, index)
@@ -143,6 +145,7 @@ class Flow:
                     call.tokens_done += output.metrics.num_output_tokens - group.tokens_before
                     call.num_done += 1
                     call.ready.append(group.group(output))
+                    self.held.add(group.id)
                 elif output.request_id not in self._owners:
                     self._foreign.append(output)
             loop = self.engine.loop
@@ -165,6 +168,7 @@ class Flow:
     def end(self, call: Call) -> None:
         """The caller waits no longer. Without a pause its own groups are aborted and those carried over are loose."""
         with self._lock:
+            self.held -= {group.group_id for group in call.ready}
             for ticket in list(call.tickets.values()):
                 if call.paused or ticket.id in call.carried:
                     del call.tickets[ticket.id], self._owners[ticket.id]
@@ -214,6 +218,12 @@ class Flow:
             num_aborted=call.num_aborted,
             num_carried=len(call.carried),
         )
+
+    def oldest_policy(self, ticket: Ticket) -> int | None:
+        """Version of the oldest weights that drew a token of it; None: none is drawn."""
+        group = self.engine.ledger.get(ticket.id)
+        drawn = [] if group is None else [sample.request for sample in group.samples if sample.request.num_output]
+        return min((request.history.spans[0].policy_version for request in drawn), default=None)
 
     def _num_drawn(self, ticket: Ticket) -> int:
         group = self.engine.ledger.get(ticket.id)

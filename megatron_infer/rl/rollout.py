@@ -185,6 +185,7 @@ class Rollout:
             accepted.append(group)
         else:
             call.num_rejected += 1
+            self.flow.held.discard(group.group_id)
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:
@@ -239,6 +240,7 @@ class Rollout:
     def _give(self, call: Call, groups: list[RolloutGroup]) -> None:
         """Hand groups out, on every rank."""
         call.given += groups
+        self.flow.held -= {group.group_id for group in groups}
         self.ranks.tell(groups)
 
     def _end(self, call: Call | None, error: str) -> None:
@@ -248,7 +250,11 @@ class Rollout:
                 self.flow.end(call)
                 self.stats = self.flow.stats(call)
         finally:
-            self.ranks.tell([], end=True, keep=[group.group_id for group in self._surplus], error=error)
+            self.end_turn(error)
+
+    def end_turn(self, error: str) -> None:
+        """On the leader: the other ranks' call ends, with an error if there was one; what is held they keep."""
+        self.ranks.tell([], end=True, keep=sorted(self.flow.held), error=error)
 
     def _progress(self, call: Call) -> RolloutProgress:
         return RolloutProgress(

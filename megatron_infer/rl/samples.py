@@ -91,6 +91,10 @@ class RolloutGroup:
         """Drawn, in all samples."""
         return sum(sample.num_drawn for sample in self.samples)
 
+    def staleness(self, version: int) -> int:
+        """Of its stalest token, when `version` trains on it."""
+        return max((age for sample in self.samples for age in sample.staleness(version)), default=0)
+
 
 def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSample:
     """A finished (or aborted) sample of the engine, all of whose tokens were drawn."""
