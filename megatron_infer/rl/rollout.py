@@ -49,7 +49,7 @@ class Rollout:
         self.engine = engine
         self.flow = Flow(engine)
         self.ranks = Ranks(engine)
-        self._pump = Pump(self.flow)
+        self.pump = Pump(self.flow)
         self._budget: Budget | None = None
         self._surplus: list[RolloutGroup] = []
         """Accepted by a collect(), for the next one."""
@@ -105,22 +105,22 @@ class Rollout:
         if not self.ranks.is_leader:
             heard = self.ranks.hear()
             try:
-                while (told := await self._pump.run(lambda: next(heard, None))) is not None:
+                while (told := await self.pump.run(lambda: next(heard, None))) is not None:
                     yield told
             finally:
-                await self._pump.run(heard.close)
+                await self.pump.run(heard.close)
             return
         error, call = "", None
         try:
-            call = await self._pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
+            call = await self.pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
             while (group := await self._anext(call, on_progress)) is not None:
-                await self._pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
+                await self.pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
                 yield group
         except BaseException as failure:
             error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            await self._pump.run(lambda: self._end(call, error))
+            await self.pump.run(lambda: self._end(call, error))
 
     def collect(
         self,
@@ -232,7 +232,7 @@ class Rollout:
             if self.flow.reached(call, self._budget):
                 call.paused = True
                 return None
-            await self._pump.step()
+            await self.pump.step()
             if on_progress is not None:
                 on_progress(self._progress(call))
         return call.ready.popleft()
