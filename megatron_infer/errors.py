@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class InferenceError(Exception):
@@ -71,6 +71,26 @@ class WrongState(InferenceError, RuntimeError):
 
 class TransitionFailed(InferenceError, RuntimeError):
     """A pause, suspend, resume or update that failed and was undone; the cause is its __cause__."""
+
+
+class OtherRankFailed(TransitionFailed):
+    """What failed failed elsewhere, and was undone here; `ranks` are those it failed on, counted in the engine."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class SwitchFailed(TransitionFailed):
+    """A suspend, update and resume that is undone on all ranks.
+
+    `rank` counts within the engine, `phase` is "suspend", "update" or "resume", `tensor` the one that could not be
+    written, "" where it was none. `error.__cause__` is what this rank saw.
+    """
+
+    def __init__(self, message: str, *, rank: int, phase: str, tensor: str) -> None:
+        super().__init__(message)
+        self.rank, self.phase, self.tensor = rank, phase, tensor
 
 
 class TransitionTimeout(TransitionFailed, TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from megatron_infer.forward.weights import WeightShelf
 from megatron_infer.lifecycle import HeldInterrupt
 from megatron_infer.models.trainer import evaluation, inference_attributes, inference_flag, whole_parameters
+
+log = logging.getLogger("megatron_infer")
 
 
 @contextmanager
@@ -98,6 +101,42 @@ class Switch:
         self._light.enter_context(evaluation(model))
         self._light.enter_context(inference_flag(True))
         self._light.enter_context(torch.set_grad_enabled(False))
+
+
+class GlobalDraws:
+    """torch's global generators, on the CPU and on the model's device: what dropout draws from.
+
+    Taken back to where they stood at `note`. Python's and NumPy's are left to whoever draws from them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._noted: list[Tensor] = []
+        self._has_warned = False
+
+    def note(self) -> None:
+        self._noted = self._states()
+
+    def take_back(self) -> None:
+        """Says once, in the log, that somebody has drawn."""
+        noted, self._noted = self._noted, []
+        if not noted or all(map(torch.equal, noted, self._states())):
+            return
+        torch.set_rng_state(noted[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(noted[1], self._device)
+        if not self._has_warned:
+            log.warning(
+                "generating(): the block drew from torch's global generator, which now stands where it stood before: "
+                "the next block may draw the same. Draw from a generator of your own, or take restore_rng=False"
+            )
+            self._has_warned = True
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device is not None:
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
 
 class OptimizerShelf:
