@@ -19,6 +19,7 @@ from megatron_infer.intake import TextCodec
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.models.trainer import wrapper_chain
 from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
 from megatron_infer.rl.switch import GlobalDraws, OptimizerShelf, Switch, noted
 from megatron_infer.rl.transition import Transition, TransitionReport, Update
@@ -34,16 +35,6 @@ class Place(Enum):
     OUTSIDE = "no block"
     GENERATING = "generating()"
     TRAINING = "training()"
-
-
-class Rollout:
-    """Generation within a session."""
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self.engine = engine
-
-    def generate(self, prompts: Any, params: Any = None) -> Any:
-        return self.engine.generate(prompts, params)
 
 
 class RolloutSession:
@@ -82,9 +73,8 @@ class RolloutSession:
         """Without wrappers."""
         self.tokenizer = tokenizer
         self._mode = _mode(suspend_mode)
-        shelf = OptimizerShelf(optimizer, self._chain[0]) if offload_optimizer else None
-        self._offloads = offload_optimizer
-        self._switch = Switch(self._chain, shelf)
+        self._shelf = OptimizerShelf(optimizer, self.model) if offload_optimizer else None
+        self._switch = Switch(self._chain, self._shelf)
         self._draws = GlobalDraws(next(self.model.parameters()).device)
         self._switch.engage()
         try:
@@ -103,6 +93,11 @@ class RolloutSession:
     def weight_version(self) -> int:
         """Of the weights that the engine knows; changes it has not been told of are noticed when it wakes."""
         return self.engine.parts.weight_version
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of the optimizer's state, on the host now: see offload_optimizer."""
+        return 0 if self._shelf is None else self._shelf.num_bytes
 
     @contextmanager
     def generating(self, *, restore_rng: bool = True) -> Iterator[Rollout]:
@@ -266,7 +261,7 @@ class RolloutSession:
     def _stand_still(self) -> None:
         """Unfinished requests wait where they are; nothing of the engine's is in flight."""
         try:
-            if self._offloads:
+            if self._shelf is not None:
                 self.engine.suspend(self._mode)
             elif self.engine.has_unfinished() and self.engine.state is EngineState.RUNNING:
                 self.engine.pause()

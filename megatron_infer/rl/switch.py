@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -146,16 +146,15 @@ class OptimizerShelf:
     megatron-core's, chained ones too; what is on the host already stays there.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        model: torch.nn.Module,
-        *,
-        on_device: Callable[[Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
-    ) -> None:
-        """on_device: which tensors have to go."""
-        self._optimizer, self._model, self._on_device = optimizer, model, on_device
+    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+        """model: without wrappers (buffers of megatron-core's DDP are something else)."""
+        self._optimizer, self._model = optimizer, model
         self._shelf: WeightShelf | None = None
+
+    @staticmethod
+    def is_on_device(tensor: Tensor) -> bool:
+        """Whether a tensor has to go."""
+        return tensor.device.type != "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -183,7 +182,7 @@ class OptimizerShelf:
             groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
             states = (value for state in optimizer.state.values() for value in state.values())
             for tensor in (*groups, *states):
-                if torch.is_tensor(tensor) and self._on_device(tensor) and _storage(tensor) not in kept:
+                if torch.is_tensor(tensor) and self.is_on_device(tensor) and _storage(tensor) not in kept:
                     yield tensor
 
 

@@ -21,8 +21,8 @@ DRAWN = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
 
 
 def answers_in(session) -> list[list[int]]:
-    with session.generating():
-        return [output.outputs[0].token_ids for output in session.engine.generate(prompts(), PARAMS)]
+    with session.generating() as roll:
+        return [group.samples[0].token_ids for group in roll.generate(prompts(), PARAMS)]
 
 
 @pytest.mark.parametrize("make", [tiny_gpt, lambda **how: tiny_hybrid("M*-", **how)], ids=["attention", "hybrid"])
