@@ -101,6 +101,18 @@ class StaleCache(InferenceError, RuntimeError):
     """Something derived from the weights does not belong to the weights the model has now."""
 
 
+class WeightUpdateError(InferenceError, ValueError):
+    """Weights that could not be written, or that are not what they should be.
+
+    tensor: the first that is wrong, "" where it is not about one. rank: where. written: tensors that had been written
+    by then and were not put back; 0: the model is as it was before.
+    """
+
+    def __init__(self, message: str, *, tensor: str = "", rank: int = 0, written: int = 0) -> None:
+        super().__init__(message)
+        self.tensor, self.rank, self.written = tensor, rank, written
+
+
 class SnapshotError(InferenceError, ValueError):
     """A file of saved requests that is damaged, foreign to this engine or in its way; nothing was loaded or written."""
 

@@ -23,7 +23,7 @@ from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
 from megatron_infer.rl.switch import GlobalDraws, OptimizerShelf, Switch, noted
 from megatron_infer.rl.transition import Transition, TransitionReport, Update
-from megatron_infer.rl.updates import Colocated
+from megatron_infer.rl.updates import Colocated, Written
 from megatron_infer.suspension import MemoryReport
 
 MICRO_BATCH_TOKENS = 8192
@@ -127,14 +127,17 @@ class RolloutSession:
             assert self._report is not None
             yield self._report
 
-    def update_weights(self, source: Any = None, *, version: int | None = None, running: str = "keep") -> UpdateReport:
+    def update_weights(
+        self, source: Any = None, *, version: int | None = None, running: str = "keep", checksum: bool = False
+    ) -> UpdateReport:
         """The model's weights are others from here on, with a version of their own (None: the next number).
 
         source None: the trainer has written them in place, nothing is copied. Otherwise they are read from it, see
-        `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. Anywhere, in any block.
+        `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
+        the report. In any block, and outside.
         """
         with self._switch.whole():
-            return self._update(source, version, running).run()
+            return self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
 
     def transition(
         self,
@@ -143,12 +146,14 @@ class RolloutSession:
         mode: KVCacheManagementMode | str | None = None,
         version: int | None = None,
         running: str = "keep",
+        undo: bool = True,
     ) -> TransitionReport:
         """suspend, `update_weights(source)` and resume as one: done on all ranks, or undone on all with SwitchFailed.
 
-        mode: of the suspend; None: suspend_mode. What a source overwrites is kept on the host meanwhile; weights that
-        the trainer has written into the model itself stay, whatever fails. Not within training(), where the engine
-        is to stay suspended.
+        mode: of the suspend; None: suspend_mode. undo: what a source overwrites is kept on the host meanwhile, which
+        costs a copy; without it a failure half-way leaves an engine that refuses to run until the next whole update.
+        Weights that the trainer has written into the model itself stay, whatever fails. Not within training(), where
+        the engine is to stay suspended.
         """
         if self._place is Place.TRAINING:
             raise WrongState(
@@ -157,7 +162,8 @@ class RolloutSession:
             )
         chosen = self._mode if mode is None else _mode(mode)
         with self._switch.whole():
-            return Transition(self.engine, self._update(source, version, running), mode=chosen).run()
+            update = self._update(source, version=version, running=running, undo=undo)
+            return Transition(self.engine, update, mode=chosen).run()
 
     def score(
         self,
@@ -191,10 +197,10 @@ class RolloutSession:
                 forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens
             )
 
-    def _update(self, source: Any, version: int | None, running: str) -> Update:
+    def _update(self, source: Any, *, undo: bool, **how: Any) -> Update:
         if source is None:
-            return Colocated(self.engine, version, running)
-        raise NotImplementedError("weights from elsewhere")
+            return Colocated(self.engine, **how)
+        return Written(self.engine, source, undo=undo, **how)
 
     # ------------------------------------------------------------------ from block to block
 

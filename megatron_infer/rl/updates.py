@@ -1,21 +1,26 @@
-"""The ways in which a session's weights become others, each of which can be taken back as far as it wrote them."""
+"""The ways in which a session's weights become others, each taken back as far as it wrote them."""
 
 from __future__ import annotations
 
-import hashlib
 import time
+from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.forward.weights import guarded_tensors
 from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.weights import WeightUpdate, as_source
+from megatron_infer.rl.weights.digest import model_checksum
+from megatron_infer.rl.weights.target import Target
 
 
 class Colocated:
     """The trainer has written them in place: nothing is copied, and there is nothing to take back."""
 
-    def __init__(self, engine: DynamicInferenceEngine, version: int | None, running: str) -> None:
+    def __init__(
+        self, engine: DynamicInferenceEngine, *, version: int | None, running: str, checksum: bool = False
+    ) -> None:
         """version: None for the next number."""
-        self._engine, self._version, self._running = engine, version, running
+        self._engine, self._version, self._running, self._checksum = engine, version, running, checksum
 
     def run(self) -> UpdateReport:
         started, parts = time.perf_counter(), self._engine.parts
@@ -26,9 +31,42 @@ class Colocated:
             num_tensors=sum(1 for _ in guarded_tensors(parts.model)),
             bytes_copied=0,
             bytes_received=0,
+            checksum=model_checksum(Target.of(self._engine)) if self._checksum else None,
             seconds=time.perf_counter() - started,
-            checksum=hashlib.blake2b(repr(parts.guard.sums).encode(), digest_size=8).hexdigest(),
         )
 
     def roll_back(self) -> None:
         """The weights are the trainer's; whoever wakes the engine has it look at them again."""
+
+
+class Written:
+    """They come from a source and are written over those that the model has."""
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        source: Any,
+        *,
+        version: int | None,
+        running: str,
+        checksum: bool = False,
+        undo: bool,
+    ) -> None:
+        """source: whatever `as_source` takes. undo: keep on the host what is overwritten."""
+        self._engine, self._source, self._version, self._running = engine, source, version, running
+        self._checksum, self._undo = checksum, undo
+        self._update: WeightUpdate | None = None
+
+    def run(self) -> UpdateReport:
+        with self._engine.parts.team.together("opening the source of the weights"):
+            weights = as_source(self._source)
+        with WeightUpdate(self._engine, undo=self._undo) as update:
+            self._update = update
+            update.check(lambda: weights.check(update.target, strict=True))
+            weights.write_into(update)
+            return update.finish(self._version, running=self._running, checksum=self._checksum)
+
+    def roll_back(self) -> None:
+        """Without undo what was written stays."""
+        if self._update is not None and self._undo:
+            self._update.rollback()
