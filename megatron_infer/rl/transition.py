@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure, SwitchFailed
+from megatron_infer.errors import (
+    InferenceError,
+    LockstepError,
+    OtherRankFailed,
+    RankFailure,
+    SwitchFailed,
+    TransitionFailed,
+)
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.switch import noted
@@ -121,5 +128,7 @@ class Outcome:
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         tensor = next((found for link in chain if (found := getattr(link, "tensor", ""))), "")
-        text = str(chain[-1]) if isinstance(chain[-1], InferenceError) else f"{type(chain[-1]).__name__}: {chain[-1]}"
+        # What wraps an error says less than it does, except where it was made for it.
+        ours = [link for link in chain if isinstance(link, InferenceError) and type(link) is not TransitionFailed]
+        text = str(ours[-1]) if ours else f"{type(chain[-1]).__name__}: {chain[-1]}"
         return cls(text, not any(isinstance(link, OtherRankFailed) for link in chain), tensor)

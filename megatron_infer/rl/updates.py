@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError
 from megatron_infer.forward.weights import guarded_tensors
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.weights import WeightUpdate, as_source
@@ -63,7 +64,13 @@ class Written:
         with WeightUpdate(self._engine, undo=self._undo) as update:
             self._update = update
             update.check(lambda: weights.check(update.target, strict=True))
-            weights.write_into(update)
+            try:
+                weights.write_into(update)
+            except (RankFailure, LockstepError, WeightUpdateError):
+                raise
+            except Exception as error:  # of the source: it does not say how far it had come
+                place = f"after {update.last}" if update.last else "before the first tensor"
+                raise WeightUpdateError(f"{type(error).__name__}: {error}, {place}", rank=update.target.rank) from error
             return update.finish(self._version, running=self._running, checksum=self._checksum)
 
     def roll_back(self) -> None:

@@ -133,6 +133,11 @@ class WeightUpdate:
             self._bytes += local.tensor.nbytes
         return local.tensor.detach()
 
+    @property
+    def last(self) -> str:
+        """Name of the last tensor written; "" before the first."""
+        return next(reversed(self._written.values())).layout.name if self._written else ""
+
     def received(self, num_bytes: int) -> None:
         """Counts what came from other processes."""
         self._received += num_bytes
