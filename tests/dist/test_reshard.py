@@ -47,7 +47,9 @@ def run_moves(rank: int, size: int, folder: Path) -> None:
         done = apply(engine, source, checksum=True)
         worst = case.assert_equal(case.logprobs(engine), own, where)
         case.assert_equal(case.logprobs(engine), expected[name], where)
-        assert addresses == [tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None]
+        assert addresses == [
+            tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None
+        ]
         must = case.must_move(Inventory.of(trainer), Inventory.of(engine.parts.model))
         report = source.report
         assert report.bytes_must_move == must == case.summed(report.bytes_received) == case.summed(report.bytes_sent)
