@@ -41,7 +41,7 @@ def rounds(trainer: MegatronTrainer, session: Any, rows: slice = slice(None)) ->
             scores = score(session, sequences)
         assert flags_of(trainer.model) == before
         found["answers"].append([group.samples[0].token_ids for group in groups])
-        found["logprobs"].append([group.samples[0].logprobs for group in groups])
+        found["logprobs"].append([group.samples[0].raw_logprobs for group in groups])
         found["scores"].append([own.tolist() for own in scores])
         if step < STEPS:
             with session.training():
