@@ -25,13 +25,19 @@ WHOLE = {
 ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 OPTIONS = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
-ENGINE = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_tokens": 64, "check_invariants": True}
+ENGINE = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_requests": 4,
+    "max_tokens": 64,
+    "check_invariants": True,
+}
 PROMPTS = [[(i * 7 + 3 * j) % 120 + 4 for j in range(length)] for i, length in enumerate((5, 33, 18))]
 
 
 def save_models(folder: Path) -> None:
     """As checkpoints: megatron-core's own code divides them over ranks."""
-    for name, make in WHOLE.items():
+    for name in WHOLE:
         save_checkpoint(whole_model(name), folder / name)
 
 
@@ -107,4 +113,3 @@ def summed(value: int) -> int:
     both = torch.tensor([value])
     torch.distributed.all_reduce(both)
     return int(both)
-

@@ -345,7 +345,7 @@ def messages_of(slices: Iterable[Slice], bucket_bytes: int) -> list[Message]:
             at = 0
             while at < piece.size:
                 rows = min(piece.size - at, room // piece.row_numel)
-                if rows == 0 and bucket:
+                if rows <= 0 and bucket:
                     messages.append(_message(bucket, dtype))
                     bucket, room = [], capacity
                     continue
