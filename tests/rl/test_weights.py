@@ -204,7 +204,7 @@ def spoiled(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.T
     nan = state[NORM].clone()
     nan[3] = float("nan")
     return {
-        "unknown": (state | {"decoder.final_norm.wieght": nan}, r"did you mean 'decoder\.final_norm\.weight'"),
+        "unknown": (state | {"decoder.final_norms.weight": nan}, r"did you mean 'decoder\.final_norm\.weight'"),
         "missing": ({k: v for k, v in state.items() if k != NORM}, rf"no value (came )?for {NORM}"),
         "layer that is not": (state | {"decoder.layers.4.norm.weight": nan}, r"decoder\.layers\.4\.norm\.weight"),
         "shape": (state | {NORM: nan[:5]}, rf"{NORM} has shape \[64\], got \[5\]"),
