@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import UnknownRequest
 from megatron_infer.rl.collect import RolloutShortage, Source
 from megatron_infer.rl.flow import Budget, Call, Flow, Ticket
 from megatron_infer.rl.prompts import asks_of
@@ -82,9 +81,9 @@ class Rollout:
         if not self.ranks.is_leader:
             yield from self.ranks.hear()
             return
-        error, call = "", None
+        error, call = "", Call()
         try:
-            call = self.flow.begin(asks_of(self.engine, prompts, params))
+            self.flow.begin(call, asks_of(self.engine, prompts, params))
             while (group := self._next(call, on_progress)) is not None:
                 self._give(call, [group])
                 yield group
@@ -110,9 +109,9 @@ class Rollout:
             finally:
                 await self.pump.run(heard.close)
             return
-        error, call = "", None
+        error, call = "", Call()
         try:
-            call = await self.pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
+            await self.pump.run(lambda: self.flow.begin(call, asks_of(self.engine, prompts, params)))
             while (group := await self._anext(call, on_progress)) is not None:
                 await self.pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
                 yield group
@@ -146,11 +145,11 @@ class Rollout:
         """
         if not self.ranks.is_leader:
             return list(self.ranks.hear())
-        error, call = "", None
+        error, call = "", Call()
         try:
             source = Source(self.engine, prompts, params, num_groups, oversample, max_in_flight)
             accepted, self._surplus = self._surplus, []
-            call = self.flow.begin([])
+            self.flow.begin(call, [])
             while len(accepted) < num_groups:
                 source.fill(self.flow, call, len(accepted))
                 group = self._next(call, on_progress)
@@ -170,7 +169,7 @@ class Rollout:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            if call is not None and not call.paused:
+            if not call.paused:
                 call.carried = ()  # those of earlier calls are aborted, too
             self._end(call, error)
 
@@ -185,7 +184,7 @@ class Rollout:
             accepted.append(group)
         else:
             call.num_rejected += 1
-            self.flow.held.discard(group.group_id)
+            self.flow.release([group.group_id])
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:
@@ -200,12 +199,17 @@ class Rollout:
         """Groups that paused calls have left in the engine. On the leader."""
         return list(self.flow.loose.values())
 
+    @property
+    def in_flight(self) -> list[Ticket]:
+        """Groups under way, of any call, and those unfinished. On the leader."""
+        return self.flow.in_flight
+
     def abort(self, group_id: str) -> RolloutGroup:
-        """End a group that a paused call left unfinished -> what it has. On the leader."""
-        if group_id not in self.flow.loose:
-            known = ", ".join(self.flow.loose) or "none"
-            raise UnknownRequest(f"no unfinished group {group_id!r}; unfinished: {known}")
-        return self.flow.abort_loose(group_id)
+        """End a group under way, all its samples -> what it has. On the leader.
+
+        A call that waits for it hands it out as it is, with finish_reason "abort"; may be called from a callback.
+        """
+        return self.flow.abort(group_id)
 
     def abort_all(self) -> list[RolloutGroup]:
         """End all that paused calls left unfinished -> what they have. On the leader."""
@@ -240,15 +244,14 @@ class Rollout:
     def _give(self, call: Call, groups: list[RolloutGroup]) -> None:
         """Hand groups out, on every rank."""
         call.given += groups
-        self.flow.held -= {group.group_id for group in groups}
-        self.ranks.tell(groups)
+        self.ranks.tell(groups, cut=self.flow.cut)
+        self.flow.release(group.group_id for group in groups)
 
-    def _end(self, call: Call | None, error: str) -> None:
+    def _end(self, call: Call, error: str) -> None:
         try:
-            if call is not None:
-                self._budget = None
-                self.flow.end(call)
-                self.stats = self.flow.stats(call)
+            self._budget = None
+            self.flow.end(call)
+            self.stats = self.flow.stats(call)
         finally:
             self.end_turn(error)
 
