@@ -37,7 +37,7 @@ PROMPTS = [[(i * 7 + 3 * j) % 120 + 4 for j in range(length)] for i, length in e
 
 def save_models(folder: Path) -> None:
     """As checkpoints: megatron-core's own code divides them over ranks."""
-    for name, make in WHOLE.items():
+    for name in WHOLE:
         save_checkpoint(whole_model(name), folder / name)
 
 

@@ -93,6 +93,32 @@ def test_a_rollout_that_paused_goes_on_after_an_update_of_the_weights(mode):
         assert sorted(set(versions)) == [0, 1] and len(group.samples[0].token_ids) == 10
 
 
+def test_weights_can_change_under_running_requests_and_scores_disturb_none():
+    model = tiny_gpt(init_method_std=0.2).train()
+    session = make_session(model)
+    engine = session.engine
+    with session.generating():
+        for i, prompt in enumerate(prompts()):
+            engine.add_request(prompt, PARAMS, request_id=str(i))
+        for _ in range(4):
+            engine.step()
+            session.score(prompts())
+            drawn = {out.request_id: out.outputs[0].token_ids for out in engine.step()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        assert session.update_weights(version=40, running="recompute").version == 40
+        done = {}
+        while engine.has_unfinished():
+            done |= {out.request_id: out.outputs[0] for out in engine.step() if out.finished}
+        for i, prompt in enumerate(prompts()):
+            first, spans = drawn[str(i)], done[str(i)].spans
+            rest = SamplingParams(temperature=0.0, max_tokens=10 - len(first), ignore_eos=True)
+            (again,) = engine.generate([prompt + first], rest)
+            assert done[str(i)].token_ids == first + again.outputs[0].token_ids
+            assert [(span.first_token, span.policy_version) for span in spans] == [(0, 0), (len(first), 40)]
+
+
 @pytest.mark.parametrize("make", [tiny_gpt, lambda **how: tiny_hybrid("M*-", **how)], ids=["attention", "hybrid"])
 def test_gradients_are_those_of_a_loop_that_never_generates(make):
     """Bit for bit, with dropout: nothing is drawn from the trainer's generators."""
@@ -230,6 +256,27 @@ def test_modes_flags_and_autograd_come_back(monkeypatch):
             session.engine.generate(prompts(), PARAMS)
         assert state_of(model) == before and session.engine.state == "suspended"
     assert state_of(model) == before
+
+
+def test_a_score_within_generating_sees_the_model_as_the_trainer_has_it(monkeypatch):
+    """In eval mode: gradients under sequence parallelism are those that the trainer adds up over ranks."""
+    monkeypatch.setattr(mcore_compat, "inference_mode", lambda: Flag)
+    model = prepared_model()
+    session = make_session(model)
+    seen = []
+
+    def forward(ids, positions, mask):
+        config, layer = model.config, model.decoder.layers[0]
+        seen.append((config.sequence_parallel, config.cuda_graph_impl, hasattr(layer, GRAPH_MANAGER)))
+        assert not Flag.active and not any(module.training for module in model.modules())
+        return torch.zeros(*ids.shape, 128)
+
+    with session.generating():
+        inside = state_of(model)
+        model.forward = forward
+        session.score([[1, 2, 3]])
+        assert state_of(model) == inside
+    assert seen == [(True, "local", True)]
 
 
 class Unplanned(Exception):
