@@ -257,6 +257,7 @@ class DynamicInferenceEngine(EngineControls):
             "generate()": lambda given: self.generate([]),
             "has_unfinished()": lambda given: self.has_unfinished(),
             "drain()": lambda given: self.drain(),
+            "save_requests()": lambda given: self.save_requests(**given),
             "load_requests()": lambda given: self.load_requests(**given),
         }
 
@@ -264,21 +265,21 @@ class DynamicInferenceEngine(EngineControls):
     def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
 
-        With several ranks: on the leader, and without keys and values, of which each rank has a part.
+        With several ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`.
         """
-        if self.relay is not None:
-            self.relay.require_leader("save_requests()")
-            if kv:
-                raise NotImplementedError("save_requests(kv=True) of an engine of several ranks; take kv=False")
         if kv:
+            self._meet("save_requests()", path=os.fspath(path), kv=True)
             self.lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
-            self.drain()
+            self.loop.drain()
+        elif self.relay is not None:
+            self.relay.require_leader("save_requests() without kv")
         self.keeper.save(path, self.loop.backlog, kv=kv)
 
     def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
-        Called on every rank, each of which reads the file.
+        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
+        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
         """
         self._meet("load_requests()", path=os.fspath(path))
         self.lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)

@@ -223,8 +223,6 @@ def check_saved_requests(engine: Engine, rank: int, folder: str) -> None:
     path = Path(folder, "requests")
     if rank == 0:
         engine.save_requests(path)
-        with refused(NotImplementedError, "kv=False"):
-            engine.save_requests(path, kv=True)
     expected = run_to_end(engine)
     engine.load_requests(path)
     assert run_to_end(engine) == expected
