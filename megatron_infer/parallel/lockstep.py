@@ -234,6 +234,7 @@ class Lockstep:
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure
+        self._watch.spread(failure.rank, failure.reason)
         raise failure
 
 
