@@ -46,6 +46,8 @@ class Drawn:
     prompt_scores: list[PromptScores]
     error: str = ""
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
+    cause: str = ""
+    """What raised, where that was on this rank; `error` is every rank's."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_ranks as ranks
@@ -15,6 +17,7 @@ from test_hybrid_tensor_parallel import share
 from test_sequence_parallel import check_rounds, descend, rounds, training_batch
 
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import RankFailure
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
@@ -174,6 +177,24 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             engine.parts.team.lockstep.close()
         if layout == SPLIT:
             check_split(rank, sizes, folder)
+    new_groups(**LAYOUTS[SPLIT])
+    check_one_sided_failure(rank)  # last: it breaks the groups
+
+
+def check_one_sided_failure(rank: int) -> None:
+    """A forward that raises on one rank of a stage: the others of the stage have waited for it in vain."""
+    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=2, check_invariants=False)
+    if rank == 1:
+
+        def raising(*args: Any) -> Any:
+            raise MemoryError("no room")
+
+        engine.parts.adopted._lean[-1] = SimpleNamespace(run=raising)
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
+        engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])
+    assert time.monotonic() - started < 15
+    engine.parts.team.lockstep.close()
 
 
 def check_split(rank: int, sizes: dict[str, int], folder: Path) -> None:
