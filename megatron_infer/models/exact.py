@@ -101,7 +101,7 @@ def token_logprobs(
     vocab_size: entries behind it are padding of the vocabulary, which nobody draws; None: there is none.
     """
     vocab = logits.shape[-1] if vocab_size is None else vocab_size
-    flat_TV, ids_T = logits.reshape(-1, logits.shape[-1])[:, :vocab], tokens.reshape(-1).contiguous()
+    flat_TV, ids_T = logits.reshape(-1, logits.shape[-1])[:, :vocab], tokens.reshape(-1).to(torch.int64)
     # As the sampler divides: a column, elementwise.
     warm = None if temperature == 1.0 else torch.full((len(ids_T), 1), temperature, dtype=torch.float64).float()
     return _TokenLogprobs.apply(flat_TV, ids_T, warm).view(tokens.shape)
