@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput
+    from megatron_infer.rl.report import UpdateReport as UpdateReport
+    from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
     from megatron_infer.suspension import MemoryReport as MemoryReport
@@ -44,7 +46,9 @@ _HOMES = {
     "PreemptionMode": "config",
     "PrefixCachingEvictionPolicy": "config",
     "RequestOutput": "outputs",
+    "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
+    "UpdateReport": "rl.report",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }
