@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -237,8 +238,11 @@ def inexact_part(adopted: AdoptedModel) -> str | None:
     if not (live.pre_process and live.post_process):
         return "the model is one stage of a pipeline: exact arithmetic needs all of it on one rank yet"
     for name, module in live.named_modules():
-        if isinstance(module, MoELayer) and expert_ranks(module) is not None:
-            return f"{name} has experts on several ranks: sums over ranks are not exact yet"
+        if not isinstance(module, MoELayer) or (ranks := expert_ranks(module)) is None:
+            continue
+        own = None if adopted.tp_group is None else dist.get_process_group_ranks(adopted.tp_group)
+        if sorted(dist.get_process_group_ranks(ranks)) != sorted(own or []):
+            return f"{name} has experts on ranks beyond the tensor-parallel ones: a trainer has other tokens there"
     if (name := adopted.foreign_layer()) is not None:
         return f"{name} is a layer of another class, whose arithmetic is not known"
     if live.config.num_moe_experts is not None and "sinkhorn" in live.config.moe_router_load_balancing_type:
