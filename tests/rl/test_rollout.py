@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
-from megatron_infer.errors import InvalidPrompt, PromptTooLong
+from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest
 from megatron_infer.rl.flow import Budget
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.schedule.params import SamplingParams
@@ -35,9 +35,9 @@ def test_groups_equal_what_the_engine_draws(roll, engine):
         assert group.prompt_ids == output.prompt_token_ids and len(group.samples) == 3
         for sample, drawn in zip(group.samples, output.outputs, strict=True):
             assert sample.token_ids == drawn.token_ids and sample.finish_reason == "length"
-            assert sample.logprobs == [
-                entry[t].logprob for t, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)
-            ]
+            processed = [entry[t].logprob for t, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)]
+            assert sample.logprobs == pytest.approx(processed, abs=1e-5)
+            assert sample.raw_logprobs is not None and sample.raw_logprobs != sample.logprobs
             assert sample.loss_mask == [1] * len(drawn.token_ids)
             assert sample.ids == group.prompt_ids + drawn.token_ids
 
@@ -179,6 +179,29 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
         assert [s.token_ids for s in together[index].samples] == [s.token_ids for s in output.outputs]
 
 
+def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, engine):
+    def on_progress(progress):
+        if progress.num_tokens >= 30 and progress.num_done == 0:
+            roll.abort(roll.in_flight[1].id)
+
+    prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=3)
+    expected = engine.generate(prompts, params)
+    groups = roll.generate(prompts, params, on_progress=on_progress)
+    assert [group.index for group in groups] == [0, 1, 2, 3]
+    for group, output in zip(groups, expected, strict=True):
+        for sample, drawn in zip(group.samples, output.outputs, strict=True):
+            cut = group.index == 1
+            assert sample.finish_reason == ("abort" if cut else "length")
+            length = len(sample.token_ids)
+            assert sample.token_ids == drawn.token_ids[:length] and (0 < length < 12) == cut
+            assert len(sample.logprobs) == length
+    assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
+        g.num_tokens for g in groups
+    )
+    with pytest.raises(UnknownRequest, match="under way: none"):
+        roll.abort("rollout/none")
+
+
 def test_an_unfinished_group_can_be_aborted_with_what_it_has(roll, engine):
     roll.pause_at(Budget(tokens=5))
     assert roll.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=50, ignore_eos=True)) == []
@@ -219,3 +242,21 @@ def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_d
             assert sample.spans[1].kv_version_min == (begun if kept else begun + 4)
             assert sample.staleness(begun + 4) == [4] * len(before) + [0] * (12 - len(before))
     assert_empty(engine)
+
+
+def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):
+    async def main() -> None:
+        async def forever() -> None:
+            async for _ in roll.stream(prompts_of(6), SamplingParams(max_tokens=100, ignore_eos=True)):
+                pass
+
+        for pauses in range(4):
+            task = asyncio.create_task(forever())
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert_empty(engine)
+
+    asyncio.run(main())
