@@ -403,6 +403,21 @@ class AsyncInferenceClient:
             for request_id in futures:
                 self._session.abort(request_id)  # of those that have ended: nothing
 
+    def begin(
+        self, prompt: Prompt, params: SamplingParams | None, sink: Callable[[RequestOutput | BaseException], None]
+    ) -> int:
+        """Begin one request -> its number, for `end`. Every output (with all so far) or error goes to `sink`, on a
+        thread of the client's: it must not wait. Raises as `ready` does when the coordinator has not answered."""
+        return self._session.submit(prompt, params, True, sink)
+
+    def end(self, number: int) -> None:
+        """Abort a request of `begin`; of one that has ended: nothing."""
+        self._session.abort(number)
+
+    async def ready(self) -> None:
+        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        await self._ready()
+
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""
         loop = asyncio.get_running_loop()
