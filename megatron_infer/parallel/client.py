@@ -143,7 +143,7 @@ class _Session:
                 self._receivers.pop(message.number, None)
         elif isinstance(message, wire.ControlResult | wire.Report):
             future = self._answers.pop(message.id, None)
-            if future is not None:
+            if future is not None and future.set_running_or_notify_cancel():  # else nobody waits any more
                 future.set_result(message)
         elif isinstance(message, wire.Refused):  # of a message we sent: whose it was it does not say
             self._fail(wire.BadMessage(message.message))
@@ -164,7 +164,8 @@ class _Session:
         for receiver in receivers:
             receiver.fail(error)
         for future in answers:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     # any thread
     def ready(self, timeout_s: float | None = None) -> None:

@@ -141,6 +141,7 @@ class Fleet:
     def __init__(self, roles: Sequence[Role]) -> None:
         self.processes = [Process(role) for role in roles]
         self._stopping = False
+        self._all_ended = threading.Event()
         self._all_started = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="megatron-infer-fleet", daemon=True)
 
@@ -184,23 +185,22 @@ class Fleet:
             if not process.wait(max(0.0, deadline - time.monotonic())):
                 process.signal(signal.SIGKILL)
                 process.wait(5.0)
+        self._all_ended.set()
 
     def _watch(self) -> None:
         for process in self.processes:
             process.start()
         self._all_started.set()
         ended: set[int] = set()
-        while not self._stopping:
+        while not self._all_ended.wait(LOOK_S):  # whoever it started dies with this thread
             for place, process in enumerate(self.processes):
-                if process.is_running or process.given_up:
+                if self._stopping or process.is_running or process.given_up:
                     continue
                 if place not in ended:
                     process.heard_out()
-                    if self._stopping or not process.ended():
-                        continue
-                    ended.add(place)
+                    if not self._stopping and process.ended():
+                        ended.add(place)
                 elif time.monotonic() >= process.next_start:
                     ended.discard(place)
                     process.restarts += 1
                     process.start()
-            time.sleep(LOOK_S)

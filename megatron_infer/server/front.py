@@ -11,7 +11,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_infer.server.needs import require
@@ -23,7 +24,7 @@ import uvicorn
 
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.parallel.client import AsyncInferenceClient
-from megatron_infer.server.app import create_app
+from megatron_infer.server.app import Module, create_app
 from megatron_infer.server.card import read_card
 from megatron_infer.server.errors import unavailable
 from megatron_infer.server.fleet import Fleet
@@ -81,38 +82,41 @@ class Front:
         tokenizer: Tokenizer | None,
         model: str,
         fleet: Fleet | None = None,
+        modules: Sequence[Module] = (),
     ) -> None:
+        """modules: of routes and fields beside the package's own."""
+        self._modules = modules
         self._settings, self._coordinator, self._key = settings, coordinator, key
         self._tokenizer, self._model, self._fleet = tokenizer, model, fleet
         self._ending: asyncio.Task[None] | None = None
+        self._running: tuple[asyncio.AbstractEventLoop, _Server, Service] | None = None
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
-        """Until SIGTERM. on_ready: given the URL once an engine serves. Raises EnginesFailed if none ever does."""
+        """Until `end`, SIGTERM or Ctrl-C. on_ready: given the URL once an engine serves.
+
+        Raises EnginesFailed if none ever does. Signals are taken where this is the main thread.
+        """
         client = AsyncInferenceClient(self._coordinator, key=self._key, name="http")
         async with (
             client,
             Service(client, self._tokenizer, self._settings, model=self._model, fleet=self._fleet) as service,
         ):
-            app = create_app(service, self._settings)
-            config = uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(CLOSING_S),
-            )
-            server = _Server(config)
+            server = _Server(_uvicorn_config(create_app(service, self._settings, modules=self._modules)))
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._told_to_end, server, service)
+            self._running = (loop, server, service)
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, self._told_to_end)
             watching = asyncio.create_task(self._watch(server, service, lambda: on_ready(url_of(listening))))
             await server.serve(sockets=[listening])
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
+
+    def end(self) -> None:
+        """What SIGTERM does; from any thread."""
+        if self._running is not None and not self._running[0].is_closed():
+            self._running[0].call_soon_threadsafe(self._told_to_end)
 
     async def _watch(self, server: _Server, service: Service, on_ready: Callable[[], None]) -> None:
         while service.state == "loading":
@@ -124,7 +128,9 @@ class Front:
             server.should_exit = True
             raise EnginesFailed(self._fleet.failure() or "no engine has come up")
 
-    def _told_to_end(self, server: _Server, service: Service) -> None:
+    def _told_to_end(self) -> None:
+        assert self._running is not None
+        _, server, service = self._running
         if self._ending is not None:
             server.should_exit = server.force_exit = True
             return
@@ -140,6 +146,19 @@ class Front:
             log.warning("%d calls are not done within %g s", service.num_calls, self._settings.drain_timeout_s)
             service.end_all(unavailable("the server is shutting down", "shutting_down"))
         server.should_exit = True
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(CLOSING_S),
+    )
 
 
 def log_to_stderr() -> None:

@@ -192,7 +192,11 @@ class Frontage:
         """Until HTTP has ended because it was asked to, or for good."""
         assert self._http is not None
         http = self._http.process("http")
+        told = False
         while not (http.given_up or (self._asked_to_end and not http.is_running)):
+            if http.ready is not None and not told:
+                print(f"serving {self._options.model} at {http.ready['url']}", file=sys.stderr, flush=True)
+                told = True
             time.sleep(LOOK_S)
 
     def close(self) -> None:
