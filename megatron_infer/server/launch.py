@@ -64,6 +64,7 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     roles = [Role(name="coordinator", role="coordinator", told={"bind": address, "max_queue": settings.max_queue})]
     fleet = Fleet([*roles, *(options.worker(index, address) for index in range(options.dp))])
     clean = False
+    before = signal.signal(signal.SIGTERM, _interrupted)  # until HTTP takes it
     try:
         fleet.start()
         card = make_card(options.model, folder)
@@ -77,9 +78,15 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
         asyncio.run(front.serve(listening, on_ready=lambda url: note(f"serving {options.model} at {url}")))
         clean = True
     finally:
+        signal.signal(signal.SIGTERM, before)
         fleet.stop(number=signal.SIGTERM if clean else signal.SIGKILL, patience_s=STOP_S)
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _interrupted(*_: Any) -> None:
+    """Told to end before there is anything to drain."""
+    raise KeyboardInterrupt
 
 
 def attach(options: EngineOptions, settings: ServerConfig, coordinator: str, key: bytes | None, note: Any) -> None:

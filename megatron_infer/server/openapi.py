@@ -29,16 +29,19 @@ class ErrorReply(msgspec.Struct):
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
     async def document(call: Call) -> Reply:
-        return Reply(describe(app, has_key=settings.api_key is not None))
+        return Reply(describe(app, settings))
 
     app.add(Operation(method="GET", path="/openapi.json", handler=document, summary="This document"))
 
 
-def describe(app: App, *, has_key: bool) -> dict[str, Any]:
-    """The OpenAPI document of what is served."""
+def describe(app: App, settings: ServerConfig) -> dict[str, Any]:
+    """The OpenAPI document of what is served, with the limits of this server."""
+    has_key = settings.api_key is not None
     bodies = {key: app.body_of(operation) for key, operation in app.operations.items()}
     types = [body for body in bodies.values() if body is not None]
     schemas, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
+    for component in components.values():
+        _put_limits(component, settings)
     body_schemas = iter(schemas)
     paths: dict[str, Any] = {}
     for (path, method), operation in app.operations.items():
@@ -54,6 +57,16 @@ def describe(app: App, *, has_key: bool) -> dict[str, Any]:
     if has_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
+    """The server's own limits in place of those that hold everywhere."""
+    own = {"n": settings.max_n, "best_of": settings.max_n}
+    own |= dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), settings.max_logprobs)
+    for name, limit in own.items():
+        for choice in component.get("properties", {}).get(name, {}).get("anyOf", ()):
+            if "maximum" in choice:
+                choice["maximum"] = min(choice["maximum"], limit)
 
 
 def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TextPart(Body, tag_field="type", tag="text"):
+class TextPart(Body, kw_only=True):
+    type: Literal["text"]
     text: str
 
 

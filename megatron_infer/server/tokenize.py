@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_infer.server.calls import Call, Reply
 from megatron_infer.server.conversation import prompt_ids
 from megatron_infer.server.errors import bad_request
@@ -16,7 +18,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
         body: TokenizeBody = call.body
         service.check_model(body.model)
         ids = await _ids(body, service)
-        reply = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
         if body.return_token_strs:
             tokenizer = service.require_tokenizer()
             reply["token_strs"] = [tokenizer.token_str(token) for token in ids]

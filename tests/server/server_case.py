@@ -45,7 +45,7 @@ def serving(*engines, modules=(), coordinator_options=None, text=True, **setting
     engines = engines or (EchoEngine(),)
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
-        options = {"max_queue": config.max_queue, **(coordinator_options or {})}
+        options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
         replicas = [stack.enter_context(replica(one.address, engine, name=f"r{i}")) for i, engine in enumerate(engines)]
         listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 
+import pytest
+from coordinator_case import coordinator
 from server_case import wait_for
 
-from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.parallel.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server.fleet import Fleet, Role
 
 
@@ -71,3 +74,17 @@ def test_processes_die_with_the_one_that_started_them(tmp_path):
     parent.kill()
     parent.wait()
     wait_for(lambda: gone(child))
+
+
+@pytest.mark.asyncio
+async def test_client_that_stops_waiting_for_figures_goes_on_being_served():
+    """The reply to a question that nobody waits for any more comes to nothing, and harms nothing."""
+    with coordinator() as one:
+        async with AsyncInferenceClient(one.address) as client:
+            await client.ready()
+            for _ in range(5):
+                asked = asyncio.create_task(client.stats())
+                await asyncio.sleep(0)
+                asked.cancel()
+                assert (await asyncio.wait({asked}))[0]
+            assert (await client.stats())["waiting"] == 0

@@ -105,6 +105,7 @@ WRONG = [
     (CHAT, turn(role="wizard"), "Invalid enum value 'wizard'"),
     (CHAT, turn(content=5), "Expected"),
     (CHAT, turn(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+    (CHAT, turn(content=[{"text": "a"}]), "missing required field `type`"),
     (CHAT, turn(content=[{"type": "text"}]), "missing required field `text`"),
     (CHAT, turn(mood="good"), "unknown field `mood`"),
     (CHAT, turn(generation_token_ids=[1]), "only assistant turns were drawn"),

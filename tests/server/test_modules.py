@@ -108,6 +108,7 @@ def test_document_shows_every_operation_and_field_with_its_range(case):
     assert "tools" not in schemas["CompletionBody"]["properties"]
     top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
     assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
+    assert schemas["CompletionBody"]["properties"]["best_of"]["anyOf"][0]["maximum"] == case.config.max_n
     responses = document["paths"][CHAT]["post"]["responses"]
     assert {"200", "400", "404", "413", "415", "429", "503"} <= set(responses)
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
