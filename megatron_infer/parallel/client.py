@@ -405,11 +405,16 @@ class AsyncInferenceClient:
                 self._session.abort(request_id)  # of those that have ended: nothing
 
     def begin(
-        self, prompt: Prompt, params: SamplingParams | None, sink: Callable[[RequestOutput | BaseException], None]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        sink: Callable[[RequestOutput | BaseException], None],
+        *,
+        stream: bool,
     ) -> int:
-        """Begin one request -> its number, for `end`. Every output (with all so far) or error goes to `sink`, on a
-        thread of the client's: it must not wait. Raises as `ready` does when the coordinator has not answered."""
-        return self._session.submit(prompt, params, True, sink)
+        """Begin one request -> its number, for `end`. Its outputs (each with all so far; the last one alone unless
+        `stream`) or its error go to `sink`, on a thread of the client's: it must not wait. Raises as `ready` does."""
+        return self._session.submit(prompt, params, stream, sink)
 
     def end(self, number: int) -> None:
         """Abort a request of `begin`; of one that has ended: nothing."""

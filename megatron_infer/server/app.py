@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_infer.errors import ConfigError
 from megatron_infer.server import chat, completions, health, models, openapi, tokenize
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.guard import Guard
@@ -30,11 +31,13 @@ MODULES: tuple[Module, ...] = (completions, chat, models, tokenize, health)
 
 
 def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Guard:
-    """The application; `modules` register after the package's own."""
-    app = App()
+    """The application; `modules` register after the package's own. Raises ConfigError for options nobody acts on."""
+    app = App(settings)
     for module in (*MODULES, *modules, openapi):
         module.register(app, service, settings)
-    inner = Starlette(routes=app.routes(settings), exception_handlers={HTTPException: _refused})
+    if settings.control and not any(operation.control for operation in app.operations.values()):
+        raise ConfigError("control is on, but nothing that steers engines is installed; leave it out")
+    inner = Starlette(routes=app.routes(), exception_handlers={HTTPException: _refused})
     inner.router.redirect_slashes = False
     open_paths = {operation.path for operation in app.operations.values() if operation.open}
     return Guard(inner, service, settings, open_paths=frozenset(open_paths))

@@ -159,7 +159,7 @@ class Chat:
         readers = [Reader() for _ in range(number)]
         splitters = [asked.draft.make_splitter() for _ in range(number)]
         output: RequestOutput | None = None
-        async with self._service.fly([asked.job]) as flight:
+        async with self._service.fly([asked.job], stream=True) as flight:
             await flight.taken(min(1.0, self._settings.keep_alive_s))
             yield None
             for index in range(number):

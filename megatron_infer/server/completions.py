@@ -203,7 +203,7 @@ class Completions:
         number = asked.jobs[0].params.n
         readers = [[Reader() for _ in range(number)] for _ in asked.jobs]
         latest: dict[int, RequestOutput] = {}
-        async with self._service.fly(asked.jobs) as flight:
+        async with self._service.fly(asked.jobs, stream=True) as flight:
             await flight.taken(min(1.0, self._settings.keep_alive_s))
             yield None
             for place, text in enumerate(asked.texts):

@@ -68,8 +68,8 @@ class Flight:
     `updates` and `results` raise the first request's error; then the others are of no use to anyone, either.
     """
 
-    def __init__(self, client: AsyncInferenceClient, jobs: Sequence[Job]) -> None:
-        self._client, self._jobs = client, jobs
+    def __init__(self, client: AsyncInferenceClient, jobs: Sequence[Job], *, stream: bool) -> None:
+        self._client, self._jobs, self._stream = client, jobs, stream
         self._numbers: dict[int, int] = {}
         self._mailbox = Mailbox()
         self._early: dict[int, RequestOutput] = {}
@@ -92,7 +92,9 @@ class Flight:
         if job.salt:
             prompt["cache_salt"] = job.salt
         mailbox = self._mailbox
-        self._numbers[index] = self._client.begin(prompt, job.params, lambda item: mailbox.put(index, item))
+        self._numbers[index] = self._client.begin(
+            prompt, job.params, lambda item: mailbox.put(index, item), stream=self._stream
+        )
 
     def _abort(self) -> None:
         for number in self._numbers.values():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron_infer.server.errors import ApiError
+
+BODY_S = 60.0
+"""Time for a body to come."""
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -25,7 +29,16 @@ def check_content_type(value: bytes | None) -> None:
 
 
 async def read_body(headers: dict[bytes, bytes], receive: Receive, *, limit: int) -> bytes:
-    """The body, of which never more than `limit` bytes are held. Raises ApiError 413, Disconnected."""
+    """The body, of which never more than `limit` bytes are held. Raises ApiError 413, 408, Disconnected."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _read(headers, receive, limit)
+    except TimeoutError:
+        message = f"the body has not come within {BODY_S:g} s"
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit, f"{int(announced):,}")

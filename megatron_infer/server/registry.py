@@ -36,16 +36,22 @@ class Operation:
     """Of its answers."""
     open: bool = False
     """Served without the API key."""
+    control: bool = False
+    """It steers the engines: served only with `ServerConfig.control`."""
 
 
 class App:
     """What is served: operations by path, and request fields beyond the core's."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ServerConfig) -> None:
+        self._settings = settings
         self.operations: dict[tuple[str, str], Operation] = {}
         self.fields = ExtraFields()
 
     def add(self, operation: Operation) -> None:
+        assert not (operation.open and operation.control), f"{operation.path} would steer engines without a key"
+        if operation.control and not self._settings.control:
+            return
         key = (operation.path, operation.method)
         assert key not in self.operations, f"{operation.method} {operation.path} is registered already"
         self.operations[key] = operation
@@ -55,10 +61,10 @@ class App:
         body = operation.body
         return body() if callable(body) and not isinstance(body, type) else body
 
-    def routes(self, settings: ServerConfig) -> list[Route]:
+    def routes(self) -> list[Route]:
         paths: dict[str, dict[str, CallEndpoint]] = {}
         for operation in self.operations.values():
-            endpoint = CallEndpoint(operation.handler, self.body_of(operation), settings, self.fields.hints)
+            endpoint = CallEndpoint(operation.handler, self.body_of(operation), self._settings, self.fields.hints)
             paths.setdefault(operation.path, {})[operation.method] = endpoint
         return [Route(path, _ByMethod(methods), methods=list(methods)) for path, methods in paths.items()]
 

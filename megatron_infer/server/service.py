@@ -186,15 +186,18 @@ class Service:
             raise bad_request(message, "prompt", "invalid_token_id")
 
     @asynccontextmanager
-    async def fly(self, jobs: Sequence[Job]) -> AsyncIterator[Flight]:
-        """Begin requests; leaving the context aborts what has not ended. Raises ApiError 503 without engines."""
+    async def fly(self, jobs: Sequence[Job], *, stream: bool = False) -> AsyncIterator[Flight]:
+        """Begin requests; leaving the context aborts what has not ended. Raises ApiError 503 without engines.
+
+        stream: news come as tokens are drawn, not only at the end.
+        """
         refused = self.refusal()
         if refused is not None:
             raise refused
         reason = None if self._fleet is None else self._fleet.failure()
         if reason is not None:
             raise unavailable(reason, "engine_failed")
-        flight = Flight(self.client, jobs)
+        flight = Flight(self.client, jobs, stream=stream)
         self._flights.add(flight)
         self._idle.clear()
         try:

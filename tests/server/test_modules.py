@@ -8,10 +8,13 @@ import msgspec
 import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.app import create_app
 from megatron_infer.server.calls import Reply
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import ExtraField
 from megatron_infer.server.registry import Operation
+from megatron_infer.server.settings import ServerConfig
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -56,6 +59,7 @@ def register(app, service, settings):
         return Reply({"said": call.body.text.upper(), "by": service.names[0], "id": call.id})
 
     app.add(Operation(method="POST", path="/shout", handler=shout, body=Shout, summary="Say it louder"))
+    app.add(Operation(method="POST", path="/steer", handler=shout, body=Shout, summary="Steer", control=True))
     app.fields.add("chat", ExtraField(name="tools", type=list[dict], apply=apply_tools))
     app.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
 
@@ -140,6 +144,17 @@ def test_key_is_asked_for_and_never_shown(caplog, capsys):
         shown = repr(case.config) + case.http.get("/health").text
     lines = caplog.text + "".join(capsys.readouterr())
     assert "/v1/models" in lines and "sesame" not in lines + shown
+
+
+def test_what_steers_engines_is_served_only_where_it_is_asked_for(case):
+    assert post(case, "/steer", text="a").status_code == 404
+    assert "/steer" not in case.http.get("/openapi.json").json()["paths"]
+    key = {"Authorization": "Bearer k"}
+    with serving(modules=(SimpleNamespace(register=register),), control=True, api_key="k") as other:
+        assert post(other, "/steer", text="a").status_code == 401
+        assert other.http.post("/steer", json={"text": "a"}, headers=key).json()["said"] == "A"
+    with pytest.raises(ConfigError, match="control is on, but nothing"):
+        create_app(SimpleNamespace(tokenizer=None), ServerConfig(control=True, api_key="k"))
 
 
 def test_events_helper_refuses_a_stream_that_was_cut():
