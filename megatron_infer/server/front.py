@@ -89,6 +89,8 @@ class Front:
         self._settings, self._coordinator, self._key = settings, coordinator, key
         self._tokenizer, self._model, self._fleet = tokenizer, model, fleet
         self._ending: asyncio.Task[None] | None = None
+        self.was_forced = False
+        """Whether it was told a second time, and nothing was waited for."""
         self._running: tuple[asyncio.AbstractEventLoop, _Server, Service] | None = None
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
@@ -132,6 +134,7 @@ class Front:
         assert self._running is not None
         _, server, service = self._running
         if self._ending is not None:
+            self.was_forced = True
             server.should_exit = server.force_exit = True
             return
         log.info("shutting down: %d calls are under way", service.num_calls)

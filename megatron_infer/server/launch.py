@@ -76,7 +76,7 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
             fleet=fleet,
         )
         asyncio.run(front.serve(listening, on_ready=lambda url: note(f"serving {options.model} at {url}")))
-        clean = True
+        clean = not front.was_forced
     finally:
         signal.signal(signal.SIGTERM, before)
         fleet.stop(number=signal.SIGTERM if clean else signal.SIGKILL, patience_s=STOP_S)
@@ -108,7 +108,11 @@ def make_card(model: str, folder: str) -> dict[str, Any]:
     """The model's tokenizer put into `folder`, by a process of its own. Raises ModelError."""
     process = Process(Role(name="card", role="card", told={"model": model, "folder": folder}))
     process.start()
-    return told_by(process, CARD_TIMEOUT_S)
+    try:
+        return told_by(process, CARD_TIMEOUT_S)
+    finally:
+        process.signal(signal.SIGKILL)
+        process.wait(STOP_S)
 
 
 def told_by(process: Process, timeout_s: float) -> dict[str, Any]:

@@ -196,6 +196,27 @@ def test_what_is_not_done_when_the_time_to_drain_is_over_ends_with_an_error():
         wait_for(lambda: running(case) == 0)
 
 
+def test_told_twice_it_waits_for_nothing():
+    with serving(EchoEngine(step_s=0.02), drain_timeout_s=60) as case:
+        reader = threading.Thread(target=lambda: _cut(case))
+        reader.start()
+        wait_for(lambda: running(case) == 1)
+        case.front.end()
+        wait_for(lambda: case.http.get("/health").json()["status"] == "draining")
+        case.front.end()
+        case.thread.join(10)
+        assert not case.thread.is_alive() and case.front.was_forced
+        reader.join(10)
+
+
+def _cut(case):
+    try:
+        reply = httpx.post(case.url + COMPLETION, json=ask(max_tokens=20_000), timeout=60)
+    except httpx.TransportError:
+        return
+    assert reply.status_code == 503
+
+
 def test_many_streams_at_once_are_each_complete():
     with serving(EchoEngine(step_s=0.002), EchoEngine(step_s=0.002)) as case:
         results = {}
