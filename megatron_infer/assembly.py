@@ -29,11 +29,12 @@ from megatron_infer.forward.runner import Flight, ModelRunner
 from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
-from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.kernels.select import Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.models.exact import inexact_part
 from megatron_infer.parallel.groups import ParallelGroups
 from megatron_infer.parallel.options import agree_on_config
 from megatron_infer.parallel.team import Team
@@ -256,14 +257,16 @@ def assemble(
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
-    adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
+    adopted = adopt(model, name=name, vocab_size=config.vocab_size, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     shape = adopted.shape
     agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes
-    chosen = choose(
+    if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
+        raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
+    chosen = (choose_exact if config.batch_invariant else choose)(
         where.torch,
         getattr(torch, shape.dtype),
         specs=adopted.specs,
@@ -294,7 +297,11 @@ def assemble(
         num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
-    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
+    link = None
+    if groups.pp is not None:
+        link = StageLink(
+            groups.pp, hidden_size=shape.hidden_size, device=where.torch, timeout_s=config.collective_timeout_s
+        )
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:
@@ -309,6 +316,7 @@ def assemble(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
+        knows_routing=parts.runner.routing is not None,
     )
     seed = config.seed
     if config.offset_sampling_seed_by_dp_rank:

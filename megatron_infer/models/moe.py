@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.base import Ops
+from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -29,11 +30,11 @@ from megatron_infer.models.reduce import Reducer
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-def gating_logits(router: TopKRouter, x: Tensor) -> Tensor:
+def gating_logits(router: TopKRouter, x: Tensor, linear: Callable[..., Tensor] = F.linear) -> Tensor:
     """[..., D] -> [..., E] in the router's dtype, on whatever device the weights are."""
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, x.dtype)
     bias = router.bias
-    return F.linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
+    return linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class DeviceAgnosticRouter(TopKRouter):
@@ -66,12 +67,24 @@ class LeanExperts:
     the ranks' sums are added up. Nobody sends a token anywhere, waits for a peer to have work, or has to be told of it.
     """
 
-    __slots__ = ("experts", "first", "reduce", "route", "router", "shared", "shared_module", "shared_with_experts")
+    __slots__ = (
+        "experts",
+        "first",
+        "layer",
+        "reduce",
+        "route",
+        "router",
+        "shared",
+        "shared_module",
+        "shared_with_experts",
+    )
 
     def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
         """tp: the ranks that the shared experts are split over. The others' ranks are the layer's own."""
         _refuse_unsupported(moe, name)
         self.router = moe.router
+        self.layer = 0
+        """Which mixture-of-experts layer of this rank it is; set by `adopt`."""
         self.route = topk_routing()
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
@@ -89,9 +102,17 @@ class LeanExperts:
                 tp, self.shared_with_experts = None, True
             self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
-    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
+        ops = step.ops
         probs_TE, chosen_TE = self._choose(ops, x_TD)
-        shared_TD = None if self.shared is None else self._shared(ops, x_TD)
+        if step.routing_TLK is not None:
+            step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
+        if self.reduce is not None:
+            # Each rank goes on with its own part of the experts: autograd adds up what comes back.
+            probs_TE, own_TD = self.reduce.spread(probs_TE), self.reduce.spread(x_TD)
+        else:
+            own_TD = x_TD
+        shared_TD = None if self.shared is None else self._shared(ops, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
@@ -100,7 +121,7 @@ class LeanExperts:
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            inner = lean.inner(ops, x_TD.index_select(0, tokens))
+            inner = lean.inner(ops, own_TD.index_select(0, tokens))
             inner = (inner * weight_T1).to(x_TD.dtype)
             fc2 = lean.fc2.parameters
             out = ops.linear(inner, fc2["weight"], None)
@@ -116,12 +137,12 @@ class LeanExperts:
         router, config = self.router, self.router.config
         # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD)
+        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
-        return self.route(
-            logits_TE,
-            router.topk,
+        route = functools.partial(
+            self.route,
+            topk=router.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
@@ -130,13 +151,17 @@ class LeanExperts:
             expert_bias=router.expert_bias,
             fused=config.moe_router_fusion,
         )
+        return ops.rowwise(route, logits_TE)
 
     def _shared(self, ops: Ops, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
         out_TD = self.shared.run(ops, x_TD)
         if self.shared_module.use_shared_expert_gate:
             # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on how many tokens come along.
-            gate_T1 = ops.linear(x_TD, self.shared_module.gate_weight)
+            weight = self.shared_module.gate_weight
+            if self.shared_with_experts and self.reduce is not None:
+                weight = self.reduce.spread(weight)
+            gate_T1 = ops.linear(x_TD, weight)
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 
@@ -150,11 +175,29 @@ class LeanExperts:
                 yield self.shared_module.gate_weight
 
 
+def chosen_ids(chosen_TE: Tensor, top_k: int) -> Tensor:
+    """Which `top_k` experts of each row are chosen, ascending -> int64 [T, K], without waiting for the device."""
+    num_experts = chosen_TE.shape[1]
+    # An id that was not chosen is larger than any that was.
+    ids_E = torch.arange(num_experts, device=chosen_TE.device)
+    return torch.where(chosen_TE.bool(), ids_E, num_experts).topk(top_k, largest=False).values
+
+
 def expert_ranks(moe: MoELayer) -> Any:
     """The process group that a layer's experts, and the parts of each, are spread over; None: all are here."""
     if group_size(moe.ep_group) * group_size(moe.experts.tp_group) == 1:
         return None
     return moe.token_dispatcher.tp_ep_group
+
+
+def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
+    """Of a model's mixture-of-experts layers, which are numbered here."""
+    for layer, one in enumerate(experts):
+        one.layer = layer
+    if not experts:
+        return RoutingShape(num_layers=0, top_k=0, num_experts=0)
+    router = experts[0].router
+    return RoutingShape(num_layers=len(experts), top_k=router.topk, num_experts=router.config.num_moe_experts)
 
 
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:

@@ -43,6 +43,7 @@ OURS = {
     "overlap": ("bool", False),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
+    "batch_invariant": ("bool", False),
     "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),
@@ -50,6 +51,7 @@ OURS = {
     "check_invariants": ("bool", False),
     "collective_timeout_s": ("int | float", 120),
     "offset_sampling_seed_by_dp_rank": ("bool", True),
+    "vocab_size": ("int | None", None),
 }
 ENUMS = {
     config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
