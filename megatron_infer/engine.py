@@ -251,8 +251,8 @@ class DynamicInferenceEngine(EngineControls):
         self._meet("drain()")
         self.loop.drain()
 
-    def _followed(self) -> dict[str, Callable[[Any], Any]]:
-        return super()._followed() | {
+    def followed(self) -> dict[str, Callable[[Any], Any]]:
+        return super().followed() | {
             "step()": lambda given: self.step(),
             "generate()": lambda given: self.generate([]),
             "has_unfinished()": lambda given: self.has_unfinished(),

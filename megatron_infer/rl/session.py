@@ -21,6 +21,7 @@ from megatron_infer.intake import TextCodec
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.models.trainer import wrapper_chain
 from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
 from megatron_infer.rl.switch import OptimizerShelf, Switch, noted
 from megatron_infer.suspension import MemoryReport
@@ -34,16 +35,6 @@ class Place(Enum):
     OUTSIDE = "no block"
     GENERATING = "generating()"
     TRAINING = "training()"
-
-
-class Rollout:
-    """Generation within a session."""
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self.engine = engine
-
-    def generate(self, prompts: Any, params: Any = None) -> Any:
-        return self.engine.generate(prompts, params)
 
 
 class RolloutSession:

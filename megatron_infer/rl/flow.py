@@ -1,0 +1,196 @@
+"""Groups under way: which requests of the engine belong to which caller, and how a step's outputs reach them.
+
+prompts -> Call (tickets) -> engine requests -> step() -> finished groups -> Call.ready
+                |
+                +-- a call that pauses leaves its tickets loose; the next call takes them over
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.rl.prompts import Ask
+from megatron_infer.rl.samples import RolloutGroup, group_of
+
+PREFIX = "rollout/"
+"""Of the engine's requests that are groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Where generating stops although groups are unfinished: what comes first of these. None: no limit."""
+
+    groups: int | None = None
+    """Groups finished."""
+    tokens: int | None = None
+    """Tokens drawn since the call began; a step that reaches it is the last."""
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "tokens", "seconds"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value >= 0):
+                raise ConfigError(f"Budget: {name} is a number of 0 or more, or None for no limit; got {value!r}")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ticket:
+    """A group under way."""
+
+    id: str
+    index: int
+    info: dict[str, Any]
+    begun_version: int
+    num_samples: int
+    num_prompt_tokens: int
+    tokens_before: int = 0
+    """Drawn before the call that waits for it began."""
+
+    def group(self, output: RequestOutput) -> RolloutGroup:
+        return group_of(output, index=self.index, info=self.info, begun_version=self.begun_version)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What one caller waits for."""
+
+    carried: tuple[str, ...] = ()
+    """Ids of groups that an earlier call left unfinished."""
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    """Under way, in the order they were submitted."""
+    ready: deque[RolloutGroup] = field(default_factory=deque)
+    num_groups: int = 0
+    num_done: int = 0
+    tokens_done: int = 0
+    """Drawn during the call, of groups that have finished."""
+    started: float = field(default_factory=time.perf_counter)
+    paused: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Flow:
+    """The engine's requests that are groups. Calls of several threads take turns."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self.loose: dict[str, Ticket] = {}
+        """Left unfinished by calls that paused."""
+        self._owners: dict[str, Call] = {}
+        self._foreign: list[RequestOutput] = []
+        self._lock = threading.RLock()
+
+    def begin(self, asks: Iterable[Ask]) -> Call:
+        """Start a call with what is loose and `asks`."""
+        with self._lock:
+            call = Call(carried=tuple(self.loose))
+            for ticket in self.loose.values():
+                ticket.tokens_before = self._num_drawn(ticket)
+                self._enter(call, ticket)
+            self.loose = {}
+            try:
+                for index, ask in enumerate(asks):
+                    self.add(call, ask, index)
+            except BaseException:
+                self.end(call)
+                raise
+            return call
+
+    def add(self, call: Call, ask: Ask, index: int) -> Ticket:
+        """Submit one more group of a call."""
+        with self._lock:
+            name = PREFIX + self.engine.parts.intake.new_id(lambda name: PREFIX + name in self.engine.ledger)
+            self.engine.add_request(ask.prompt, ask.params, request_id=name, stream="final")
+            ticket = Ticket(
+                id=name,
+                index=index,
+                info=ask.info,
+                begun_version=self.engine.parts.weight_version,
+                num_samples=ask.params.n,
+                num_prompt_tokens=len(ask.ids),
+            )
+            self._enter(call, ticket)
+            return ticket
+
+    def _enter(self, call: Call, ticket: Ticket) -> None:
+        call.tickets[ticket.id] = ticket
+        call.num_groups += 1
+        self._owners[ticket.id] = call
+
+    def step(self) -> None:
+        """One step of the engine; finished groups go to the calls that wait for them."""
+        with self._lock:
+            for output in self.engine.step():
+                call = self._owners.pop(output.request_id, None) if output.finished else None
+                if call is not None:
+                    group = call.tickets.pop(output.request_id)
+                    call.tokens_done += output.metrics.num_output_tokens - group.tokens_before
+                    call.num_done += 1
+                    call.ready.append(group.group(output))
+                elif output.request_id not in self._owners:
+                    self._foreign.append(output)
+            loop = self.engine.loop
+            if self._owners and loop.is_idle and not loop.backlog:
+                lost = ", ".join(self._owners)
+                raise InferenceError(
+                    f"groups {lost} are no longer in the engine: another caller of engine.step() took their outputs; "
+                    "leave stepping to the rollout while it has groups"
+                )
+
+    def drop(self, call: Call, ticket: Ticket) -> RolloutGroup:
+        """Abort a group -> what it has so far."""
+        with self._lock:
+            del call.tickets[ticket.id], self._owners[ticket.id]
+            call.num_groups -= 1
+            return ticket.group(self.engine.abort(ticket.id))
+
+    def end(self, call: Call) -> None:
+        """The caller waits no longer. Without a pause its own groups are aborted and those carried over are loose."""
+        with self._lock:
+            for ticket in list(call.tickets.values()):
+                if call.paused or ticket.id in call.carried:
+                    del call.tickets[ticket.id], self._owners[ticket.id]
+                    self.loose[ticket.id] = ticket
+                elif ticket.id in self.engine.ledger:
+                    self.drop(call, ticket)
+                else:
+                    # Its output waits in the backlog (an interrupt), or the engine dropped everything.
+                    del call.tickets[ticket.id], self._owners[ticket.id]
+                    self._forget(ticket.id)
+            # What others wait for comes with the engine's next step.
+            self.engine.loop.backlog[:0] = self._foreign
+            self._foreign = []
+
+    def _forget(self, request_id: str) -> None:
+        backlog = self.engine.loop.backlog
+        backlog[:] = [output for output in backlog if output.request_id != request_id]
+
+    def num_tokens(self, call: Call) -> int:
+        """Drawn since the call began."""
+        with self._lock:
+            alive = sum(self._num_drawn(ticket) - ticket.tokens_before for ticket in call.tickets.values())
+            return call.tokens_done + alive
+
+    def _num_drawn(self, ticket: Ticket) -> int:
+        group = self.engine.ledger.get(ticket.id)
+        return 0 if group is None else sum(sample.request.num_output for sample in group.samples)
+
+    def reached(self, call: Call, budget: Budget | None) -> bool:
+        """Whether a call is to stop."""
+        if budget is None:
+            return False
+        return (
+            (budget.groups is not None and call.num_done >= budget.groups)
+            or (budget.seconds is not None and call.seconds >= budget.seconds)
+            or (budget.tokens is not None and self.num_tokens(call) >= budget.tokens)
+        )

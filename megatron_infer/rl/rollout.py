@@ -1,0 +1,189 @@
+"""Rollout: groups of samples from a live engine, as a list, an iterator or an asynchronous stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import UnknownRequest
+from megatron_infer.rl.flow import Budget, Call, Flow, Ticket
+from megatron_infer.rl.prompts import asks_of
+from megatron_infer.rl.pump import Pump
+from megatron_infer.rl.ranks import Ranks
+from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.schedule.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutProgress:
+    """How far a call has come."""
+
+    num_groups: int
+    num_done: int
+    num_tokens: int
+    """Drawn since the call began, those of unfinished groups too."""
+    seconds: float
+
+
+Progress = Callable[[RolloutProgress], None]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class Rollout:
+    """Draws groups of samples from an engine. A prompt with `SamplingParams(n=8)` is one request of the engine: its
+    prompt is computed once and shared, and it ends or is aborted as a whole.
+
+    prompts: text, ids, chat messages or mappings (see `prompts.RolloutPrompt`); params: one, or one for each prompt.
+    A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: nothing of it reaches a later
+    call. A call that stopped at a budget (`pause_at`) leaves its groups in the engine, where they outlive suspends and
+    weight updates; the next call goes on with them and hands them out beside its own.
+    With several ranks every rank makes the same calls and has the groups, and the leader's prompts count; or the leader
+    alone calls, while the others are in `engine.follow()`.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self.flow = Flow(engine)
+        self.ranks = Ranks(engine)
+        self._pump = Pump(self.flow)
+        self._budget: Budget | None = None
+
+    # ------------------------------------------------------------------ drawing
+    def generate(
+        self,
+        prompts: Any,
+        params: Params,
+        *,
+        on_group: Callable[[RolloutGroup], None] | None = None,
+        on_progress: Progress | None = None,
+    ) -> list[RolloutGroup]:
+        """Draw all -> groups in the order of their prompts, after those that earlier calls had left unfinished.
+
+        on_group is called as each finishes, on_progress after each step (on the leader). A request that failed is a
+        group with `error`.
+        """
+        groups = []
+        for group in self.iterate(prompts, params, on_progress=on_progress):
+            groups.append(group)
+            if on_group is not None:
+                on_group(group)
+        return sorted(groups, key=_order)
+
+    def iterate(self, prompts: Any, params: Params, *, on_progress: Progress | None = None) -> Iterator[RolloutGroup]:
+        """Groups as they finish; `index` and `info` tell which is which. The engine steps while the next is awaited."""
+        if not self.ranks.is_leader:
+            yield from self.ranks.hear()
+            return
+        error, call = "", None
+        try:
+            call = self.flow.begin(asks_of(self.engine, prompts, params))
+            while (group := self._next(call, on_progress)) is not None:
+                self.ranks.tell([group])
+                yield group
+        except BaseException as failure:
+            error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            self._end(call, error)
+
+    async def stream(
+        self, prompts: Any, params: Params, *, on_progress: Progress | None = None
+    ) -> AsyncIterator[RolloutGroup]:
+        """`async for group in roll.stream(...)`: as `iterate`, in any event loop and beside other streams.
+
+        The engine steps on a thread of its own, so the loop stays free; callbacks run in the loop. Leave it early with
+        `aclosing(...)` or a finished loop: what it submitted is aborted then. With several ranks: one stream at a time.
+        """
+        if not self.ranks.is_leader:
+            heard = self.ranks.hear()
+            try:
+                while (told := await self._pump.run(lambda: next(heard, None))) is not None:
+                    yield told
+            finally:
+                await self._pump.run(heard.close)
+            return
+        error, call = "", None
+        try:
+            call = await self._pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
+            while (group := await self._anext(call, on_progress)) is not None:
+                await self._pump.run(lambda group=group: self.ranks.tell([group]))  # type: ignore[misc]
+                yield group
+        except BaseException as failure:
+            error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            await self._pump.run(lambda: self._end(call, error))
+
+    # ------------------------------------------------------------------ control
+    def pause_at(self, budget: Budget | None) -> None:
+        """The call under way, or the next one, stops at `budget` and leaves what is unfinished in the engine.
+
+        May be called from a callback. None takes it back. It holds for one call. On the leader.
+        """
+        self._budget = budget
+
+    @property
+    def unfinished(self) -> list[Ticket]:
+        """Groups that paused calls have left in the engine. On the leader."""
+        return list(self.flow.loose.values())
+
+    def abort(self, group_id: str) -> RolloutGroup:
+        """End a group that a paused call left unfinished -> what it has. On the leader."""
+        ticket = self.flow.loose.pop(group_id, None)
+        if ticket is None:
+            known = ", ".join(self.flow.loose) or "none"
+            raise UnknownRequest(f"no unfinished group {group_id!r}; unfinished: {known}")
+        return ticket.group(self.engine.abort(group_id))
+
+    def abort_all(self) -> list[RolloutGroup]:
+        """End all that paused calls left unfinished -> what they have. On the leader."""
+        return [self.abort(group_id) for group_id in list(self.flow.loose)]
+
+    # ------------------------------------------------------------------ one call
+    def _next(self, call: Call, on_progress: Progress | None) -> RolloutGroup | None:
+        """The next finished group; None when there is none left or the budget is reached."""
+        while not call.ready:
+            if not call.tickets:
+                return None
+            if self.flow.reached(call, self._budget):
+                call.paused = True
+                return None
+            self.flow.step()
+            if on_progress is not None:
+                on_progress(self._progress(call))
+        return call.ready.popleft()
+
+    async def _anext(self, call: Call, on_progress: Progress | None) -> RolloutGroup | None:
+        while not call.ready:
+            if not call.tickets:
+                return None
+            if self.flow.reached(call, self._budget):
+                call.paused = True
+                return None
+            await self._pump.step()
+            if on_progress is not None:
+                on_progress(self._progress(call))
+        return call.ready.popleft()
+
+    def _end(self, call: Call | None, error: str) -> None:
+        try:
+            if call is not None:
+                self._budget = None
+                self.flow.end(call)
+        finally:
+            self.ranks.tell([], end=True, error=error)
+
+    def _progress(self, call: Call) -> RolloutProgress:
+        return RolloutProgress(
+            num_groups=call.num_groups,
+            num_done=call.num_done,
+            num_tokens=self.flow.num_tokens(call),
+            seconds=call.seconds,
+        )
+
+
+def _order(group: RolloutGroup) -> int:
+    """Groups are numbered as they are submitted."""
+    return int(group.group_id.rpartition("/")[2])
