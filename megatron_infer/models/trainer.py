@@ -81,17 +81,18 @@ def inference_flag(active: bool) -> Iterator[None]:
 @contextmanager
 def inference_attributes(model: torch.nn.Module) -> Iterator[None]:
     """SPLIT and GRAPHS are off in every module and config, graph managers are out, PADDING is guarded."""
-    wanted = SPLIT | GRAPHS
+    wanted, absent = SPLIT | GRAPHS, object()
     found = [
-        (holder, name, vars(holder)[name])
+        (holder, name, vars(holder).get(name, absent))
         for holder in _holders(model)
         for name in (*wanted, *PADDING, GRAPH_MANAGER)
-        if name in vars(holder)
     ]
     # A manager that is a module itself has a place among the others, which a state dict shows.
     managed = [(module, dict(module._modules)) for module in list(model.modules()) if GRAPH_MANAGER in module._modules]
     try:
-        for holder, name, _ in found:
+        for holder, name, value in found:
+            if value is absent:
+                continue
             if name in wanted:
                 setattr(holder, name, wanted[name])
             elif name == GRAPH_MANAGER:
@@ -101,7 +102,12 @@ def inference_attributes(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for holder, name, value in found:
-            if name not in vars(holder) or vars(holder)[name] is not value:
+            now = vars(holder).get(name, absent)
+            if now is value:
+                continue
+            if value is absent:
+                delattr(holder, name)
+            else:
                 setattr(holder, name, value)
         for module, parts in managed:
             module._modules.clear()

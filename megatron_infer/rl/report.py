@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One update of an engine's weights, as this rank saw it."""
+    """One finished update of a model's weights, as this rank saw it."""
 
     version: int
     """The weights' version from here on."""
     num_tensors: int
-    """Parameters and saved buffers of this rank that the update is about."""
+    """Parameters and saved buffers of this rank that the update was about."""
     bytes_copied: int
-    """Written into the live weights; 0 where the model that trains is the model that generates."""
+    """Written into live tensors; 0 where the model that trains is the model that generates."""
     bytes_received: int
-    """Of these, come from another process or a file."""
+    """Of these, what came from other processes."""
     seconds: float
     checksum: str | None = None
-    """Of this rank's weights as they are now."""
+    """Of the whole model's weights, the same in every layout; None where nobody asked for it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

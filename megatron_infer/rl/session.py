@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -15,15 +14,16 @@ from torch import Tensor
 
 from megatron_infer.config import InferenceConfig, KVCacheManagementMode
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.forward.weights import guarded_tensors
+from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.intake import TextCodec
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.models.trainer import wrapper_chain
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
-from megatron_infer.rl.switch import OptimizerShelf, Switch, noted
+from megatron_infer.rl.switch import GlobalDraws, OptimizerShelf, Switch, noted
+from megatron_infer.rl.transition import Transition, TransitionReport, Update
+from megatron_infer.rl.updates import Colocated, Written
 from megatron_infer.suspension import MemoryReport
 
 MICRO_BATCH_TOKENS = 8192
@@ -73,9 +73,9 @@ class RolloutSession:
         """Without wrappers."""
         self.tokenizer = tokenizer
         self._mode = _mode(suspend_mode)
-        shelf = OptimizerShelf(optimizer, self._chain[0]) if offload_optimizer else None
-        self._offloads = offload_optimizer
-        self._switch = Switch(self._chain, shelf)
+        self._shelf = OptimizerShelf(optimizer, self.model) if offload_optimizer else None
+        self._switch = Switch(self._chain, self._shelf)
+        self._draws = GlobalDraws(next(self.model.parameters()).device)
         self._switch.engage()
         try:
             self.engine = DynamicInferenceEngine(
@@ -94,15 +94,28 @@ class RolloutSession:
         """Of the weights that the engine knows; changes it has not been told of are noticed when it wakes."""
         return self.engine.parts.weight_version
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of the optimizer's state, on the host now: see offload_optimizer."""
+        return 0 if self._shelf is None else self._shelf.num_bytes
+
     @contextmanager
-    def generating(self) -> Iterator[Rollout]:
+    def generating(self, *, restore_rng: bool = True) -> Iterator[Rollout]:
         """The engine may run; on the way out everything is as it was on the way in.
 
-        Within another generating() nothing happens. Generation draws from generators of its own: the global ones move
-        only if the body itself draws from them.
+        Generation draws from generators of its own. restore_rng: what the body itself draws from torch's global ones
+        (a reward model's dropout, say) does not change what training draws; the same prompts drawn so come every time.
+        Within another generating() nothing happens.
         """
-        with self._within(Place.GENERATING):
-            yield self._roll
+        outermost = self._place is Place.OUTSIDE and restore_rng
+        if outermost:
+            self._draws.note()
+        try:
+            with self._within(Place.GENERATING):
+                yield self._roll
+        finally:
+            if outermost:
+                self._draws.take_back()
 
     @contextmanager
     def training(self) -> Iterator[MemoryReport]:
@@ -114,27 +127,43 @@ class RolloutSession:
             assert self._report is not None
             yield self._report
 
-    def update_weights(self, source: Any = None, *, version: int | None = None, running: str = "keep") -> UpdateReport:
+    def update_weights(
+        self, source: Any = None, *, version: int | None = None, running: str = "keep", checksum: bool = False
+    ) -> UpdateReport:
         """The model's weights are others from here on, with a version of their own (None: the next number).
 
         source None: the trainer has written them in place, nothing is copied. Otherwise they are read from it, see
-        `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. Anywhere, in any block.
+        `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
+        the report. In any block, and outside.
         """
-        started, parts = time.perf_counter(), self.engine.parts
         with self._switch.whole():
-            if source is not None:
-                from megatron_infer.rl.weights import apply, as_source
+            return self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
 
-                return apply(self.engine, as_source(source), version=version, running=running)
-            self.engine.set_weight_version(parts.weight_version + 1 if version is None else version, running)
-        return UpdateReport(
-            version=parts.weight_version,
-            num_tensors=sum(1 for _ in guarded_tensors(self.model)),
-            bytes_copied=0,
-            bytes_received=0,
-            seconds=time.perf_counter() - started,
-            checksum=hashlib.blake2b(repr(parts.guard.sums).encode(), digest_size=8).hexdigest(),
-        )
+    def transition(
+        self,
+        source: Any = None,
+        *,
+        mode: KVCacheManagementMode | str | None = None,
+        version: int | None = None,
+        running: str = "keep",
+        undo: bool = True,
+    ) -> TransitionReport:
+        """suspend, `update_weights(source)` and resume as one: done on all ranks, or undone on all with SwitchFailed.
+
+        mode: of the suspend; None: suspend_mode. undo: what a source overwrites is kept on the host meanwhile, which
+        costs a copy; without it a failure half-way leaves an engine that refuses to run until the next whole update.
+        Weights that the trainer has written into the model itself stay, whatever fails. Not within training(), where
+        the engine is to stay suspended.
+        """
+        if self._place is Place.TRAINING:
+            raise WrongState(
+                "transition() within training() would wake the engine; take update_weights() here, or call it later",
+                state=self.engine.state.value,
+            )
+        chosen = self._mode if mode is None else _mode(mode)
+        with self._switch.whole():
+            update = self._update(source, version=version, running=running, undo=undo)
+            return Transition(self.engine, update, mode=chosen).run()
 
     def score(
         self,
@@ -168,6 +197,11 @@ class RolloutSession:
                 forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens
             )
 
+    def _update(self, source: Any, *, undo: bool, **how: Any) -> Update:
+        if source is None:
+            return Colocated(self.engine, **how)
+        return Written(self.engine, source, undo=undo, **how)
+
     # ------------------------------------------------------------------ from block to block
 
     @contextmanager
@@ -177,44 +211,63 @@ class RolloutSession:
         try:
             yield
         except BaseException as error:
-            with noted(error, f"the way back from {place.value} to {outer.value}"):
-                self._go(outer)
+            with noted(error, f"the way from {place.value} back to {outer.value}"):
+                self._leave(outer)
             raise
-        self._go(outer)
+        self._leave(outer)
+
+    def _leave(self, outer: Place) -> None:
+        """Whatever becomes of it, the caller is in the outer block again."""
+        try:
+            self._go(outer)
+        finally:
+            self._place = outer
 
     def _go(self, place: Place) -> None:
         """Bring about the conditions of a block; raises with those of the present one."""
         if place is self._place:
             return
-        before = self._place
         if place is Place.GENERATING:
             self._wake()
         elif place is Place.TRAINING:
             self._put_to_sleep()
-        elif before is Place.GENERATING:
+        elif self._place is Place.GENERATING:
             self._stand_still()
         self._place = place
 
     def _wake(self) -> None:
-        self._switch.engage()
+        team, engine = self.engine.parts.team, self.engine
         try:
-            if self.engine.state is EngineState.SUSPENDED:
-                self.engine.resume()
-            if self.engine.state is EngineState.PAUSED:
-                self.engine.unpause()
+            with team.together("switching the model to generation"):
+                self._switch.engage()
+            if engine.state is EngineState.SUSPENDED:
+                engine.resume()
+            if engine.state is EngineState.PAUSED:
+                engine.unpause()
         except BaseException as error:
             with noted(error, "putting the model back as the trainer left it"):
                 self._switch.release()
+            if self._place is Place.TRAINING and engine.state is not EngineState.SUSPENDED:
+                with noted(error, "suspending the engine again"):
+                    engine.suspend(self._mode)
             raise
 
     def _put_to_sleep(self) -> None:
         self._report = self.engine.suspend(self._mode)
-        self._switch.release()
-        self._switch.bring_back()
+        try:
+            with self.engine.parts.team.together("switching the model to training"):
+                self._switch.release()
+                self._switch.bring_back()
+        except BaseException as error:
+            if self._place is Place.GENERATING:
+                with noted(error, "going on with generating()"):
+                    self._wake()
+            raise
 
     def _stand_still(self) -> None:
+        """Unfinished requests wait where they are; nothing of the engine's is in flight."""
         try:
-            if self._offloads:
+            if self._shelf is not None:
                 self.engine.suspend(self._mode)
             elif self.engine.has_unfinished() and self.engine.state is EngineState.RUNNING:
                 self.engine.pause()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from megatron_infer.forward.weights import WeightShelf
 from megatron_infer.lifecycle import HeldInterrupt
 from megatron_infer.models.trainer import evaluation, inference_attributes, inference_flag, whole_parameters
+
+log = logging.getLogger("megatron_infer")
 
 
 @contextmanager
@@ -100,6 +103,42 @@ class Switch:
         self._light.enter_context(torch.set_grad_enabled(False))
 
 
+class GlobalDraws:
+    """torch's global generators, on the CPU and on the model's device: what dropout draws from.
+
+    Taken back to where they stood at `note`. Python's and NumPy's are left to whoever draws from them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+        self._noted: list[Tensor] = []
+        self._has_warned = False
+
+    def note(self) -> None:
+        self._noted = self._states()
+
+    def take_back(self) -> None:
+        """Says once, in the log, that somebody has drawn."""
+        noted, self._noted = self._noted, []
+        if not noted or all(map(torch.equal, noted, self._states())):
+            return
+        torch.set_rng_state(noted[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(noted[1], self._device)
+        if not self._has_warned:
+            log.warning(
+                "generating(): the block drew from torch's global generator, which now stands where it stood before: "
+                "the next block may draw the same. Draw from a generator of your own, or take restore_rng=False"
+            )
+            self._has_warned = True
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device is not None:
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+
 class OptimizerShelf:
     """What an optimizer keeps on a device beside the model: moments, and master weights that are not the model's own.
 
@@ -107,16 +146,15 @@ class OptimizerShelf:
     megatron-core's, chained ones too; what is on the host already stays there.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        model: torch.nn.Module,
-        *,
-        on_device: Callable[[Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
-    ) -> None:
-        """on_device: which tensors have to go."""
-        self._optimizer, self._model, self._on_device = optimizer, model, on_device
+    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+        """model: without wrappers (buffers of megatron-core's DDP are something else)."""
+        self._optimizer, self._model = optimizer, model
         self._shelf: WeightShelf | None = None
+
+    @staticmethod
+    def is_on_device(tensor: Tensor) -> bool:
+        """Whether a tensor has to go."""
+        return tensor.device.type != "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +182,7 @@ class OptimizerShelf:
             groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
             states = (value for state in optimizer.state.values() for value in state.values())
             for tensor in (*groups, *states):
-                if torch.is_tensor(tensor) and self._on_device(tensor) and _storage(tensor) not in kept:
+                if torch.is_tensor(tensor) and self.is_on_device(tensor) and _storage(tensor) not in kept:
                     yield tensor
 
 

@@ -49,13 +49,15 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, torch.arange(12)[None].expand(2, -1), ids.roll(-1, 1)
 
 
-def train_step(model: torch.nn.Module, step: int, rate: float = 0.3) -> float:
-    """A step of gradient descent."""
+def train_step(model: Any, step: int, rate: float = 0.3, grads: list[torch.Tensor] | None = None) -> float:
+    """A step of gradient descent -> its loss; grads: takes copies of the gradients."""
     ids, positions, labels = batch(step)
     loss = model(ids, positions, None, labels=labels).mean()
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
+            if grads is not None:
+                grads.append(parameter.grad.clone())
             parameter.sub_(parameter.grad, alpha=rate)
             parameter.grad = None
     return loss.item()
