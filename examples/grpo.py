@@ -24,6 +24,8 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import grpo_task as task
@@ -44,7 +46,7 @@ from megatron_infer.models.build import build_model
 from megatron_infer.models.plan_shape import shape_of
 from megatron_infer.models.sources import open_source
 from megatron_infer.parallel.groups import build_groups
-from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.queue import RolloutQueue
 from megatron_infer.rl.rollout import Rollout, RolloutProgress
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.session import RolloutSession
@@ -75,7 +77,7 @@ def learn(args: argparse.Namespace, rank: int) -> None:
     run: dict[str, Any] = {"step": 0, "before": None, "rows": []} if begun is None else begun["run"]
     if begun is not None:
         check_resumed(args, run["options"], run["step"])
-    session, trainer, reference = set_up(args)
+    session, trainer, reference = set_up(args, first_step=run["step"])
     if begun is not None:
         put_back(begun, model=session.model, trainer=trainer)
         session.update_weights()
@@ -116,7 +118,7 @@ def learn(args: argparse.Namespace, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def set_up(args: argparse.Namespace) -> tuple[RolloutSession, Trainer, Reference | None]:
+def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession, Trainer, Reference | None]:
     """The model with its optimizer around it and its engine inside."""
     device = Device(place())
     if not device.is_cuda:
@@ -134,6 +136,7 @@ def set_up(args: argparse.Namespace) -> tuple[RolloutSession, Trainer, Reference
         "pg_collection": groups,
         "buffer_size_gb": 0.25,
         "logprobs_mode": "processed",
+        "seed": args.seed * EVALUATION + first_step,  # of prompts that bring no seed of their own
         "kv_cache_management_mode": args.kv_cache_management_mode,
     }
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
@@ -146,23 +149,30 @@ def set_up(args: argparse.Namespace) -> tuple[RolloutSession, Trainer, Reference
 
 
 class Supply:
-    """Groups to train on, drawn up to `--rollout-lag` batches before the step that takes them."""
+    """Groups to train on, up to `--rollout-lag` batches of which are drawn before the step that takes them."""
 
     def __init__(self, args: argparse.Namespace, *, first_step: int) -> None:
         self._args, self._next = args, first_step
         self._ready: deque[RolloutGroup] = deque()
+        self._queue: RolloutQueue | None = None
 
     def draw(self, roll: Rollout, step: int, on_progress: Callable[[RolloutProgress], None]) -> list[RolloutGroup]:
-        """The groups of `step`. With partial rollouts what is unfinished goes on in a later step, under its weights."""
+        """The groups of `step`."""
         args, count = self._args, self._args.prompts_per_step
+        if args.partial_rollouts:  # the first that finish; the others stay in the engine while the weights change
+            if self._queue is None:
+                batches = (task.batch(coming, count, args.seed) for coming in range(step, args.steps))
+                params = replace(sampling(args, step, 1)[0], seed=None)
+                self._queue = RolloutQueue(
+                    roll, chain.from_iterable(batches), params, groups_per_step=count, lag=args.rollout_lag
+                )
+            return self._queue.next_batch()
         prompts, params = [], []
         while self._next <= min(step + args.rollout_lag, args.steps - 1):
             prompts += task.batch(self._next, count, args.seed)
             params += sampling(args, self._next, count)
             self._next += 1
-        if args.partial_rollouts:
-            roll.pause_at(Budget(groups=max(0, count - len(self._ready))))
-        if prompts or len(self._ready) < count:
+        if prompts:
             self._ready += roll.generate(prompts, params, on_progress=on_progress)
         return [self._ready.popleft() for _ in range(count)]
 

@@ -36,7 +36,7 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--max-weight", type=float, default=2.0, help="importance weights are cut here (default: %(default)s)")
     add("--kl", type=float, default=0.0, help="weight of the KL to the first weights; 0 keeps no copy of them")
     add("--rollout-lag", type=int, default=0, help="batches that are drawn ahead of the one trained on")
-    add("--partial-rollouts", action="store_true", help="a step takes the first answers that end; others go on later")
+    add("--partial-rollouts", action="store_true", help="take what ends first; the rest outlives updates")
     modes = [mode.value for mode in KVCacheManagementMode]
     add("--kv-cache-management-mode", choices=modes, default="persist", help="the KV cache while training")
     add("--seed", type=int, default=0)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_infer.outputs import RequestOutput as RequestOutput
     from megatron_infer.rl.report import UpdateReport as UpdateReport
     from megatron_infer.rl.session import RolloutSession as RolloutSession
+    from megatron_infer.outputs import TokenSupport as TokenSupport
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
     from megatron_infer.suspension import MemoryReport as MemoryReport
@@ -49,6 +50,7 @@ _HOMES = {
     "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
     "UpdateReport": "rl.report",
+    "TokenSupport": "outputs",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }

@@ -39,6 +39,8 @@ class Limits:
     chunked_prefill: bool
     block_size: int
     num_usable_blocks: int
+    no_routing: str = ""
+    """Why nobody can be told which experts a token went to; "": everybody can."""
 
 
 class Intake:
@@ -117,6 +119,8 @@ class Intake:
         """Hold parameters against the vocabulary and the tokenizer."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
+        if params.return_routing and self.limits.no_routing:
+            raise RequestError(f"return_routing: {self.limits.no_routing}; leave it False")
         named: list[tuple[str, Iterable[int] | None]] = [
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
@@ -153,7 +157,7 @@ class Intake:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cache=CacheUse(allowed=params.prompt_logprobs is None, salt=salt),
+                cache=CacheUse(allowed=params.prompt_logprobs is None and not params.return_routing, salt=salt),
             )
             for index in range(params.n)
         ]

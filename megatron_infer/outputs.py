@@ -145,6 +145,14 @@ def support_row(bits: np.ndarray, vocab_size: int) -> np.ndarray:
     return whole
 
 
+def lone_row(token: int, vocab_size: int) -> np.ndarray:
+    """As `support_row`, of one id."""
+    if vocab_size > 32:
+        return np.array([token], dtype=np.int32)
+    bit: np.ndarray = np.array([1 << token], dtype=np.uint32).view(np.int32)
+    return bit
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n samples; text and token_ids are cumulative or new only, as its stream mode says."""

@@ -21,6 +21,7 @@ from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
 from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
+from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 
@@ -143,8 +144,8 @@ class StageRunner(ModelRunner):
         tokens[bad] = 0
         if len(tokens):
             self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
-        logprobs, scores = _heard(flight.plan, message.extra)
-        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores)
+        logprobs, carried, scores = _heard(flight.plan, message.extra)
+        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried)
 
     @torch.inference_mode()
     def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
@@ -169,32 +170,44 @@ def _scored(plan: Plan) -> Iterator[Slice]:
 
 
 def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
-    """Logprobs and prompt scores as arrays; none when nobody asked."""
-    logprobs, arrays = drawn.logprobs, []
-    if logprobs is None and not drawn.prompt_scores:
+    """Logprobs, what tokens carry, and prompt scores as arrays; none when nobody asked."""
+    logprobs, carried, arrays = drawn.logprobs, drawn.carried, []
+    if logprobs is None and carried is None and not drawn.prompt_scores:
         return []
-    arrays.append(np.array([logprobs is not None], dtype=np.int64))
+    vocab_size = 0 if carried is None else carried.vocab_size
+    arrays.append(np.array([logprobs is not None, carried is not None, vocab_size], dtype=np.int64))
     if logprobs is not None:
         tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
         arrays += [logprobs.index, logprobs.counts, *(tensor.cpu().numpy() for tensor in tensors)]
+    if carried is not None:
+        tensors = (carried.raw, carried.processed, carried.bits_BY)
+        arrays += [carried.index, carried.support, *(tensor.cpu().numpy() for tensor in tensors)]
     for scores in drawn.prompt_scores:
         arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
     return arrays
 
 
-def _heard(plan: Plan, arrays: Sequence[np.ndarray]) -> tuple[LogprobBatch | None, list[PromptScores]]:
+def _heard(
+    plan: Plan, arrays: Sequence[np.ndarray]
+) -> tuple[LogprobBatch | None, CarriedBatch | None, list[PromptScores]]:
     """What `_told` said, on another rank."""
     if not arrays:
-        return None, []
-    at, logprobs = 1, None
-    if arrays[0][0]:
+        return None, None, []
+    at, logprobs, carried = 1, None, None
+    has_logprobs, has_carried, vocab_size = arrays[0].tolist()
+    if has_logprobs:
         index, counts = arrays[1:3]
         token_logprob, token_rank, top_ids, top_logprobs = map(torch.from_numpy, arrays[3:7])
         logprobs = LogprobBatch(index, token_logprob, token_rank, top_ids, top_logprobs, counts)
         at = 7
+    if has_carried:
+        index, support = arrays[at : at + 2]
+        raw, processed, bits_BY = map(torch.from_numpy, arrays[at + 2 : at + 5])
+        carried = CarriedBatch(index, raw, processed, support, bits_BY, vocab_size)
+        at += 5
     scores = []
     for piece in _scored(plan):
         scores.append(PromptScores(piece.request, piece.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
         at += 4
     assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
-    return logprobs, scores
+    return logprobs, carried, scores

@@ -1,1 +1,1 @@
-"""The engine inside a training loop: sessions, rollouts, weight updates."""
+"""The engine inside a training loop: sessions, rollouts, weights."""

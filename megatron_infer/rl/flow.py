@@ -16,9 +16,11 @@ from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.rl.prompts import Ask
 from megatron_infer.rl.samples import RolloutGroup, group_of
+from megatron_infer.rl.stats import RolloutStats, stats_of
 
 PREFIX = "rollout/"
 """Of the engine's requests that are groups."""
@@ -73,6 +75,10 @@ class Call:
     """Drawn during the call, of groups that have finished."""
     started: float = field(default_factory=time.perf_counter)
     paused: bool = False
+    given: list[RolloutGroup] = field(default_factory=list)
+    """Handed out."""
+    num_rejected: int = 0
+    num_aborted: int = 0
 
     @property
     def seconds(self) -> float:
@@ -86,18 +92,20 @@ class Flow:
         self.engine = engine
         self.loose: dict[str, Ticket] = {}
         """Left unfinished by calls that paused."""
+        self.held: set[str] = set()
+        """Finished, and neither handed out nor thrown away."""
         self._owners: dict[str, Call] = {}
         self._foreign: list[RequestOutput] = []
         self._lock = threading.RLock()
 
-    def begin(self, asks: Iterable[Ask]) -> Call:
-        """Start a call with what is loose and `asks`."""
+    def begin(self, asks: Iterable[Ask], *, carry: bool = True) -> Call:
+        """Start a call with `asks` and, if it carries, what is loose."""
         with self._lock:
-            call = Call(carried=tuple(self.loose))
-            for ticket in self.loose.values():
+            call = Call(carried=tuple(self.loose) if carry else ())
+            for name in call.carried:
+                ticket = self.loose.pop(name)
                 ticket.tokens_before = self._num_drawn(ticket)
                 self._enter(call, ticket)
-            self.loose = {}
             try:
                 for index, ask in enumerate(asks):
                     self.add(call, ask, index)
@@ -137,6 +145,7 @@ class Flow:
                     call.tokens_done += output.metrics.num_output_tokens - group.tokens_before
                     call.num_done += 1
                     call.ready.append(group.group(output))
+                    self.held.add(group.id)
                 elif output.request_id not in self._owners:
                     self._foreign.append(output)
             loop = self.engine.loop
@@ -152,11 +161,14 @@ class Flow:
         with self._lock:
             del call.tickets[ticket.id], self._owners[ticket.id]
             call.num_groups -= 1
+            call.num_aborted += 1
+            call.tokens_done += self._num_drawn(ticket) - ticket.tokens_before
             return ticket.group(self.engine.abort(ticket.id))
 
     def end(self, call: Call) -> None:
         """The caller waits no longer. Without a pause its own groups are aborted and those carried over are loose."""
         with self._lock:
+            self.held -= {group.group_id for group in call.ready}
             for ticket in list(call.tickets.values()):
                 if call.paused or ticket.id in call.carried:
                     del call.tickets[ticket.id], self._owners[ticket.id]
@@ -167,9 +179,23 @@ class Flow:
                     # Its output waits in the backlog (an interrupt), or the engine dropped everything.
                     del call.tickets[ticket.id], self._owners[ticket.id]
                     self._forget(ticket.id)
+            self._settle()
             # What others wait for comes with the engine's next step.
             self.engine.loop.backlog[:0] = self._foreign
             self._foreign = []
+
+    def abort_loose(self, group_id: str) -> RolloutGroup:
+        """End a group that a paused call left -> what it has."""
+        with self._lock:
+            group = self.loose.pop(group_id).group(self.engine.abort(group_id))
+            if self.engine.relay is None:  # with several ranks the next call of all of them does it
+                self._settle()
+            return group
+
+    def _settle(self) -> None:
+        """Let go of what was launched for requests that are gone."""
+        while self.engine.state is EngineState.RUNNING and not len(self.engine.ledger) and not self.engine.loop.is_idle:
+            self.step()
 
     def _forget(self, request_id: str) -> None:
         backlog = self.engine.loop.backlog
@@ -180,6 +206,24 @@ class Flow:
         with self._lock:
             alive = sum(self._num_drawn(ticket) - ticket.tokens_before for ticket in call.tickets.values())
             return call.tokens_done + alive
+
+    def stats(self, call: Call) -> RolloutStats:
+        """Of what the call has handed out so far."""
+        return stats_of(
+            call.given,
+            version=self.engine.parts.weight_version,
+            seconds=call.seconds,
+            num_tokens=self.num_tokens(call),
+            num_rejected=call.num_rejected,
+            num_aborted=call.num_aborted,
+            num_carried=len(call.carried),
+        )
+
+    def oldest_policy(self, ticket: Ticket) -> int | None:
+        """Version of the oldest weights that drew a token of it; None: none is drawn."""
+        group = self.engine.ledger.get(ticket.id)
+        drawn = [] if group is None else [sample.request for sample in group.samples if sample.request.num_output]
+        return min((request.history.spans[0].policy_version for request in drawn), default=None)
 
     def _num_drawn(self, ticket: Ticket) -> int:
         group = self.engine.ledger.get(ticket.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
@@ -33,6 +33,11 @@ class Ask:
         return {"prompt_token_ids": self.ids, "cache_salt": self.salt}
 
 
+def carrying(params: SamplingParams) -> SamplingParams:
+    """The same, with the log probabilities that every sample of a rollout has."""
+    return params if params.return_sampled_logprobs else replace(params, return_sampled_logprobs=True)
+
+
 def is_chat(prompt: object) -> bool:
     """Whether it is one conversation: a list of messages with roles."""
     return (
@@ -53,6 +58,8 @@ def asks_of(
 ) -> list[Ask]:
     """Check every prompt before any is queued; an error names the place of the prompt."""
     batch = as_batch(prompts)
+    if isinstance(params, SamplingParams):
+        params = carrying(params)
     if isinstance(params, SamplingParams):
         wanted = [params] * len(batch)
     else:
@@ -95,7 +102,7 @@ def ask_of(engine: DynamicInferenceEngine, prompt: Any, params: SamplingParams) 
     _, ids = intake.tokenize(prompt)
     intake.check(ids, params)
     intake.check_params(params)
-    return Ask(ids=ids, params=params, salt=salt, info=info)
+    return Ask(ids=ids, params=carrying(params), salt=salt, info=info)
 
 
 def chat_ids(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import UnknownRequest
+from megatron_infer.rl.collect import RolloutShortage, Source
 from megatron_infer.rl.flow import Budget, Call, Flow, Ticket
 from megatron_infer.rl.prompts import asks_of
 from megatron_infer.rl.pump import Pump
 from megatron_infer.rl.ranks import Ranks
 from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.stats import RolloutStats
 from megatron_infer.schedule.params import SamplingParams
 
 
@@ -49,6 +51,10 @@ class Rollout:
         self.ranks = Ranks(engine)
         self._pump = Pump(self.flow)
         self._budget: Budget | None = None
+        self._surplus: list[RolloutGroup] = []
+        """Accepted by a collect(), for the next one."""
+        self.stats: RolloutStats | None = None
+        """Of the latest call that has ended. On the leader."""
 
     # ------------------------------------------------------------------ drawing
     def generate(
@@ -80,7 +86,7 @@ class Rollout:
         try:
             call = self.flow.begin(asks_of(self.engine, prompts, params))
             while (group := self._next(call, on_progress)) is not None:
-                self.ranks.tell([group])
+                self._give(call, [group])
                 yield group
         except BaseException as failure:
             error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
@@ -108,13 +114,78 @@ class Rollout:
         try:
             call = await self._pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
             while (group := await self._anext(call, on_progress)) is not None:
-                await self._pump.run(lambda group=group: self.ranks.tell([group]))  # type: ignore[misc]
+                await self._pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
                 yield group
         except BaseException as failure:
             error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
             raise
         finally:
             await self._pump.run(lambda: self._end(call, error))
+
+    def collect(
+        self,
+        num_groups: int,
+        prompts: Iterable[Any],
+        params: SamplingParams,
+        *,
+        accept: Callable[[RolloutGroup], bool] | None = None,
+        oversample: float = 1.5,
+        max_in_flight: int | None = None,
+        carry: bool = False,
+        keep_in_flight: bool = False,
+        on_progress: Progress | None = None,
+    ) -> list[RolloutGroup]:
+        """Draw until `accept` has taken `num_groups`, then abort whatever is under way -> the accepted, as they came.
+
+        prompts: an iterator is read as far as needed, here and by the next call; oversample times as many groups as
+        are still wanted are under way, at most max_in_flight. accept: called on the leader for each finished group
+        (None takes all); failed groups are never taken. Groups accepted beyond num_groups, which finished in the same
+        step, are returned too, or with `carry` come first in the next collect(). keep_in_flight: leave what is under
+        way in the engine for the next call, as at a budget (`pause_at`), which ends this one with fewer groups.
+        Raises RolloutShortage, with what was accepted, when the prompts run out.
+        """
+        if not self.ranks.is_leader:
+            return list(self.ranks.hear())
+        error, call = "", None
+        try:
+            source = Source(self.engine, prompts, params, num_groups, oversample, max_in_flight)
+            accepted, self._surplus = self._surplus, []
+            call = self.flow.begin([])
+            while len(accepted) < num_groups:
+                source.fill(self.flow, call, len(accepted))
+                group = self._next(call, on_progress)
+                if group is None:
+                    break
+                self._judge(call, group, accept, accepted)
+            while call.ready:
+                self._judge(call, call.ready.popleft(), accept, accepted)
+            if len(accepted) < num_groups and not call.paused:
+                raise RolloutShortage(num_groups, accepted, call.num_rejected)
+            call.paused = call.paused or keep_in_flight
+            if carry:
+                accepted, self._surplus = accepted[:num_groups], accepted[num_groups:]
+            self._give(call, accepted)
+            return accepted
+        except BaseException as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            if call is not None and not call.paused:
+                call.carried = ()  # those of earlier calls are aborted, too
+            self._end(call, error)
+
+    def _judge(
+        self,
+        call: Call,
+        group: RolloutGroup,
+        accept: Callable[[RolloutGroup], bool] | None,
+        accepted: list[RolloutGroup],
+    ) -> None:
+        if group.error is None and (accept is None or accept(group)):
+            accepted.append(group)
+        else:
+            call.num_rejected += 1
+            self.flow.held.discard(group.group_id)
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:
@@ -131,11 +202,10 @@ class Rollout:
 
     def abort(self, group_id: str) -> RolloutGroup:
         """End a group that a paused call left unfinished -> what it has. On the leader."""
-        ticket = self.flow.loose.pop(group_id, None)
-        if ticket is None:
+        if group_id not in self.flow.loose:
             known = ", ".join(self.flow.loose) or "none"
             raise UnknownRequest(f"no unfinished group {group_id!r}; unfinished: {known}")
-        return ticket.group(self.engine.abort(group_id))
+        return self.flow.abort_loose(group_id)
 
     def abort_all(self) -> list[RolloutGroup]:
         """End all that paused calls left unfinished -> what they have. On the leader."""
@@ -167,13 +237,24 @@ class Rollout:
                 on_progress(self._progress(call))
         return call.ready.popleft()
 
+    def _give(self, call: Call, groups: list[RolloutGroup]) -> None:
+        """Hand groups out, on every rank."""
+        call.given += groups
+        self.flow.held -= {group.group_id for group in groups}
+        self.ranks.tell(groups)
+
     def _end(self, call: Call | None, error: str) -> None:
         try:
             if call is not None:
                 self._budget = None
                 self.flow.end(call)
+                self.stats = self.flow.stats(call)
         finally:
-            self.ranks.tell([], end=True, error=error)
+            self.end_turn(error)
+
+    def end_turn(self, error: str) -> None:
+        """On the leader: the other ranks' call ends, with an error if there was one; what is held they keep."""
+        self.ranks.tell([], end=True, keep=sorted(self.flow.held), error=error)
 
     def _progress(self, call: Call) -> RolloutProgress:
         return RolloutProgress(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import CompletionOutput, RequestOutput
+from megatron_infer.outputs import CompletionOutput, RequestOutput, TokenSupport
 from megatron_infer.schedule.request import VersionSpan
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ class RolloutSample:
     """All that follows the prompt: what the model drew and, between turns, what it was given."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
-    """Of the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 of given tokens.
-    Empty when they were not asked for."""
+    """Of the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 of given tokens."""
     raw_logprobs: list[float] | None = None
     """The same of the model's own distribution, before the sampler touched it."""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -34,10 +33,10 @@ class RolloutSample:
     stop_reason: int | str | None = None
     loss_mask: list[int] = field(default_factory=list)
     """1: drawn by the model; 0: given (the answer of a tool)."""
-    support: Any | None = None
-    """Tokens that could have been drawn at each position (outputs.TokenSupport)."""
+    support: TokenSupport | None = None
+    """The ids each token was drawn among, if `return_support` asked for them; all of them for given tokens."""
     routing: np.ndarray | None = None
-    """Experts chosen, [positions, MoE layers, top-k]."""
+    """Experts of each position, [prompt and tokens - 1, MoE layers, top-k], if `return_routing` asked for them."""
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +91,10 @@ class RolloutGroup:
         """Drawn, in all samples."""
         return sum(sample.num_drawn for sample in self.samples)
 
+    def staleness(self, version: int) -> int:
+        """Of its stalest token, when `version` trains on it."""
+        return max((age for sample in self.samples for age in sample.staleness(version)), default=0)
+
 
 def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSample:
     """A finished (or aborted) sample of the engine, all of whose tokens were drawn."""
@@ -99,11 +102,14 @@ def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSamp
         prompt_ids=list(prompt_ids),
         token_ids=list(drawn.token_ids),
         text=drawn.text,
-        logprobs=_logprobs(drawn),
+        logprobs=list(drawn.processed_logprobs or ()),
+        raw_logprobs=None if drawn.raw_logprobs is None else list(drawn.raw_logprobs),
         spans=list(drawn.spans),
         finish_reason=drawn.finish_reason or "abort",
         stop_reason=drawn.stop_reason,
         loss_mask=[1] * len(drawn.token_ids),
+        support=drawn.support,
+        routing=drawn.routing,
     )
 
 
@@ -121,9 +127,3 @@ def group_of(
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
     )
-
-
-def _logprobs(drawn: CompletionOutput) -> list[float]:
-    if drawn.logprobs is None:
-        return []
-    return [entry[token].logprob for token, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)]

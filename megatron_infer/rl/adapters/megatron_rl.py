@@ -65,7 +65,7 @@ class InferenceResponse:
     """Of prompt and answer."""
     prompt_length: int
     logprobs: list[float]
-    """Of the answer's tokens, under the distribution they were drawn from if the engine's logprobs_mode is processed."""
+    """Of the answer's tokens; with logprobs_mode "processed" under the distribution they were drawn from."""
     policy_iteration: list[int]
     """For each token of the answer, the weights that drew it."""
     kv_cache_iteration: list[int]
@@ -155,7 +155,7 @@ class LocalInterface:
         await self._on_thread(lambda: self._enter(self.session.generating(restore_rng=False)))
 
     def set_generation_epoch(self, generation_epoch: int) -> None:
-        """The weights are those of this iteration: tokens, keys and values from here on carry it. Waits for the step."""
+        """The weights are those of this iteration: tokens, keys and values from here on carry its number."""
         self._thread.call(lambda: self.session.update_weights(version=generation_epoch)).result()
 
     async def kill(self) -> None:

@@ -130,7 +130,8 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
     own = trainer.args.generation_kwargs or {}
     if own:
         raise ConfigError(
-            f"generation_kwargs of the trainer are for transformers ({', '.join(own)}); give EngineRollout(sampling=...)"
+            f"the trainer's generation_kwargs ({', '.join(own)}) are for transformers' generate(); give "
+            "EngineRollout(sampling=...)"
         )
     return {
         "max_tokens": trainer.max_completion_length,
