@@ -131,4 +131,12 @@ class Outcome:
         # What wraps an error says less than it does, except where it was made for it.
         ours = [link for link in chain if isinstance(link, InferenceError) and type(link) is not TransitionFailed]
         text = str(ours[-1]) if ours else f"{type(chain[-1]).__name__}: {chain[-1]}"
-        return cls(text, not any(isinstance(link, OtherRankFailed) for link in chain), tensor)
+        return cls(text, all(map(_is_own, chain)), tensor)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether it says that this rank is where it happened."""
+    if isinstance(error, WeightUpdateError):
+        here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return error.rank == here
+    return not isinstance(error, OtherRankFailed)

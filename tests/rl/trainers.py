@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,6 @@ class TorchTrainer:
         self.model = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
 
-    @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        yield
-
     def step(self, step: int) -> float:
         self.model.train()
         ids, positions, labels = batch(step)
@@ -37,7 +32,10 @@ class TorchTrainer:
 class MegatronTrainer:
     """megatron-core's DDP and optimizer under the CPU shim; with `half`, Float16Module and master weights."""
 
-    def __init__(self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, optimizer: str = "adam"
+    ) -> None:
+        """optimizer: "sgd" where rounding is compared: Adam's first steps are as long for a gradient of nearly zero."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -55,8 +53,8 @@ class MegatronTrainer:
                 self.model.broadcast_params()
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
-                    optimizer="adam",
-                    lr=0.02,
+                    optimizer=optimizer,
+                    lr=0.02 if optimizer == "adam" else 0.3,
                     clip_grad=1.0,
                     use_distributed_optimizer=distributed,
                     bf16=half,
@@ -65,16 +63,33 @@ class MegatronTrainer:
                 [self.model],
             )
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, rows: slice = slice(None)) -> float | None:
+        """rows: this rank's part of the batch. The loss, where it is computed."""
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.train()
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        ids, positions, labels = (part[rows] for part in batch(step))
+
+        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return losses.mean(), {"loss": losses.mean().detach().clone()}
+
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+            next(batches)
+            return model(ids, positions, None, labels=labels), loss_of
+
         with cpu_shim(4):
             self.optimizer.zero_grad()
             self.model.zero_grad_buffer()
-            ids, positions, labels = batch(step)
-            loss = self.model(ids, positions, None, labels=labels).mean()
-            loss.backward()
-            finalize_model_grads([self.model])
+            found = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter([None]),
+                model=[self.model],
+                num_microbatches=1,
+                seq_length=ids.shape[1],
+                micro_batch_size=len(ids),
+                forward_only=False,
+            )
             self.optimizer.step()
-        return loss.item()
+        return found[0]["loss"].item() if found else None

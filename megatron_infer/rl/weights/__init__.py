@@ -9,8 +9,10 @@ from torch import Tensor
 
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.weights.reshard import ReshardReport, ReshardSource
 from megatron_infer.rl.weights.sources import AsyncStreamSource, WeightSource, as_source
 from megatron_infer.rl.weights.update import WeightUpdate
+from megatron_infer.rl.weights.verify import VerifyReport, verify_update
 
 
 def apply(
@@ -81,11 +83,15 @@ async def apply_async(target: Any, pairs: AsyncIterable[tuple[str, Tensor]], **o
 
 
 __all__ = [
+    "ReshardReport",
+    "ReshardSource",
     "UpdateReport",
+    "VerifyReport",
     "WeightSource",
     "WeightUpdate",
     "apply",
     "apply_async",
     "apply_undoable",
     "as_source",
+    "verify_update",
 ]

@@ -72,6 +72,8 @@ class Layout:
     """What the end of `dim` may be padded with: VOCABULARY, KV_GROUPS or nothing."""
     true_size: int | None = None
     """Length of `dim` without padding, where it is known."""
+    unit: int = 1
+    """What padding comes in: for KV_GROUPS the rows of one group."""
 
     @property
     def is_whole(self) -> bool:
@@ -84,6 +86,12 @@ class Layout:
         for at, size in enumerate(self.shape):
             rest *= 1 if at == self.dim else size
         return rest
+
+    def along(self, dim: int) -> Layout:
+        """The same where it is whole, counted along another dimension."""
+        if dim == self.dim or not self.is_whole:
+            return self
+        return replace(self, dim=dim, spans=(Span(0, 0, self.shape[dim]),))
 
     def part_of(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole tensor, which may lack padding: that becomes zeros."""
@@ -208,12 +216,21 @@ def _layout(model: Any, name: str, tensor: Tensor) -> Layout:
     parts = _parts(model, name, whole, shape[dim])
     spans = _spans(parts, rank, size)
     shape = tuple(length * size if at == dim else length for at, length in enumerate(shape))
-    padded, true_size = "", None
+    padded, true_size, unit = "", None, 1
     if whole in (EMBEDDING, HEAD):
         padded, true_size = VOCABULARY, getattr(model, "true_vocab_size", None)
     elif ".linear_qkv." in whole or whole.endswith(".linear_proj.weight"):
-        padded = KV_GROUPS
-    return Layout(name=whole, shape=shape, dim=dim, spans=spans, dtype=tensor.dtype, padded=padded, true_size=true_size)
+        padded, unit = KV_GROUPS, max(1, shape[dim] // (getattr(model.config, "num_query_groups", None) or 1))
+    return Layout(
+        name=whole,
+        shape=shape,
+        dim=dim,
+        spans=spans,
+        dtype=tensor.dtype,
+        padded=padded,
+        true_size=true_size,
+        unit=unit,
+    )
 
 
 def _placed(model: Any, name: str) -> tuple[str, bool]:

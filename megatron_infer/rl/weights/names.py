@@ -1,13 +1,16 @@
-"""From a tensor's megatron-core name to this rank's part of it."""
+"""From a tensor's name, megatron-core's or Hugging Face's, to this rank's part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
+from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.rl.weights.hf import HFNames, is_hf_name
 from megatron_infer.rl.weights.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, whole_name
+from megatron_infer.rl.weights.target import Target
 
 NAMES = ("whole", "local")
 """How layers and experts are numbered: over the whole model, or on this rank."""
@@ -66,3 +69,43 @@ def numbering_of(inventory: Inventory, names: Mapping[str, object] | Iterable[st
     whole = sum(local.layout.name not in given for local in inventory.tensors)
     own = sum(whole_name(local.name) not in given for local in inventory.tensors)
     return "local" if own < whole else "whole"
+
+
+class Router:
+    """Says of each tensor that comes which of this rank's tensors it makes, and what they become."""
+
+    def __init__(self, target: Target, *, plan: ModelPlan | None, names: str, strict: bool) -> None:
+        """As in `WeightUpdate`."""
+        self._target, self._plan, self._names, self._strict = target, plan, names, strict
+        self._hf: HFNames | None = None
+
+    def route(self, name: str, tensor: Tensor, *, names: str | None = None) -> Iterator[tuple[LocalTensor, Tensor]]:
+        """(tensor of this rank, its value) of each that is complete with this one."""
+        name = name.removeprefix("module.")
+        if name.endswith("_extra_state"):
+            return
+        inventory = self._target.inventory
+        if not is_hf_name(name):
+            yield from places_of(inventory, name, tensor, names=names or self._names, strict=self._strict)
+            return
+        if self._hf is None:
+            self._hf = HFNames.of(self._target.model, self._plan, name)
+        for parameter, value in self._hf.take(name, tensor, strict=self._strict):
+            yield inventory.by_name[parameter], value
+
+    def missing(self, done: Iterable[str]) -> WeightUpdateError | None:
+        """What is still to come, if all has to."""
+        if not self._strict:
+            return None
+        known = set(done)
+        missing = [local.name for local in self._target.inventory.tensors if local.name not in known]
+        if not missing:
+            return None
+        waiting = "" if self._hf is None else self._hf.waiting()
+        text = f"no value came for {listed(missing)}{waiting}"
+        return WeightUpdateError(text, tensor=missing[0], rank=self._target.rank)
+
+
+def listed(names: list[str], *, most: int = 8) -> str:
+    """The first few, and how many more."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -16,11 +16,33 @@ from megatron_infer.models.hf_weights import SafetensorsReader, base_prefix, fit
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.models.sources import open_source
 from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of
-from megatron_infer.rl.weights.names import check_shape, locals_of, numbering_of
+from megatron_infer.rl.weights.inventory import LocalTensor
+from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
 from megatron_infer.rl.weights.target import Target
-from megatron_infer.rl.weights.update import WeightUpdate
 
 _SHOWN = 8
+
+
+class Sink(Protocol):
+    """Takes a source's tensors: a `WeightUpdate` writes them, a comparison compares."""
+
+    target: Target
+
+    def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
+        """A tensor of the whole model or this rank's part of it, under either kind of name."""
+        ...
+
+    def put(self, local: LocalTensor, value: Tensor) -> None:
+        """A tensor of this rank, in its own shape."""
+        ...
+
+    def opened(self, local: LocalTensor) -> Tensor:
+        """The live tensor, to be written in pieces."""
+        ...
+
+    def received(self, num_bytes: int) -> None:
+        """Counts what came from other processes."""
+        ...
 
 
 @runtime_checkable
@@ -31,7 +53,7 @@ class WeightSource(Protocol):
         """Raise what can be known before anything is written: names, shapes, files that are not there."""
         ...
 
-    def write_into(self, update: WeightUpdate) -> None:
+    def write_into(self, update: Sink) -> None:
         """Write all tensors of this rank."""
         ...
 
@@ -139,7 +161,7 @@ class MappingSource:
                 problems.append(error)
         missing = [local.name for local in target.inventory.tensors if local.name not in found]
         if missing and strict:
-            problems.append(WeightUpdateError(f"no value for {_listed(missing)}", tensor=missing[0]))
+            problems.append(WeightUpdateError(f"no value for {listed(missing)}", tensor=missing[0]))
         if problems:
             text = "; ".join(str(problem) for problem in problems[:_SHOWN])
             more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -150,7 +172,7 @@ class MappingSource:
             return self._tensors.reader.shapes()[key]
         return tuple(self._tensors[key].shape)
 
-    def write_into(self, update: WeightUpdate) -> None:
+    def write_into(self, update: Sink) -> None:
         if self._hf is not None:
             self._hf.write_into(update)
             return
@@ -176,7 +198,7 @@ class NamedTensors:
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: WeightUpdate) -> None:
+    def write_into(self, update: Sink) -> None:
         assert self._fitted is not None, "checked first"
         reader, recipes = self._fitted
         shard = shard_of(update.target.model)
@@ -199,7 +221,7 @@ class CheckpointFiles:
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: WeightUpdate) -> None:
+    def write_into(self, update: Sink) -> None:
         state, self._state = self._state, {}
         for name, tensor in state.items():
             if name in update.target.inventory.by_name:
@@ -215,8 +237,9 @@ class StreamSource:
     def check(self, target: Target, *, strict: bool) -> None:
         """Nothing can be known before they come."""
 
-    def write_into(self, update: WeightUpdate) -> None:
-        update.write_all(self._pairs)
+    def write_into(self, update: Sink) -> None:
+        for name, tensor in self._pairs:
+            update.write(name, tensor)
 
 
 class AsyncStreamSource:
@@ -232,13 +255,9 @@ class AsyncStreamSource:
             return
         raise ConfigError("an async stream of weights inside an event loop; use `await apply_async(...)`")
 
-    def write_into(self, update: WeightUpdate) -> None:
+    def write_into(self, update: Sink) -> None:
         asyncio.run(self.feed(update))
 
-    async def feed(self, update: WeightUpdate) -> None:
+    async def feed(self, update: Sink) -> None:
         async for name, tensor in self._pairs:
             update.write(name, tensor)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

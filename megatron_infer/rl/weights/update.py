@@ -25,13 +25,11 @@ from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError,
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.weights.digest import model_checksum
-from megatron_infer.rl.weights.hf import HFNames, is_hf_name
 from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import places_of
+from megatron_infer.rl.weights.names import Router
 from megatron_infer.rl.weights.target import Target
 
 _END = "the end of a weight update"
-_SHOWN = 8
 
 
 class WeightUpdate:
@@ -56,9 +54,8 @@ class WeightUpdate:
         """
         self.target = Target.of(target)
         self.report: UpdateReport | None = None
-        self._strict, self._undo, self._check_finite, self._names = strict, undo, check_finite, names
-        self._plan = plan
-        self._hf: HFNames | None = None
+        self._router = Router(self.target, plan=plan, names=names, strict=strict)
+        self._undo, self._check_finite = undo, check_finite
         self._written: dict[str, LocalTensor] = {}
         self._kept: dict[str, Tensor] = {}
         self._bytes = self._received = 0
@@ -89,17 +86,7 @@ class WeightUpdate:
         names: None, as the update was begun with.
         """
         self._require_open()
-        name = name.removeprefix("module.")
-        if name.endswith("_extra_state"):
-            return
-        if is_hf_name(name):
-            taken = self._hf_names(name).take(name, tensor, strict=self._strict)
-            for parameter, value in taken:
-                self.put(self.target.inventory.by_name[parameter], value)
-            return
-        for local, value in places_of(
-            self.target.inventory, name, tensor, names=names or self._names, strict=self._strict
-        ):
+        for local, value in self._router.route(name, tensor, names=names):
             self.put(local, value)
 
     def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -151,7 +138,7 @@ class WeightUpdate:
         checksum: put the digest of the whole model into the report; reads all weights once.
         """
         self._require_open()
-        self._settle(self._incomplete())
+        self._settle(self._router.missing(self._written))
         self._is_open = False
         version = self._version_before + 1 if version is None else version
         if len(self._written) == len(self.target.inventory.tensors):
@@ -201,21 +188,6 @@ class WeightUpdate:
             error.add_note(str(told))
 
     # ------------------------------------------------------------------ inside
-
-    def _hf_names(self, first: str) -> HFNames:
-        if self._hf is None:
-            self._hf = HFNames.of(self.target.model, self._plan, first)
-        return self._hf
-
-    def _incomplete(self) -> WeightUpdateError | None:
-        if not self._strict:
-            return None
-        missing = [local.name for local in self.target.inventory.tensors if local.name not in self._written]
-        if not missing:
-            return None
-        waiting = "" if self._hf is None else self._hf.waiting()
-        shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-        return WeightUpdateError(f"no value came for {shown}{waiting}", tensor=missing[0], rank=self.target.rank)
 
     def _settle(self, error: BaseException | None) -> None:
         """All ranks tell how they fared; an error of any ends the update on every one of them."""
