@@ -25,7 +25,13 @@ WHOLE = {
 ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 OPTIONS = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
-ENGINE = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_tokens": 64, "check_invariants": True}
+ENGINE = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_requests": 4,
+    "max_tokens": 64,
+    "check_invariants": True,
+}
 PROMPTS = [[(i * 7 + 3 * j) % 120 + 4 for j in range(length)] for i, length in enumerate((5, 33, 18))]
 
 
@@ -105,4 +111,14 @@ def summed(value: int) -> int:
     return int(both)
 
 
-__all__ = ["EXPERTS", "assert_equal", "load", "logprobs", "make_engine", "must_move", "save_models", "scrambled", "summed"]
+__all__ = [
+    "EXPERTS",
+    "assert_equal",
+    "load",
+    "logprobs",
+    "make_engine",
+    "must_move",
+    "save_models",
+    "scrambled",
+    "summed",
+]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gloo_ranks as ranks
 import pytest
 import reshard_case as case
-import torch
 
 from megatron_infer.rl.weights import ReshardSource, apply, verify_update
 from megatron_infer.rl.weights.inventory import Inventory
@@ -47,7 +45,9 @@ def run_moves(rank: int, size: int, folder: Path) -> None:
         done = apply(engine, source, checksum=True)
         worst = case.assert_equal(case.logprobs(engine), own, where)
         case.assert_equal(case.logprobs(engine), expected[name], where)
-        assert addresses == [tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None]
+        assert addresses == [
+            tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None
+        ]
         must = case.must_move(Inventory.of(trainer), Inventory.of(engine.parts.model))
         report = source.report
         assert report.bytes_must_move == must == case.summed(report.bytes_received) == case.summed(report.bytes_sent)
