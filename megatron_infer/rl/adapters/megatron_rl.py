@@ -201,8 +201,10 @@ def params_of(args: GenericGenerationArgs) -> SamplingParams:
 
 def per_token(spans: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
     """(policy version, oldest KV version) of each of `count` tokens."""
-    policies, caches = [], []
-    for span, end in zip(spans, [span.first_token for span in spans[1:]] + [count], strict=True):
+    policies: list[int] = []
+    caches: list[int] = []
+    ends = [span.first_token for span in spans[1:]] + [count]
+    for span, end in zip(spans, ends, strict=False):
         policies += [span.policy_version] * (end - span.first_token)
         caches += [span.kv_version_min] * (end - span.first_token)
     return policies, caches

@@ -21,9 +21,11 @@ from megatron_infer.outputs import RequestOutput
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.weights import apply
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.suspension import TAGS
+from megatron_infer.suspension import GRAPHS, KV_CACHE, WEIGHTS
 
 LEVELS = (0, 1, 2)
+TAGS = {"weights": {WEIGHTS}, "kv_cache": {KV_CACHE, GRAPHS}}
+"""vLLM's tag -> ours: captured graphs come and go with the cache."""
 
 
 class ColocateLLM(LLM):
@@ -53,7 +55,7 @@ class ColocateLLM(LLM):
             return
         wanted = _tags(tags)
         self.engine.suspend(KVCacheManagementMode.RECOMPUTE, wanted)
-        self._needs_weights |= level == 2 and (wanted is None or "weights" in wanted)
+        self._needs_weights |= level == 2 and (wanted is None or WEIGHTS in wanted)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take memory back: all of it, or `tags` now and the others later. Answers come once everything is back."""
@@ -103,8 +105,9 @@ class ColocateLLM(LLM):
 def _tags(tags: Iterable[str] | None) -> set[str] | None:
     if tags is None:
         return None
-    wanted = {tags} if isinstance(tags, str) else set(tags)
-    for tag in wanted:
+    wanted: set[str] = set()
+    for tag in [tags] if isinstance(tags, str) else tags:
         if tag not in TAGS:
-            raise ConfigError(f"{unknown_name('tag', str(tag), TAGS)}; tags are {', '.join(TAGS)}")
+            raise ConfigError(f"{unknown_name('tag', str(tag), list(TAGS))}; tags are {', '.join(TAGS)}")
+        wanted |= TAGS[tag]
     return wanted
