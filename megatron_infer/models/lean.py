@@ -67,8 +67,7 @@ class LeanNorm:
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
         if self.kind == L2:
-            x = x_TD.float()
-            return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x_TD)
+            return ops.rms_norm(x_TD, x_TD.new_ones(x_TD.shape[-1]), self.eps)
         weight = self.parameters["weight"]
         assert weight is not None
         if self.zero_centered:
@@ -83,7 +82,7 @@ class LeanNorm:
             return self.run(ops, x_TD), x_TD.float()
         if self.kind == RMS and not self.zero_centered:
             return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
-        total_TD = residual_TD.add_(x_TD)
+        total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
         return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ class LeanMLP:
     def inner(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The activated middle, [T, F]."""
         middle = self.fc1.run(ops, x_TD)
-        return ops.silu_mul(middle) if self.activation is None else self.activation(middle)
+        return ops.silu_mul(middle) if self.activation is None else ops.rowwise(self.activation, middle)
 
     def weights(self) -> Iterator[Tensor]:
         yield self.fc1.weight()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from megatron_infer.models.reduce import Reducer
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-def gating_logits(router: TopKRouter, x: Tensor) -> Tensor:
+def gating_logits(router: TopKRouter, x: Tensor, linear: Callable[..., Tensor] = F.linear) -> Tensor:
     """[..., D] -> [..., E] in the router's dtype, on whatever device the weights are."""
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, x.dtype)
     bias = router.bias
-    return F.linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
+    return linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class DeviceAgnosticRouter(TopKRouter):
@@ -131,12 +132,12 @@ class LeanExperts:
         router, config = self.router, self.router.config
         # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD)
+        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
-        return self.route(
-            logits_TE,
-            router.topk,
+        route = functools.partial(
+            self.route,
+            topk=router.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
@@ -145,6 +146,7 @@ class LeanExperts:
             expert_bias=router.expert_bias,
             fused=config.moe_router_fusion,
         )
+        return ops.rowwise(route, logits_TE)
 
     def _shared(self, ops: Ops, x_TD: Tensor) -> Tensor:
         assert self.shared is not None

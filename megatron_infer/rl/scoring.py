@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_infer.config import ModelShape
 from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.models.exact import exact_math, token_logprobs
 from megatron_infer.parallel.groups import ParallelGroups
 
 
@@ -23,8 +24,9 @@ class Scorer:
     Every rank of the model calls it with the same sequences and has all scores.
     """
 
-    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups) -> None:
-        self._model, self._shape, self._groups = model, shape, groups
+    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
+        """exact: scores have the bits of an engine with batch_invariant=True, by `models.exact.exact_math`."""
+        self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
 
     def check(self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int) -> None:
         """Raise for what cannot be scored."""
@@ -53,6 +55,18 @@ class Scorer:
         micro_batch_tokens: int,
     ) -> list[Tensor]:
         """forward(ids_BS, positions_BS, None): of the model or of a wrapper -> fp32 [len - 1] for each sequence."""
+        if self._exact:
+            with exact_math(self._model):
+                return self._score(forward, sequences, temperature, micro_batch_tokens)
+        return self._score(forward, sequences, temperature, micro_batch_tokens)
+
+    def _score(
+        self,
+        forward: Callable[..., Tensor],
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        micro_batch_tokens: int,
+    ) -> list[Tensor]:
         device = next(self._model.parameters()).device
         found: list[Tensor | None] = [None] * len(sequences)
         for places in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):
@@ -96,6 +110,8 @@ class Scorer:
         return scores_BS
 
     def _scores(self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
+        if self._exact:
+            return token_logprobs(logits_BSV, targets_BS, temperature=temperature, vocab_size=self._shape.vocab_size)
         logits_BSV = logits_BSV.float()
         if temperature != 1.0:
             logits_BSV = logits_BSV / temperature
