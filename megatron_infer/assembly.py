@@ -312,22 +312,13 @@ def assemble(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        no_routing=_no_routing(adopted, groups),
+        knows_routing=parts.runner.routing is not None,
     )
     seed = config.seed
     if config.offset_sampling_seed_by_dp_rank:
         seed = (seed + groups.dp_rank) % 2**64
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
-
-
-def _no_routing(adopted: AdoptedModel, groups: ParallelGroups) -> str:
-    """Why requests cannot be told their routing; "": they can."""
-    if groups.pp is not None:
-        return f"the model's layers are on {groups.pp_size} pipeline stages, and routing is not gathered from them"
-    if adopted.routing is None:
-        return "the model has no mixture-of-experts layers, or has layers of a class of its own around them"
-    return ""
 
 
 def num_groups_of(groups: ParallelGroups, config: InferenceConfig) -> int:

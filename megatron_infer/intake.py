@@ -39,8 +39,8 @@ class Limits:
     chunked_prefill: bool
     block_size: int
     num_usable_blocks: int
-    no_routing: str = ""
-    """Why nobody can be told which experts a token went to; "": everybody can."""
+    knows_routing: bool = False
+    """Whether requests can be told which experts their tokens went to."""
 
 
 class Intake:
@@ -119,8 +119,11 @@ class Intake:
         """Hold parameters against the vocabulary and the tokenizer."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.return_routing and self.limits.no_routing:
-            raise RequestError(f"return_routing: {self.limits.no_routing}; leave it False")
+        if params.return_routing and not self.limits.knows_routing:
+            raise RequestError(
+                "return_routing: the model has no mixture-of-experts layers, or has layers of a class of its own, "
+                "whose choice is not seen; leave it False"
+            )
         named: list[tuple[str, Iterable[int] | None]] = [
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),

@@ -13,7 +13,7 @@ from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
 from megatron_infer.sampling.params import Wants
@@ -65,6 +65,8 @@ class Flight:
     prompt_scores: list[PromptScores] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
     carried: CarriedBatch | None = None
+    routed_TLK: Tensor | None = None
+    """What the layers, of this stage and those before, note of their choice."""
     routing: HostRead | None = None
     _tokens: HostRead | None = None
     _bad: HostRead | None = None
@@ -108,6 +110,8 @@ class ModelRunner:
     ) -> None:
         self.store, self.builder, self._model = store, builder, model
         self._sampler, self._device, self._ops = sampler, device, ops
+        self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
+        """What requests can be told of their tokens' experts; None: nothing."""
 
     @torch.inference_mode()
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
@@ -123,15 +127,15 @@ class ModelRunner:
         self.store.run_moves(moves)
         flight.batch = self.builder.build(flight.plan, table_writes)
         if self._sampler.params.num_routing:
-            flight.batch.routing_TLK = self._room_for_routing(flight.batch)
+            self._make_room_for_routing(flight)
 
     def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
         """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in."""
         plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
-        if batch.routing_TLK is not None:
-            flight.routing = self._device.begin_read(batch.routing_TLK)
+        if flight.routed_TLK is not None:
+            flight.routing = self._device.begin_read(flight.routed_TLK)
         if not scores:
             return
         if plan.sampled:
@@ -141,13 +145,15 @@ class ModelRunner:
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
 
-    def _room_for_routing(self, batch: Batch) -> Tensor | None:
-        """Where the layers note their choice; None when none of the step's rows asks."""
-        shape = self._model.routing
-        if shape is None or not (self._sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
-            return None
-        size = (batch.num_tokens, shape.num_layers, shape.top_k)
-        return torch.empty(size, dtype=routing_dtype(shape.num_experts), device=self._device.torch)
+    def _make_room_for_routing(self, flight: Flight) -> None:
+        """Where the layers note their choice, if one of the step's rows asks."""
+        shape, batch = self.routing, flight.batch
+        if shape is not None and (self._sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
+            flight.routed_TLK = batch.routing_TLK = self._room_for_routing(batch.num_tokens, shape)
+
+    def _room_for_routing(self, num_tokens: int, shape: RoutingShape) -> Tensor:
+        dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
+        return torch.empty((num_tokens, shape.num_layers, shape.top_k), dtype=dtype, device=self._device.torch)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this once the steps launched so far have done what they do on the host."""
@@ -199,11 +205,6 @@ class ModelRunner:
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
-
-
-def routing_dtype(num_experts: int) -> torch.dtype:
-    """Of expert ids on the device: see `as_ids`."""
-    return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def as_ids(routing: Tensor) -> np.ndarray:

@@ -194,7 +194,7 @@ class PagedModel(Protocol):
     """A live model whose layers have been adopted; the runner drives it through this."""
 
     routing: RoutingShape | None
-    """None: no mixture-of-experts layers, or some whose choice is not seen."""
+    """None: a layer may have experts whose choice is not seen."""
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings -> the decoder's input, megatron-core's [T, 1, D]."""

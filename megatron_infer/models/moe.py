@@ -182,12 +182,12 @@ def expert_ranks(moe: MoELayer) -> Any:
     return moe.token_dispatcher.tp_ep_group
 
 
-def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape | None:
-    """Of a model's mixture-of-experts layers, which are numbered here; None when there are none."""
+def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
+    """Of a model's mixture-of-experts layers, which are numbered here."""
     for layer, one in enumerate(experts):
         one.layer = layer
     if not experts:
-        return None
+        return RoutingShape(num_layers=0, top_k=0, num_experts=0)
     router = experts[0].router
     return RoutingShape(num_layers=len(experts), top_k=router.topk, num_experts=router.config.num_moe_experts)
 

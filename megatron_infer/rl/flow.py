@@ -98,21 +98,16 @@ class Flow:
         self._foreign: list[RequestOutput] = []
         self._lock = threading.RLock()
 
-    def begin(self, asks: Iterable[Ask], *, carry: bool = True) -> Call:
-        """Start a call with `asks` and, if it carries, what is loose."""
+    def begin(self, call: Call, asks: Iterable[Ask], *, carry: bool = True) -> None:
+        """Start a call with `asks` and, if it carries, what is loose; whatever comes of it, `end` it."""
         with self._lock:
-            call = Call(carried=tuple(self.loose) if carry else ())
+            call.carried = tuple(self.loose) if carry else ()
             for name in call.carried:
                 ticket = self.loose.pop(name)
                 ticket.tokens_before = self._num_drawn(ticket)
                 self._enter(call, ticket)
-            try:
-                for index, ask in enumerate(asks):
-                    self.add(call, ask, index)
-            except BaseException:
-                self.end(call)
-                raise
-            return call
+            for index, ask in enumerate(asks):
+                self.add(call, ask, index)
 
     def add(self, call: Call, ask: Ask, index: int) -> Ticket:
         """Submit one more group of a call."""

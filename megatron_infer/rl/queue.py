@@ -105,7 +105,8 @@ class RolloutQueue:
     def _lead(self, started: float) -> list[RolloutGroup]:
         flow = self._roll.flow
         if self._call is None:
-            self._call = flow.begin([], carry=False)
+            self._call = Call()
+            flow.begin(self._call, [], carry=False)
         call, tokens = self._call, flow.num_tokens(self._call)
         dropped = self.num_dropped
         while True:

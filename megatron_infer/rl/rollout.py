@@ -49,7 +49,7 @@ class Rollout:
         self.engine = engine
         self.flow = Flow(engine)
         self.ranks = Ranks(engine)
-        self._pump = Pump(self.flow)
+        self.pump = Pump(self.flow)
         self._budget: Budget | None = None
         self._surplus: list[RolloutGroup] = []
         """Accepted by a collect(), for the next one."""
@@ -82,9 +82,9 @@ class Rollout:
         if not self.ranks.is_leader:
             yield from self.ranks.hear()
             return
-        error, call = "", None
+        error, call = "", Call()
         try:
-            call = self.flow.begin(asks_of(self.engine, prompts, params))
+            self.flow.begin(call, asks_of(self.engine, prompts, params))
             while (group := self._next(call, on_progress)) is not None:
                 self._give(call, [group])
                 yield group
@@ -105,22 +105,22 @@ class Rollout:
         if not self.ranks.is_leader:
             heard = self.ranks.hear()
             try:
-                while (told := await self._pump.run(lambda: next(heard, None))) is not None:
+                while (told := await self.pump.run(lambda: next(heard, None))) is not None:
                     yield told
             finally:
-                await self._pump.run(heard.close)
+                await self.pump.run(heard.close)
             return
-        error, call = "", None
+        error, call = "", Call()
         try:
-            call = await self._pump.run(lambda: self.flow.begin(asks_of(self.engine, prompts, params)))
+            await self.pump.run(lambda: self.flow.begin(call, asks_of(self.engine, prompts, params)))
             while (group := await self._anext(call, on_progress)) is not None:
-                await self._pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
+                await self.pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
                 yield group
         except BaseException as failure:
             error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            await self._pump.run(lambda: self._end(call, error))
+            await self.pump.run(lambda: self._end(call, error))
 
     def collect(
         self,
@@ -146,11 +146,11 @@ class Rollout:
         """
         if not self.ranks.is_leader:
             return list(self.ranks.hear())
-        error, call = "", None
+        error, call = "", Call()
         try:
             source = Source(self.engine, prompts, params, num_groups, oversample, max_in_flight)
             accepted, self._surplus = self._surplus, []
-            call = self.flow.begin([])
+            self.flow.begin(call, [])
             while len(accepted) < num_groups:
                 source.fill(self.flow, call, len(accepted))
                 group = self._next(call, on_progress)
@@ -170,7 +170,7 @@ class Rollout:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            if call is not None and not call.paused:
+            if not call.paused:
                 call.carried = ()  # those of earlier calls are aborted, too
             self._end(call, error)
 
@@ -232,7 +232,7 @@ class Rollout:
             if self.flow.reached(call, self._budget):
                 call.paused = True
                 return None
-            await self._pump.step()
+            await self.pump.step()
             if on_progress is not None:
                 on_progress(self._progress(call))
         return call.ready.popleft()
@@ -243,12 +243,11 @@ class Rollout:
         self.flow.held -= {group.group_id for group in groups}
         self.ranks.tell(groups)
 
-    def _end(self, call: Call | None, error: str) -> None:
+    def _end(self, call: Call, error: str) -> None:
         try:
-            if call is not None:
-                self._budget = None
-                self.flow.end(call)
-                self.stats = self.flow.stats(call)
+            self._budget = None
+            self.flow.end(call)
+            self.stats = self.flow.stats(call)
         finally:
             self.end_turn(error)
 

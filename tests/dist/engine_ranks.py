@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gloo_ranks import start_ranks
 from model_kinds import buffers
 from test_adopt_tensor_parallel import fill_vectors
 from test_hybrid_tensor_parallel import share
@@ -127,15 +128,11 @@ def launch(function: Any, folder: Path, size: int = 2) -> list[subprocess.Popen[
     ]
 
 
-def run_ranks(function: Any, folder: Path, size: int = 2, *, timeout_s: float = 200) -> None:
+def run_ranks(function: Any, folder: Path, size: int = 2) -> None:
     """The same, to the end; an error of a rank is shown."""
-    workers = launch(function, folder, size)
-    try:
-        codes = [worker.wait(timeout=timeout_s) for worker in workers]
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-    errors = "\n".join(f"rank {path.suffix}: {path.read_text()}" for path in sorted(folder.glob("error.*")))
-    assert codes == [0] * size, errors
+    start_ranks(_enter, (function, size, str(folder)), size)
+
+
+def _enter(rank: int, function: Any, size: int, folder: str) -> None:
+    start_rank(rank, size, folder)
+    function(rank, size, folder)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PRELOAD = ["megatron_infer.engine", "megatron_infer.testing.tiny"]
+
 
 def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
     """function(rank, size, folder, *arguments) in `size` new processes with a gloo group over them all."""
     store = folder / f"store.{function.__name__}.{size}"
-    torch.multiprocessing.spawn(_enter, args=(function, size, folder, str(store), arguments), nprocs=size)
+    start_ranks(_enter, (function, size, folder, str(store), arguments), size)
+
+
+def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+    """function(rank, *arguments) in `size` processes, to the end.
+
+    They are forked from a server that has done the imports, most of what a small test costs; it keeps the environment
+    of the first call.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    torch.multiprocessing.start_processes(function, args=arguments, nprocs=size, start_method="forkserver")
 
 
 def _enter(

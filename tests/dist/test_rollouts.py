@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import engine_ranks as ranks
 import pytest
 
 from megatron_infer.errors import InvalidPrompt, RequestError
+from megatron_infer.rl.collect import RolloutShortage
+from megatron_infer.rl.conversations import run_conversations
 from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.queue import RolloutQueue
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.schedule.params import SamplingParams
 
@@ -48,19 +52,42 @@ def check_calls(roll: Rollout, rank: int) -> dict[str, Any]:
     return seen
 
 
+def check_choices(roll: Rollout, rank: int) -> dict[str, Any]:
+    """What the leader's filter takes, what it carries over, and batches generated ahead."""
+    leader = rank == 0
+    endless = itertools.cycle(PROMPTS) if leader else iter(())
+    how = SamplingParams(n=2, max_tokens=4, **GREEDY)
+
+    def accept(group: Any) -> bool:
+        assert leader, "the filter is the leader's"
+        return bool(group.index % 2)
+
+    seen = {f"collect {turn}": told(roll.collect(2, endless, how, accept=accept, carry=True)) for turn in range(3)}
+    with pytest.raises(RolloutShortage if leader else RequestError, match="of 9 groups accepted"):
+        roll.collect(9, PROMPTS if leader else [], how)
+    queue = RolloutQueue(roll, endless, how, groups_per_step=2, lag=1)
+    for step in range(3):
+        seen[f"batch {step}"] = told(queue.next_batch())
+        seen[f"beside {step}"] = told(roll.generate(PROMPTS[:1] if leader else [], how))
+        roll.engine.set_weight_version(10 + step)
+    queue.close()
+    return seen
+
+
 def check_followed(roll: Rollout, rank: int) -> None:
     """The leader alone rolls out; the other rank follows."""
     if rank:
         roll.engine.follow()
         return
     assert len(roll.generate(PROMPTS, PARAMS)) == 5
+    assert len(run_conversations(roll, PROMPTS, PARAMS[0], lambda talk, turn: None)) == 5
     roll.engine.dismiss()
 
 
 def two_ranks(rank: int, size: int, folder: str) -> None:
     engine = ranks.make_engine(ranks.part_of_model("attention", folder, rank, size))
     roll = Rollout(engine)
-    seen = check_calls(roll, rank)
+    seen = check_calls(roll, rank) | check_choices(roll, rank)
     check_followed(roll, rank)
     assert not engine.has_unfinished() and not engine.loop.backlog
     engine.parts.context.check()
@@ -79,5 +106,9 @@ def test_every_rank_has_the_groups_and_they_are_those_of_one_process(tmp_path):
     assert len(first["early"]) == 2
     assert len(first["paused"]) >= 2 and len(first["paused"]) + len(first["resumed"]) == 5
     assert {tuple(map(tuple, g[-1])) for g in first["stream"]} == {tuple(map(tuple, tokens)) for tokens in expected}
-    names = [group[0] for name in ("generate", "early", "paused", "resumed", "stream") for group in first[name]]
+    assert [len(first[f"collect {turn}"]) for turn in range(3)] == [2, 2, 2]
+    assert all(group[1] % 2 for turn in range(3) for group in first[f"collect {turn}"])
+    assert [len(first[f"batch {step}"]) for step in range(3)] == [2, 2, 2]
+    assert any(group[3] == 10 for group in first["batch 2"]), "nothing was generated ahead"
+    names = [group[0] for groups in first.values() for group in groups]
     assert len(names) == len(set(names))

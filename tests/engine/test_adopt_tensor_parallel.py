@@ -9,6 +9,7 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
+from gloo_ranks import start_ranks
 
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.tiny import tiny_gpt
@@ -71,4 +72,4 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path):
         adopted = adopt(model)
         assert paged_step.worst_difference(model, adopted) < 1e-5
         torch.save(logits_of_schedule(adopted), tmp_path / f"{name}.pt")
-    torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
+    start_ranks(run_rank, (2, str(tmp_path)), 2)

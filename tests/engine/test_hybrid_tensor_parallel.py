@@ -7,6 +7,7 @@ from pathlib import Path
 import paged_step
 import pytest
 import torch
+from gloo_ranks import start_ranks
 from test_adopt_tensor_parallel import logits_of_schedule
 
 from megatron_infer.models.adopt import adopt
@@ -90,4 +91,4 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path):
         assert paged_step.worst_difference(model, adopted) < 1e-5
         weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
         torch.save((weights, logits_of_schedule(adopted), global_shapes(model)), tmp_path / f"{name}.pt")
-    torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
+    start_ranks(run_rank, (2, str(tmp_path)), 2)

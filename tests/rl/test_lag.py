@@ -114,7 +114,7 @@ def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, e
         ({"lag": -1}, "lag is -1"),
         ({"lag": True}, "lag is True"),
         ({"groups_per_step": 0}, "groups_per_step is 0"),
-        ({"submission": "grop"}, "did you mean 'group'"),
+        ({"submission": "batches"}, "did you mean 'batch'"),
         ({"consumption": "rollout"}, "one of group, batch"),
     ],
 )

@@ -219,3 +219,21 @@ def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_d
             assert sample.spans[1].kv_version_min == (begun if kept else begun + 4)
             assert sample.staleness(begun + 4) == [4] * len(before) + [0] * (12 - len(before))
     assert_empty(engine)
+
+
+def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):
+    async def main() -> None:
+        async def forever() -> None:
+            async for _ in roll.stream(prompts_of(6), SamplingParams(max_tokens=100, ignore_eos=True)):
+                pass
+
+        for pauses in range(4):
+            task = asyncio.create_task(forever())
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert_empty(engine)
+
+    asyncio.run(main())
