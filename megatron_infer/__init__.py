@@ -49,8 +49,8 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
-    "UpdateReport": "rl.report",
     "TokenSupport": "outputs",
+    "UpdateReport": "rl.report",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import torch
+
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import (
     InferenceError,
@@ -21,6 +23,7 @@ from megatron_infer.errors import (
     RankFailure,
     SwitchFailed,
     TransitionFailed,
+    WeightUpdateError,
 )
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.rl.report import UpdateReport
@@ -131,12 +134,12 @@ class Outcome:
         # What wraps an error says less than it does, except where it was made for it.
         ours = [link for link in chain if isinstance(link, InferenceError) and type(link) is not TransitionFailed]
         text = str(ours[-1]) if ours else f"{type(chain[-1]).__name__}: {chain[-1]}"
-        return cls(text, all(map(_is_own, chain)), tensor)
+        return cls(text, _is_own(chain), tensor)
 
 
-def _is_own(error: BaseException) -> bool:
-    """Whether it says that this rank is where it happened."""
-    if isinstance(error, WeightUpdateError):
-        here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return error.rank == here
-    return not isinstance(error, OtherRankFailed)
+def _is_own(chain: list[BaseException]) -> bool:
+    """Whether this rank is where it happened."""
+    told = next((link for link in chain if isinstance(link, WeightUpdateError)), None)  # all ranks have it
+    if told is not None:
+        return told.rank == (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    return not any(isinstance(link, OtherRankFailed) for link in chain)

@@ -13,7 +13,7 @@ from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.models.build import build_model
 from megatron_infer.models.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 COMMON = {"init_method_std": 0.05, "seed": 11}
 WHOLE = {
@@ -99,9 +99,13 @@ def must_move(source: Any, target: Any) -> int:
         for span in local.layout.spans:
             mask.narrow(local.layout.dim, span.whole, span.size).fill_(True)
         total += int((mask & ~have.get(local.layout.name, torch.zeros_like(mask))).sum()) * local.tensor.element_size()
-    both = torch.tensor([total])
-    torch.distributed.all_reduce(both)
-    return int(both)
+    return summed(total)
+
+
+def everyone(value: Any) -> list[Any]:
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def summed(value: int) -> int:
@@ -109,16 +113,3 @@ def summed(value: int) -> int:
     both = torch.tensor([value])
     torch.distributed.all_reduce(both)
     return int(both)
-
-
-__all__ = [
-    "EXPERTS",
-    "assert_equal",
-    "load",
-    "logprobs",
-    "make_engine",
-    "must_move",
-    "save_models",
-    "scrambled",
-    "summed",
-]

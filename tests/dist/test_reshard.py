@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gloo_ranks as ranks
 import pytest
 import reshard_case as case
+import torch
 
+from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights import ReshardSource, apply, verify_update
 from megatron_infer.rl.weights.inventory import Inventory
 
@@ -17,10 +20,8 @@ MOVES = [
     ("tied", {"pp": 2}, {"tp": 2}),
     ("tied", {"tp": 2}, {"pp": 2}),
     ("experts", {"ep": 2}, {}),
-    ("experts", {}, {"ep": 2}),
     ("hybrid", {"tp": 2}, {}),
     ("hybrid", {"pp": 2}, {"tp": 2}),
-    ("hybrid", {"ep": 2}, {"tp": 2}),
 ]
 
 
@@ -33,6 +34,10 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
+def addresses(engine) -> list[int]:
+    return [tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None]
+
+
 def run_moves(rank: int, size: int, folder: Path) -> None:
     expected = json.loads((folder / "expected.json").read_text())
     for name, before, after in MOVES:
@@ -40,19 +45,110 @@ def run_moves(rank: int, size: int, folder: Path) -> None:
         trainer = case.load(folder, name, **before)
         own = case.logprobs(case.make_engine(trainer))
         engine = case.make_engine(case.scrambled(case.load(folder, name, **after)))
-        addresses = [tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None]
-        source = ReshardSource(trainer, bucket_mib=0.05)
+        places, source = addresses(engine), ReshardSource(trainer, bucket_mib=0.05)
         done = apply(engine, source, checksum=True)
-        worst = case.assert_equal(case.logprobs(engine), own, where)
+        case.assert_equal(case.logprobs(engine), own, where)
         case.assert_equal(case.logprobs(engine), expected[name], where)
-        assert addresses == [
-            tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None
-        ]
+        assert addresses(engine) == places
         must = case.must_move(Inventory.of(trainer), Inventory.of(engine.parts.model))
         report = source.report
         assert report.bytes_must_move == must == case.summed(report.bytes_received) == case.summed(report.bytes_sent)
         assert done.bytes_received == report.bytes_received and report.ratio == 1.0 and report.planned
         found = verify_update(engine, source)
         assert found.checksum == done.checksum and found.num_compared == found.num_tensors == done.num_tensors
-        if rank == 0:
-            print(f"{where}: {must:,} bytes must move, {worst:.1e}")
+        assert len(set(case.everyone(found.checksum))) == 1
+        check_sabotage(engine, source, where)
+        check_next_update(trainer, engine, source, where)
+    check_misfits(folder, rank)
+
+
+def check_sabotage(engine, source, where: str) -> None:
+    """What is wrong with one tensor on one rank is found on all of them, and named."""
+    for name, spoil in (
+        ("decoder.final", lambda live: live.uniform_(3, 4)),  # skipped: it still has another value
+        ("linear_proj.weight", lambda live: live.copy_(live.flip(0))),  # rows in another order
+        ("word_embeddings.weight", lambda live: live.view(torch.int32)[5:6, 7:8].bitwise_xor_(1)),  # the last bit
+    ):
+        held = [local for local in engine.parts.model.named_parameters() if name in local[0]]
+        last = max(rank for rank, has in enumerate(case.everyone(bool(held))) if has)
+        mine = held[:1] if torch.distributed.get_rank() == last else []
+        kept = [(live, live.detach().clone()) for _, live in mine]
+        with torch.no_grad():
+            for live, _ in kept:
+                spoil(live)
+        with pytest.raises(WeightUpdateError, match=name.replace(".", r"\.")):
+            verify_update(engine, source)
+        with torch.no_grad():
+            for live, before in kept:
+                live.copy_(before)
+    assert verify_update(engine, source).num_compared, where
+
+
+def check_next_update(trainer, engine, source, where: str) -> None:
+    """A training step later the plan is the same, and so is the answer."""
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(1.25)
+    version = engine.parts.weight_version
+    done = apply(engine, source)
+    assert not source.report.planned and done.version == version + 1 == engine.parts.weight_version
+    verify_update(engine, source)
+    case.assert_equal(case.logprobs(engine), case.logprobs(case.make_engine(trainer)), where, tolerance=2e-6)
+
+
+def check_misfits(folder: Path, rank: int) -> None:
+    """Models that do not belong together, and a rank that fails alone: all raise, nothing moves, the engine goes on."""
+    trainer = case.load(folder, "tied", tp=2)
+    engine = case.make_engine(case.load(folder, "gpt"))
+    before = case.logprobs(engine)
+    with pytest.raises(WeightUpdateError, match=r"the source has no .*k_layernorm\.weight.*nothing was written"):
+        apply(engine, ReshardSource(trainer))
+    wrong = torch.nn.Linear(2, 2) if rank == 1 else trainer
+    with pytest.raises(WeightUpdateError, match="rank 1: ModelError: Linear is not a megatron-core language model"):
+        apply(engine, ReshardSource(wrong))
+    with pytest.raises(WeightUpdateError, match="no rank of the group has a source model"):
+        apply(engine, ReshardSource(None))
+    assert case.logprobs(engine) == before and engine.parts.weight_version == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_another_layout_gives_an_engine_its_logprobs_and_moves_what_it_must(saved: Path):
+    ranks.run_on_ranks(run_moves, 2, saved)
+
+
+def run_apart(rank: int, size: int, folder: Path) -> None:
+    """Of four ranks: a trainer on 0 and 1, an engine on 1 and 3; then a trainer on all, an engine on 2 and 3."""
+    expected = json.loads((folder / "expected.json").read_text())
+    trainer = case.load(folder, "tied", tp=2)
+    model = case.scrambled(case.load(folder, "tied", pp=2))
+    source = ReshardSource(trainer if rank in (0, 1) else None, bucket_mib=0.02)
+    target = give(model, rank in (1, 3), source, expected["tied"])
+    must = case.must_move(Inventory.of(trainer) if rank < 2 else None, target)
+    assert case.everyone(source.report.bytes_sent)[2:] == [0, 0]
+    assert source.report.bytes_must_move == must == case.summed(source.report.bytes_received)
+
+    trainer = case.load(folder, "hybrid", pp=2)
+    model = case.scrambled(case.load(folder, "hybrid", tp=2))
+    source = ReshardSource(trainer, bucket_mib=0.02)
+    target = give(model, rank in (2, 3), source, expected["hybrid"])
+    must = case.must_move(Inventory.of(trainer), target)
+    sent = case.everyone(source.report.bytes_sent)
+    assert source.report.bytes_must_move == must == sum(sent)
+    assert sent[2:] == [0, 0] and max(sent[:2]) - min(sent[:2]) < 0.2 * max(sent), "replicas do not share the work"
+
+
+def give(model, has_engine: bool, source: ReshardSource, expected) -> Inventory | None:
+    if not has_engine:
+        source.send()
+        source.verify()
+        return None
+    engine = case.make_engine(model)
+    apply(engine, source)
+    verify_update(engine, source)
+    case.assert_equal(case.logprobs(engine), expected, "apart")
+    return Inventory.of(model)
+
+
+@pytest.mark.timeout(300)
+def test_trainer_and_engine_may_be_on_different_ranks_and_replicas_share_the_work(saved: Path):
+    ranks.run_on_ranks(run_apart, 4, saved)

@@ -13,9 +13,12 @@ from trainers import MegatronTrainer
 
 from megatron_infer.errors import SwitchFailed
 from megatron_infer.rl.weights import apply
+from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
-STEPS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
+STEPS = 2
+SHORT = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 MODEL: dict[str, Any] = {"num_layers": 4, "init_method_std": 0.2, "qk_layernorm": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -38,7 +41,7 @@ def rounds(trainer: MegatronTrainer, session: Any, rows: slice = slice(None)) ->
             scores = score(session, sequences)
         assert flags_of(trainer.model) == before
         found["answers"].append([group.samples[0].token_ids for group in groups])
-        found["logprobs"].append([group.samples[0].logprobs for group in groups])
+        found["logprobs"].append([group.samples[0].raw_logprobs for group in groups])
         found["scores"].append([own.tolist() for own in scores])
         if step < STEPS:
             with session.training():
@@ -69,7 +72,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         model = tiny_gpt(**MODEL, **sizes, **stages)
         apply(model, weights)
         late = "late" in name
-        trainer = MegatronTrainer(model, distributed=True, overlap=late, optimizer="sgd")
+        trainer = MegatronTrainer(model, distributed=True, overlap=late, smooth=True)
         session = make_session([trainer.model], trainer.optimizer, settings={"collective_timeout_s": 60})
         replicated = late
         got = rounds(trainer, session, slice(rank, rank + 1) if replicated else slice(None))
@@ -77,9 +80,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         for key in ("logprobs", "scores"):
             for mine, its in zip(got[key], want[key], strict=True):
                 for a, b in zip(mine, its, strict=True):
-                    torch.testing.assert_close(
-                        torch.tensor(a), torch.tensor(b), atol=5e-4, rtol=0, msg=lambda text: f"{name}, {key}: {text}"
-                    )
+                    assert (torch.tensor(a) - torch.tensor(b)).abs().max() < 5e-4, (name, key)
         if not replicated and got["losses"][0] is not None:
             torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), atol=1e-4, rtol=0)
         if session.engine.parts.team.lockstep is not None:
@@ -91,7 +92,7 @@ def test_every_layout_of_a_trainer_generates_and_trains_like_one_process(tmp_pat
     torch.set_num_threads(1)
     model = tiny_gpt(**MODEL)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer = MegatronTrainer(model, distributed=True, optimizer="sgd")
+    trainer = MegatronTrainer(model, distributed=True, smooth=True)
     want = rounds(trainer, make_session([trainer.model], trainer.optimizer))
     assert want["answers"][0] != want["answers"][-1], "the steps change nothing"
     torch.save((weights, want), tmp_path / "one.pt")
@@ -119,46 +120,51 @@ def no_room_at(what: str) -> Any:
     return observe
 
 
-def on_faults(rank: int, size: int, folder: Path, sizes: dict[str, Any]) -> None:
+def on_faults(rank: int, size: int, folder: Path) -> None:
     one, other = torch.load(folder / "pair.pt")
-    new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
-    stages = (
-        {"pre_process": rank == 0, "post_process": rank == size - 1} if len(sizes) == 1 and "pipe" in str(sizes) else {}
-    )
-    model = tiny_gpt(**MODEL, **sizes, **stages)
-    apply(model, one)
-    session = make_session(model, settings={"collective_timeout_s": 60}, suspend_mode="recompute")
-    engine = session.engine
-
-    def answers() -> list[list[int]]:
-        with session.generating() as roll:
-            return [group.samples[0].token_ids for group in roll.generate(prompts(), PARAMS)]
-
-    want = answers()
-    for victim in range(size):
-        for what, phase in FAULTS.items():
-            if rank == victim:
-                engine.lifecycle.observers.append(no_room_at(what))
-            with pytest.raises(SwitchFailed, match=f"rank {victim} failed in the {phase}.*no room") as caught:
-                session.transition(dict(other))
-            assert (caught.value.rank, caught.value.phase) == (victim, phase), what
-            assert "the engine is RUNNING with weights of version 0" in str(caught.value), str(caught.value)
-            assert answers() == want, (what, victim)
-            engine.verify_weights()
-            engine.lifecycle.observers.clear()
-        stream, broken = broken_stream(model, other, rank == victim)
-        with pytest.raises(SwitchFailed, match=f"rank {victim} failed in the update at {broken}") as caught:
-            session.transition(stream)
-        assert caught.value.tensor == broken
-        assert answers() == want and session.weight_version == 0
-    session.transition(dict(other))
-    assert answers() != want and session.weight_version == 1
-    engine.parts.team.lockstep.close()
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        new_groups(**{name: size})
+        in_stages = name.startswith("pipeline")
+        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if in_stages else {}
+        model = tiny_gpt(**MODEL, **stages, **{name: size})
+        apply(model, one)
+        session = make_session(model, settings={"collective_timeout_s": 60}, suspend_mode="recompute")
+        want = answers(session)
+        for victim in range(size):
+            for what in list(FAULTS)[:: 2 if in_stages else 1]:
+                fails_as_one(session, other, what, victim, rank)
+                assert answers(session) == want, (name, what, victim)
+            stream, broken = broken_stream(other, victim, rank == victim)
+            with pytest.raises(SwitchFailed, match=f"rank {victim} failed in the update at {broken}") as caught:
+                session.transition(stream)
+            assert caught.value.tensor == broken
+            assert answers(session) == want and session.weight_version == 0
+        session.transition(dict(other))
+        assert answers(session) != want and session.weight_version == 1
+        session.engine.parts.team.lockstep.close()
 
 
-def broken_stream(model: torch.nn.Module, state: dict[str, torch.Tensor], breaks: bool) -> tuple[Any, str]:
-    """Tensors of the whole model, one of which has another shape here; it is in all layers and on all ranks."""
-    broken = "decoder.layers.3.self_attention.linear_qkv.weight"
+def fails_as_one(session: Any, other: dict[str, torch.Tensor], what: str, victim: int, rank: int) -> None:
+    """A transition with a fault on one rank raises on both, and both are as before."""
+    observers, phase = session.engine.lifecycle.observers, FAULTS[what]
+    if rank == victim:
+        observers.append(no_room_at(what))
+    with pytest.raises(SwitchFailed, match=f"rank {victim} failed in the {phase}.*no room") as caught:
+        session.transition(dict(other))
+    assert (caught.value.rank, caught.value.phase) == (victim, phase), what
+    assert "the engine is RUNNING with weights of version 0" in str(caught.value), str(caught.value)
+    session.engine.verify_weights()
+    observers.clear()
+
+
+def answers(session: Any) -> list[list[int]]:
+    with session.generating() as roll:
+        return [group.samples[0].token_ids for group in roll.generate(prompts(), SHORT)]
+
+
+def broken_stream(state: dict[str, torch.Tensor], victim: int, breaks: bool) -> tuple[Any, str]:
+    """Tensors of the whole model, one of which has another shape if `breaks`; the victim has its layer."""
+    broken = f"decoder.layers.{3 * victim}.self_attention.linear_qkv.weight"
 
     def stream() -> Any:
         for name, tensor in state.items():
@@ -168,11 +174,8 @@ def broken_stream(model: torch.nn.Module, state: dict[str, torch.Tensor], breaks
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "sizes", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=["TP2", "PP2"]
-)
-def test_a_fault_on_either_rank_in_any_phase_is_undone_on_both(tmp_path: Path, sizes: dict[str, Any]) -> None:
+def test_a_fault_on_either_rank_in_any_phase_is_undone_on_both(tmp_path: Path) -> None:
     models = [tiny_gpt(**MODEL, seed=seed) for seed in (0, 7)]
     pair = [{name: parameter.detach().clone() for name, parameter in model.named_parameters()} for model in models]
     torch.save(pair, tmp_path / "pair.pt")
-    run_on_ranks(on_faults, 2, tmp_path, sizes)
+    run_on_ranks(on_faults, 2, tmp_path)

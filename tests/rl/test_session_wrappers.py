@@ -46,7 +46,7 @@ def test_a_wrapped_model_generates_between_steps_and_trains_as_if_it_did_not(nam
             scores = session.score([group.prompt_ids + group.samples[0].token_ids for group in groups])
         assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
         for group, score in zip(groups, scores, strict=True):
-            want = torch.tensor(group.samples[0].logprobs)
+            want = torch.tensor(group.samples[0].raw_logprobs)
             torch.testing.assert_close(score[-len(want) :], want, atol=0.15 if "16" in name else 2e-5, rtol=0)
         seen.append([group.samples[0].token_ids for group in groups])
         with torch.no_grad():

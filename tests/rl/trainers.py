@@ -33,9 +33,9 @@ class MegatronTrainer:
     """megatron-core's DDP and optimizer under the CPU shim; with `half`, Float16Module and master weights."""
 
     def __init__(
-        self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, optimizer: str = "adam"
+        self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, smooth: bool = False
     ) -> None:
-        """optimizer: "sgd" where rounding is compared: Adam's first steps are as long for a gradient of nearly zero."""
+        """smooth: for comparing layouts; Adam's first steps are as long for a gradient of nearly zero as for any."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -53,8 +53,9 @@ class MegatronTrainer:
                 self.model.broadcast_params()
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
-                    optimizer=optimizer,
-                    lr=0.02 if optimizer == "adam" else 0.3,
+                    optimizer="adam",
+                    lr=0.1 if smooth else 0.02,
+                    adam_eps=0.1 if smooth else 1e-8,
                     clip_grad=1.0,
                     use_distributed_optimizer=distributed,
                     bf16=half,

@@ -50,13 +50,13 @@ def verify_update(
     rank of the engine. Raises WeightUpdateError or StaleCache naming tensor and rank.
     """
     place = Target.of(target)
-    digests = model_digests(place)
     compared = 0
     if isinstance(source, ReshardSource):
-        source.verify(place, strict=strict)
+        source.verify(place, strict=strict)  # first: other ranks of its group wait
         compared = len(place.inventory.tensors)
     elif source is not None:
         compared = _compare(place, source, strict=strict, plan=plan, names=names)
+    digests = model_digests(place)
     derived: tuple[str, ...] = ()
     if place.engine is not None:
         place.engine.verify_weights()
