@@ -24,7 +24,7 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--model", default="smollm2", help="an alias, a Hugging Face directory, a .gguf file (default: %(default)s)")
     add("--dtype", default="auto", help="float32, bfloat16 or auto: what the device computes in (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks, started by torchrun")
-    add("--steps", type=int, default=14, help="of the optimizer, in all (default: %(default)s)")
+    add("--steps", type=int, default=10, help="of the optimizer, in all (default: %(default)s)")
     add("--prompts-per-step", type=int, default=8, help="groups a step (default: %(default)s)")
     add("--group-size", type=int, default=16, help="answers to a prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=16, help="of an answer (default: %(default)s)")
