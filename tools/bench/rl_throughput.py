@@ -125,21 +125,22 @@ def main() -> None:
     session = RolloutSession(build_model(source, dtype=dtype), config, tokenizer, eos_ids=plan.eos_ids)
     ours = Ours(session, prompts, args)
     theirs = Theirs(load_transformers(Path(source.path), dtype=name, device="cpu"), prompts, tuple(plan.eos_ids), args)
-    rates: dict[str, list[float]] = {"megatron_infer": [], "transformers, as TRL calls it": []}
+    rates: dict[str, list[tuple[float, float]]] = {"megatron_infer": [], "transformers, as TRL calls it": []}
     print(
         f"{platform.processor() or platform.machine()}, {threads} threads, {name}; {args.prompts} x {args.group_size}"
     )
     for number in range(args.rounds + 1):  # the first round warms up
         for (side, found), draw in zip(rates.items(), (ours.round, theirs.round), strict=True):
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             tokens = draw(number)
-            seconds = time.perf_counter() - started
+            seconds, cpu = time.perf_counter() - started, time.process_time() - busy
             if number:
-                found.append(tokens / seconds)
-                print(f"round {number}  {side:<29} {tokens:6d} tokens {seconds:6.1f} s {found[-1]:7.1f} tok/s")
+                found.append((tokens / seconds, tokens / cpu))
+                print(f"round {number}  {side:<29} {tokens:6d} tokens {seconds:6.1f} s {cpu:6.1f} CPU s")
         ours.train()
-    first, second = (statistics.median(found) for found in rates.values())
-    print(f"median: {first:.1f} against {second:.1f} tok/s: {first / second:.2f} times")
+    for place, unit in enumerate(("s", "CPU second (which other load on the machine hardly changes)")):
+        first, second = (statistics.median(pair[place] for pair in found) for found in rates.values())
+        print(f"median: {first:.1f} against {second:.1f} tokens a {unit}: {first / second:.2f} times")
     switch = statistics.median(ours.switch_s[1:])
     print(f"switch, within ours: {switch * 1e3:.0f} ms a round")
 
