@@ -12,6 +12,7 @@ from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer
 
 from megatron_infer.errors import SwitchFailed
+from megatron_infer.rl.scoring import SplitLogprob
 from megatron_infer.rl.weights import apply
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
@@ -64,6 +65,7 @@ def flags_of(model: torch.nn.Module) -> list[Any]:
 
 
 def on_layouts(rank: int, size: int, folder: Path) -> None:
+    check_split_logprobs(rank)
     weights, want = torch.load(folder / "one.pt")
     for name, sizes in LAYOUTS.items():
         groups = {key: value for key, value in sizes.items() if key.endswith("_size")}
@@ -118,6 +120,21 @@ def no_room_at(what: str) -> Any:
             raise MemoryError("no room")
 
     return observe
+
+
+def check_split_logprobs(rank: int) -> None:
+    """Values and gradients of a vocabulary in two parts, of which the second ends in padding."""
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(2, 5, 16, generator=generator).mul_(4).requires_grad_()
+    targets = torch.randint(0, 13, (2, 5), generator=generator)
+    weights = torch.randn(2, 5, generator=generator)
+    want = torch.log_softmax(whole[..., :13], -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    (want * weights).sum().backward()
+    part = whole.detach().chunk(2, -1)[rank].clone().requires_grad_()
+    got = SplitLogprob.apply(part, targets - 8 * rank, 5 if rank else 8, torch.distributed.group.WORLD)
+    (got * weights).sum().backward()
+    torch.testing.assert_close(got, want.detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[rank], atol=1e-6, rtol=1e-6)
 
 
 def on_faults(rank: int, size: int, folder: Path) -> None:

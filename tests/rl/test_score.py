@@ -54,13 +54,17 @@ def test_temperature_divides_the_logits():
         torch.testing.assert_close(mine, its, atol=2e-5, rtol=0)
 
 
-def test_gradients_of_scores_are_those_of_the_models_own_loss():
+@pytest.mark.parametrize(
+    "wrapper", [lambda model: model, torch.nn.parallel.DistributedDataParallel], ids=["plain", "DDP"]
+)
+@pytest.mark.parametrize("limit", [12, 8192], ids=["two forwards", "one forward"])
+def test_gradients_of_scores_are_those_of_the_models_own_loss(wrapper, limit):
     model, twin = (MAKERS["attention"]() for _ in range(2))
     ids, positions, labels = batch(0)
     twin(ids, positions, None, labels=labels)[:, :-1].mean().backward()
-    session = make_session(model)
+    session = make_session(wrapper(model))
     with session.training():
-        scores = session.score(ids.tolist(), grad=True)
+        scores = session.score(ids.tolist(), grad=True, micro_batch_tokens=limit)
     (-torch.cat(scores).mean()).backward()
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad, atol=1e-6, rtol=1e-4)

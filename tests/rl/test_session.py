@@ -13,6 +13,7 @@ from session_case import PARAMS, fresh_answers, make_session, prompts, train_ste
 from megatron_infer.errors import AdoptionError, ConfigError, TransitionFailed
 from megatron_infer.models import mcore_compat
 from megatron_infer.models.trainer import GRAPH_MANAGER
+from megatron_infer.rl.flow import Budget
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
@@ -71,6 +72,51 @@ def test_unfinished_requests_go_on_after_training(mode):
             done |= {out.request_id: out for out in session.engine.step() if out.finished}
     assert [done[str(i)].outputs[0].token_ids for i in range(3)] == want
     assert session.weight_version == 0
+
+
+@pytest.mark.parametrize("mode", ["persist", "recompute"])
+def test_a_rollout_that_paused_goes_on_after_an_update_of_the_weights(mode):
+    model = tiny_gpt(init_method_std=0.2).train()
+    session = make_session(model, suspend_mode=mode)
+    with session.generating() as roll:
+        roll.pause_at(Budget(tokens=12))
+        assert roll.generate(prompts(), PARAMS) == []
+        assert len(roll.unfinished) == 3
+    with session.training():
+        train_step(model, 0)
+    session.update_weights()
+    with session.generating() as roll:
+        groups = roll.generate([], PARAMS)
+    assert len(groups) == 3
+    for group in groups:
+        versions = [span.policy_version for span in group.samples[0].spans]
+        assert sorted(set(versions)) == [0, 1] and len(group.samples[0].token_ids) == 10
+
+
+def test_weights_can_change_under_running_requests_and_scores_disturb_none():
+    model = tiny_gpt(init_method_std=0.2).train()
+    session = make_session(model)
+    engine = session.engine
+    with session.generating():
+        for i, prompt in enumerate(prompts()):
+            engine.add_request(prompt, PARAMS, request_id=str(i))
+        for _ in range(4):
+            engine.step()
+            session.score(prompts())
+            drawn = {out.request_id: out.outputs[0].token_ids for out in engine.step()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        assert session.update_weights(version=40, running="recompute").version == 40
+        done = {}
+        while engine.has_unfinished():
+            done |= {out.request_id: out.outputs[0] for out in engine.step() if out.finished}
+        for i, prompt in enumerate(prompts()):
+            first, spans = drawn[str(i)], done[str(i)].spans
+            rest = SamplingParams(temperature=0.0, max_tokens=10 - len(first), ignore_eos=True)
+            (again,) = engine.generate([prompt + first], rest)
+            assert done[str(i)].token_ids == first + again.outputs[0].token_ids
+            assert [(span.first_token, span.policy_version) for span in spans] == [(0, 0), (len(first), 40)]
 
 
 @pytest.mark.parametrize("make", [tiny_gpt, lambda **how: tiny_hybrid("M*-", **how)], ids=["attention", "hybrid"])
