@@ -198,7 +198,7 @@ async def _drawn(roll: Rollout, ask: Ask, deadline: float | None) -> RolloutGrou
             if deadline is not None and time.monotonic() >= deadline:
                 return await pump.run(lambda: _cut(roll, call))
             await pump.step()
-        flow.held.discard(call.ready[0].group_id)
+        flow.release([call.ready[0].group_id])
         return call.ready.popleft()
     finally:
         await pump.run(lambda: flow.end(call))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.rl.prompts import Ask
@@ -94,6 +94,8 @@ class Flow:
         """Left unfinished by calls that paused."""
         self.held: set[str] = set()
         """Finished, and neither handed out nor thrown away."""
+        self.cut: set[str] = set()
+        """Aborted and not handed out: other ranks have no output of them."""
         self._owners: dict[str, Call] = {}
         self._foreign: list[RequestOutput] = []
         self._lock = threading.RLock()
@@ -163,7 +165,7 @@ class Flow:
     def end(self, call: Call) -> None:
         """The caller waits no longer. Without a pause its own groups are aborted and those carried over are loose."""
         with self._lock:
-            self.held -= {group.group_id for group in call.ready}
+            self.release(group.group_id for group in call.ready)
             for ticket in list(call.tickets.values()):
                 if call.paused or ticket.id in call.carried:
                     del call.tickets[ticket.id], self._owners[ticket.id]
@@ -179,13 +181,37 @@ class Flow:
             self.engine.loop.backlog[:0] = self._foreign
             self._foreign = []
 
-    def abort_loose(self, group_id: str) -> RolloutGroup:
-        """End a group that a paused call left -> what it has."""
+    @property
+    def in_flight(self) -> list[Ticket]:
+        """Everything that is under way, what is loose included."""
         with self._lock:
-            group = self.loose.pop(group_id).group(self.engine.abort(group_id))
+            return [*self.loose.values(), *(call.tickets[name] for name, call in self._owners.items())]
+
+    def abort(self, group_id: str) -> RolloutGroup:
+        """End a group -> what it has; a caller that waits for it has that, too. Raises UnknownRequest."""
+        with self._lock:
+            call = self._owners.pop(group_id, None)
+            if call is None and group_id not in self.loose:
+                known = ", ".join(ticket.id for ticket in self.in_flight) or "none"
+                raise UnknownRequest(f"no group {group_id!r} under way; under way: {known}")
+            ticket = self.loose.pop(group_id) if call is None else call.tickets.pop(group_id)
+            drawn = self._num_drawn(ticket)
+            group = ticket.group(self.engine.abort(group_id))
+            if call is not None:
+                call.tokens_done += drawn - ticket.tokens_before
+                call.num_done += 1
+                call.ready.append(group)
+                self.cut.add(group_id)
+                return group
             if self.engine.relay is None:  # with several ranks the next call of all of them does it
                 self._settle()
             return group
+
+    def release(self, group_ids: Iterable[str]) -> None:
+        """These groups were handed out or thrown away."""
+        gone = set(group_ids)
+        self.held -= gone
+        self.cut -= gone
 
     def _settle(self) -> None:
         """Let go of what was launched for requests that are gone."""

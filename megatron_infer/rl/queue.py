@@ -96,7 +96,7 @@ class RolloutQueue:
         try:
             if self._call is not None:
                 self._roll.flow.end(self._call)
-                self._roll.flow.held -= set(self._finished)
+                self._roll.flow.release(self._finished)
             self._call, self._finished = None, {}
         finally:
             self._roll.end_turn("")
@@ -128,8 +128,8 @@ class RolloutQueue:
             num_tokens=flow.num_tokens(call) - tokens,
             num_aborted=self.num_dropped - dropped,
         )
-        flow.held -= set(chosen)
-        self._roll.ranks.tell(batch)
+        self._roll.ranks.tell(batch, cut=flow.cut)
+        flow.release(chosen)
         return batch
 
     def _take_finished(self, call: Call) -> None:
@@ -156,7 +156,7 @@ class RolloutQueue:
                 self._drop(ticket.id)
 
     def _drop(self, group_id: str) -> None:
-        self._roll.flow.held.discard(group_id)
+        self._roll.flow.release([group_id])
         self.lag.drop(group_id)
         self.num_dropped += 1
 

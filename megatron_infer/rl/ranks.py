@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import LockstepError, RankFailure, RequestError
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel.relay import ROLLOUT
+from megatron_infer.rl import bundle
 from megatron_infer.rl.flow import PREFIX
 from megatron_infer.rl.samples import RolloutGroup, group_of
 
@@ -27,13 +29,31 @@ class Ranks:
         return relay is None or relay.lockstep.is_leader
 
     def tell(
-        self, groups: Sequence[RolloutGroup], *, end: bool = False, keep: Sequence[str] = (), error: str = ""
+        self,
+        groups: Sequence[RolloutGroup],
+        *,
+        cut: Collection[str] = (),
+        end: bool = False,
+        keep: Sequence[str] = (),
+        error: str = "",
     ) -> None:
-        """On the leader: these groups are handed out now, on every rank. keep: at an end, those of a later call."""
+        """On the leader: these groups are handed out now, on every rank.
+
+        cut: those that the other ranks have no output of. keep: at an end, those of a later call.
+        """
         relay = self._engine.relay
         if relay is None:
             return
-        told = [[group.group_id, group.index, group.info, group.begun_version] for group in groups]
+        told = [
+            [
+                group.group_id,
+                group.index,
+                group.info,
+                group.begun_version,
+                _whole(group) if group.group_id in cut else None,
+            ]
+            for group in groups
+        ]
         relay.meet(ROLLOUT, {"groups": told, "end": end, "keep": list(keep), "error": error}, mine=False)
 
     def hear(self) -> Iterator[RolloutGroup]:
@@ -43,9 +63,12 @@ class Ranks:
             while not ended:
                 given = self._follow()
                 ended = given["end"]
-                for group_id, index, info, version in given["groups"]:
-                    output = self._outputs.pop(group_id)
-                    yield group_of(output, index=index, info=info, begun_version=version)
+                for group_id, index, info, version, whole in given["groups"]:
+                    if whole is not None:
+                        yield bundle.decode(base64.b85decode(whole))[0]
+                    else:
+                        output = self._outputs.pop(group_id)
+                        yield group_of(output, index=index, info=info, begun_version=version)
                 if ended:
                     self._outputs = {name: out for name, out in self._outputs.items() if name in given["keep"]}
                 if given["error"]:
@@ -68,3 +91,7 @@ class Ranks:
         outputs = self._engine.step()
         self._outputs |= {out.request_id: out for out in outputs if out.request_id.startswith(PREFIX)}
         self._engine.loop.backlog[:0] = [out for out in outputs if not out.request_id.startswith(PREFIX)]
+
+
+def _whole(group: RolloutGroup) -> str:
+    return base64.b85encode(bundle.encode([group])).decode()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import UnknownRequest
 from megatron_infer.rl.collect import RolloutShortage, Source
 from megatron_infer.rl.flow import Budget, Call, Flow, Ticket
 from megatron_infer.rl.prompts import asks_of
@@ -185,7 +184,7 @@ class Rollout:
             accepted.append(group)
         else:
             call.num_rejected += 1
-            self.flow.held.discard(group.group_id)
+            self.flow.release([group.group_id])
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:
@@ -200,12 +199,17 @@ class Rollout:
         """Groups that paused calls have left in the engine. On the leader."""
         return list(self.flow.loose.values())
 
+    @property
+    def in_flight(self) -> list[Ticket]:
+        """Groups under way, of any call, and those unfinished. On the leader."""
+        return self.flow.in_flight
+
     def abort(self, group_id: str) -> RolloutGroup:
-        """End a group that a paused call left unfinished -> what it has. On the leader."""
-        if group_id not in self.flow.loose:
-            known = ", ".join(self.flow.loose) or "none"
-            raise UnknownRequest(f"no unfinished group {group_id!r}; unfinished: {known}")
-        return self.flow.abort_loose(group_id)
+        """End a group under way, all its samples -> what it has. On the leader.
+
+        A call that waits for it hands it out as it is, with finish_reason "abort"; may be called from a callback.
+        """
+        return self.flow.abort(group_id)
 
     def abort_all(self) -> list[RolloutGroup]:
         """End all that paused calls left unfinished -> what they have. On the leader."""
@@ -240,8 +244,8 @@ class Rollout:
     def _give(self, call: Call, groups: list[RolloutGroup]) -> None:
         """Hand groups out, on every rank."""
         call.given += groups
-        self.flow.held -= {group.group_id for group in groups}
-        self.ranks.tell(groups)
+        self.ranks.tell(groups, cut=self.flow.cut)
+        self.flow.release(group.group_id for group in groups)
 
     def _end(self, call: Call, error: str) -> None:
         try:

@@ -71,6 +71,12 @@ def check_choices(roll: Rollout, rank: int) -> dict[str, Any]:
         seen[f"beside {step}"] = told(roll.generate(PROMPTS[:1] if leader else [], how))
         roll.engine.set_weight_version(10 + step)
     queue.close()
+
+    def cut(progress: Any) -> None:
+        if progress.num_tokens >= 8 and progress.num_done == 0 and progress.num_groups == len(roll.in_flight):
+            roll.abort(roll.in_flight[1].id)
+
+    seen["cut"] = told(roll.generate(PROMPTS if leader else [], PARAMS, on_progress=cut))
     return seen
 
 
@@ -110,5 +116,6 @@ def test_every_rank_has_the_groups_and_they_are_those_of_one_process(tmp_path):
     assert all(group[1] % 2 for turn in range(3) for group in first[f"collect {turn}"])
     assert [len(first[f"batch {step}"]) for step in range(3)] == [2, 2, 2]
     assert any(group[3] == 10 for group in first["batch 2"]), "nothing was generated ahead"
+    assert len(first["cut"][1][-1][0]) < PARAMS[1].max_tokens
     names = [group[0] for groups in first.values() for group in groups]
     assert len(names) == len(set(names))

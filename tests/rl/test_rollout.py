@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
-from megatron_infer.errors import InvalidPrompt, PromptTooLong
+from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest
 from megatron_infer.rl.flow import Budget
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.schedule.params import SamplingParams
@@ -177,6 +177,29 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
     together = {group.index: group for group in [*first, *rest[:-1]]}
     for index, output in enumerate(expected):
         assert [s.token_ids for s in together[index].samples] == [s.token_ids for s in output.outputs]
+
+
+def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, engine):
+    def on_progress(progress):
+        if progress.num_tokens >= 30 and progress.num_done == 0:
+            roll.abort(roll.in_flight[1].id)
+
+    prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=3)
+    expected = engine.generate(prompts, params)
+    groups = roll.generate(prompts, params, on_progress=on_progress)
+    assert [group.index for group in groups] == [0, 1, 2, 3]
+    for group, output in zip(groups, expected, strict=True):
+        for sample, drawn in zip(group.samples, output.outputs, strict=True):
+            cut = group.index == 1
+            assert sample.finish_reason == ("abort" if cut else "length")
+            length = len(sample.token_ids)
+            assert sample.token_ids == drawn.token_ids[:length] and (0 < length < 12) == cut
+            assert len(sample.logprobs) == length
+    assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
+        g.num_tokens for g in groups
+    )
+    with pytest.raises(UnknownRequest, match="under way: none"):
+        roll.abort("rollout/none")
 
 
 def test_an_unfinished_group_can_be_aborted_with_what_it_has(roll, engine):
