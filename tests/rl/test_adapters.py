@@ -143,6 +143,24 @@ def test_interface_generates_many_at_a_time_trains_and_goes_on(folder):
     assert last.completed_at_step == 8
 
 
+def test_a_cancelled_request_leaves_nothing_behind(folder):
+    async def main():
+        interface = await launched(tiny_gpt(vocab_size=VOCAB, init_method_std=0.2), folder)
+        request = interface.prepare_request("Hi", GenericGenerationArgs(max_tokens=90))
+        waiting = [asyncio.ensure_future(interface.base_generate(request)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        for task in waiting[:2]:
+            task.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results[:2]] == [asyncio.CancelledError] * 2
+        assert results[2].prompt_length > 0
+        await interface.suspend()
+        assert not interface.session.engine.has_unfinished() and not interface._thread._sinks
+        await interface.kill()
+
+    asyncio.run(main())
+
+
 def test_tokens_carry_the_versions_of_their_spans():
     spans = [VersionSpan(0, 3, 3, 3), VersionSpan(2, 4, 3, 4)]
     assert per_token(spans, 5) == ([3, 3, 4, 4, 4], [3, 3, 3, 3, 3])

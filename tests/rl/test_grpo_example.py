@@ -157,3 +157,30 @@ def test_rewards_ask_for_the_answer_and_an_end(grpo):
     epoch = [prompt["question"] for step in range(3) for prompt in grpo.task.batch(step, 8, 0)]
     assert sorted(epoch) == sorted(grpo.task.QUESTIONS)
     assert [p["question"] for p in grpo.task.batch(1, 20, 0)][:4] != epoch[:4]
+
+
+def test_the_table_compares_runs_and_a_missing_matplotlib_is_told(runs, grpo, capsys, monkeypatch):
+    report = importlib.import_module("grpo_report")
+    table = report.table([runs["folder"] / name for name in ("whole", "torch")]).splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:]] == ["whole", "torch", "mean"]
+    with pytest.raises(ConfigError, match="has no finished run"):
+        report.table([runs["folder"]])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report.draw([runs["folder"] / "whole"], runs["folder"] / "curve.png")
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_curve_is_a_small_picture(runs, grpo, tmp_path):
+    pytest.importorskip("matplotlib")
+    importlib.import_module("grpo_report").draw([runs["folder"] / "whole"], tmp_path / "curve.png")
+    content = (tmp_path / "curve.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) < 100_000
+
+
+def test_a_checkpoint_that_is_missing_or_broken_is_told(grpo, tmp_path):
+    trainer = importlib.import_module("grpo_trainer")
+    with pytest.raises(ConfigError, match=r"there is no .*rank0\.pt"):
+        trainer.load(tmp_path, rank=0)
+    (tmp_path / "rank0.pt").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"rank0\.pt cannot be read"):
+        trainer.load(tmp_path, rank=0)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_infer.async_llm import EngineThread
 from megatron_infer.config import InferenceConfig
@@ -25,8 +26,6 @@ from megatron_infer.outputs import RequestOutput
 from megatron_infer.rl.prompts import chat_ids
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.schedule.params import SamplingParams
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class LocalInterface:
             await asyncio.wrap_future(submitted)
             output = await done
         except asyncio.CancelledError:
-            self._thread.call(lambda: engine.abort(submitted.result()) if submitted.done() else None)
+            submitted.add_done_callback(self._abort)
             raise
         return self._response(output)
 
@@ -167,6 +166,11 @@ class LocalInterface:
     def _enter(self, block: Any) -> None:
         self._block.close()
         self._block.enter_context(block)
+
+    def _abort(self, submitted: Future[str]) -> None:
+        """A request that got in, and whose caller is gone."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._thread.abort(submitted.result())
 
     async def _on_thread(self, command: Any) -> None:
         """Blocks are entered and left on the engine's thread: autograd's switch belongs to a thread."""
