@@ -1,6 +1,6 @@
 """Rollouts inside a training loop against TRL's generation with transformers: same weights, prompts, dtype, threads.
 
-    python tools/bench/rl_throughput.py [--model smollm2] [--prompts 8] [--group-size 8] [--max-tokens 96] [--rounds 3]
+    python tools/bench/rl_throughput.py [--model smollm2] [--prompts 8] [--group-size 8] [--max-tokens 256] [--rounds 3]
 
 A round of ours is what a loop does: wake up, draw every group, sleep, take over changed weights; all of it counts. A
 round of TRL's is the call that GRPOTrainer 1.16 makes without vLLM: every prompt once for each sample, left-padded, one
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=8, help="at most 10 (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=256, help="TRL's own default (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     device = Device("cpu")
