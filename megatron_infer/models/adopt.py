@@ -160,7 +160,13 @@ class AdoptedModel:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
+        if self._tp is not None:
+            hidden_SD = self._tp.spread(hidden_SD)
         return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+
+    def whole_logits(self, logits_SW: Tensor) -> Tensor:
+        """[S, V] on every rank from each one's part; all go on alike with them."""
+        return logits_SW if self._tp is None else self._tp.whole(logits_SW)
 
     @property
     def tp_group(self) -> Any:

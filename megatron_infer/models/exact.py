@@ -1,8 +1,8 @@
 """The trainer's forward on the engine's exact kernels: log probabilities equal to the engine's, bit for bit.
 
-    with exact_math(model):                                       # inside: model(...) and exact_logprobs(...)
+    with exact_math(model) as exact:                              # inside, model(...) is exact and trains
         logits = model(tokens, positions, None)
-        logprobs = token_logprobs(logits[:, :-1], tokens[:, 1:])
+        logprobs = exact.token_logprobs(logits[:, :-1], tokens[:, 1:])
     old = exact_logprobs(model, [prompt + answer])                # by itself, without gradients
 
 An engine with batch_invariant=True gives those bits for every token, prompt and output, however it was scheduled.
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,8 @@ LOGPROB_ROWS = 256
 def exact_math(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[ExactForward]:
     """Inside, the model's forward runs on exact kernels, in training and in eval mode, with gradients; then as before.
 
-    `model` is a GPTModel, MambaModel or HybridModel on one CPU, bare or in DDP or Float16Module. Its forward takes
+    `model` is a GPTModel, MambaModel or HybridModel on a CPU, bare or in DDP or Float16Module, whole or one of several
+    tensor-parallel ranks (an engine of as many ranks has its bits, other numbers have others). Its forward takes
     [b, s] tokens, causal, padded on the right if at all, or packed sequences, and gives logits, or losses where there
     are labels (over the true vocabulary, whatever the padding). It differs from the stock forward by rounding: bf16
     models keep their residual stream in fp32, as in the engine. Layers run as functions: forward hooks of inner modules
@@ -148,7 +150,13 @@ class ExactForward:
         labels_bs = given.get("labels")
         if labels_bs is None:
             return logits_bsV
-        return -token_logprobs(logits_bsV, labels_bs, vocab_size=self.vocab_size)
+        return -self.token_logprobs(logits_bsV, labels_bs)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """`token_logprobs` of what this forward gave: over the true vocabulary, and over all tensor-parallel ranks'."""
+        whole_TV = self._adopted.whole_logits(logits.reshape(-1, logits.shape[-1]))
+        whole = whole_TV.view(*logits.shape[:-1], whole_TV.shape[-1])
+        return token_logprobs(whole, tokens, temperature=temperature, vocab_size=self.vocab_size)
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, grad: bool = False
@@ -166,7 +174,7 @@ class ExactForward:
             for part_P in rows_P.split(len(rows) if grad and rows else LOGPROB_ROWS):
                 logits_PV = self._adopted.logits(hidden_TD.index_select(0, part_P), self._ops)
                 targets_P = tokens_T.index_select(0, part_P + 1)
-                scored.append(token_logprobs(logits_PV, targets_P, temperature=temperature, vocab_size=self.vocab_size))
+                scored.append(self.token_logprobs(logits_PV, targets_P, temperature=temperature))
             return list(torch.cat(scored).split([n - 1 for n in lengths]))
 
     def _hidden(self, tokens_T: Tensor, lengths: list[int]) -> Tensor:
@@ -227,13 +235,14 @@ def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: T
 def inexact_part(adopted: AdoptedModel) -> str | None:
     """Why a model's answers cannot be exact: ranks to sum over, parts that our kernels do not run; None: they can."""
     live = adopted.live
-    if adopted.tp_group is not None:
-        return f"tensor parallelism over {adopted.tp_group.size()} ranks: sums over ranks are not exact yet"
     if not (live.pre_process and live.post_process):
         return "the model is one stage of a pipeline: exact arithmetic needs all of it on one rank yet"
     for name, module in live.named_modules():
-        if isinstance(module, MoELayer) and expert_ranks(module) is not None:
-            return f"{name} has experts on several ranks: sums over ranks are not exact yet"
+        if not isinstance(module, MoELayer) or (ranks := expert_ranks(module)) is None:
+            continue
+        own = None if adopted.tp_group is None else dist.get_process_group_ranks(adopted.tp_group)
+        if sorted(dist.get_process_group_ranks(ranks)) != sorted(own or []):
+            return f"{name} has experts on ranks beyond the tensor-parallel ones: a trainer has other tokens there"
     if (name := adopted.foreign_layer()) is not None:
         return f"{name} is a layer of another class, whose arithmetic is not known"
     if live.config.num_moe_experts is not None and "sinkhorn" in live.config.moe_router_load_balancing_type:
@@ -247,6 +256,8 @@ def _refuse_training(config: Any) -> None:
         "hidden_dropout": "dropout is random",
         "attention_dropout": "dropout is random",
     }
+    if torch.is_grad_enabled():
+        reasons["sequence_parallel"] = "every rank has all tokens here: gradients of norms would be added up twice"
     if torch.is_grad_enabled() and config.num_moe_experts is not None:
         reasons |= {
             "moe_z_loss_coeff": "the router's loss is not computed here",

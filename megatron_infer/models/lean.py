@@ -94,15 +94,17 @@ class LeanNorm:
 class LeanLinear:
     """A column- or row-parallel linear on this rank's part of the weight; a row-parallel one adds up over the ranks."""
 
-    __slots__ = ("parameters", "reduce")
+    __slots__ = ("parameters", "reduce", "spread")
 
     def __init__(self, module: torch.nn.Module, name: str, *, tp: Reducer | None) -> None:
         """tp: the ranks that the weight is split over; None: it is whole here."""
         self.reduce: Reducer | None = None
+        self.spread: Reducer | None = None
         if type(module) is RowParallelLinear:
             self.reduce = tp
             whole = not module.input_is_parallel and "takes its whole input (input_is_parallel=False)"
         elif type(module) is ColumnParallelLinear:
+            self.spread = tp
             whole = module.gather_output and "gathers its output (gather_output=True)"
         else:
             raise AdoptionError(
@@ -117,7 +119,7 @@ class LeanLinear:
     def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
         if self.reduce is None:
-            return ops.linear(x_TX, weight, bias)
+            return ops.linear(x_TX if self.spread is None else self.spread.spread(x_TX), weight, bias)
         out = self.reduce.all_reduce(ops.linear(x_TX, weight))
         return out if bias is None else out + bias
 

@@ -107,7 +107,12 @@ class LeanExperts:
         probs_TE, chosen_TE = self._choose(ops, x_TD)
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
-        shared_TD = None if self.shared is None else self._shared(ops, x_TD)
+        if self.reduce is not None:
+            # Each rank goes on with its own part of the experts: autograd adds up what comes back.
+            probs_TE, own_TD = self.reduce.spread(probs_TE), self.reduce.spread(x_TD)
+        else:
+            own_TD = x_TD
+        shared_TD = None if self.shared is None else self._shared(ops, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
@@ -116,7 +121,7 @@ class LeanExperts:
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            inner = lean.inner(ops, x_TD.index_select(0, tokens))
+            inner = lean.inner(ops, own_TD.index_select(0, tokens))
             inner = (inner * weight_T1).to(x_TD.dtype)
             fc2 = lean.fc2.parameters
             out = ops.linear(inner, fc2["weight"], None)
@@ -153,7 +158,10 @@ class LeanExperts:
         out_TD = self.shared.run(ops, x_TD)
         if self.shared_module.use_shared_expert_gate:
             # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on how many tokens come along.
-            gate_T1 = ops.linear(x_TD, self.shared_module.gate_weight)
+            weight = self.shared_module.gate_weight
+            if self.shared_with_experts and self.reduce is not None:
+                weight = self.reduce.spread(weight)
+            gate_T1 = ops.linear(x_TD, weight)
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 

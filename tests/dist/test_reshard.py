@@ -9,8 +9,11 @@ import gloo_ranks as ranks
 import pytest
 import reshard_case as case
 import torch
+from safetensors.torch import load_file
 
-from megatron_infer.errors import WeightUpdateError
+from megatron_infer.errors import WeightUpdateError, WrongState
+from megatron_infer.models.build import build_model
+from megatron_infer.models.sources import open_source
 from megatron_infer.rl.weights import ReshardSource, apply, verify_update
 from megatron_infer.rl.weights.inventory import Inventory
 
@@ -152,3 +155,68 @@ def give(model, has_engine: bool, source: ReshardSource, expected) -> Inventory 
 @pytest.mark.timeout(300)
 def test_trainer_and_engine_may_be_on_different_ranks_and_replicas_share_the_work(saved: Path):
     ranks.run_on_ranks(run_apart, 4, saved)
+
+
+LAYOUTS = [("gpt", {"tp": 2}), ("tied", {"pp": 2}), ("experts", {"ep": 2}), ("hybrid", {"pp": 2})]
+
+
+def run_sources(rank: int, size: int, folder: Path) -> None:
+    """Whole and local state dicts, streams and checkpoints into engines of two ranks; one rank that fails alone."""
+    expected = json.loads((folder / "expected.json").read_text())
+    for name, layout in LAYOUTS:
+        where = f"{name} {layout}"
+        whole = {k: v for k, v in torch.load(folder / f"{name}.pt").items() if isinstance(v, torch.Tensor)}
+        right = case.load(folder, name, **layout)
+        engine = case.make_engine(case.load(folder, name, **layout))
+        checksums = set()
+        for source in (whole, right, right.state_dict(), folder / name, iter(reversed(whole.items()))):
+            case.scrambled(engine.parts.model)
+            checksums.add(apply(engine, source, checksum=True).checksum)
+            case.assert_equal(case.logprobs(engine), expected[name], where)
+        assert len({*checksums, *case.everyone(checksums.copy().pop())}) == 1, where
+        assert verify_update(engine, whole).checksum in checksums
+        check_one_rank_failing(engine, whole, rank, expected[name])
+    check_hugging_face(folder / "llama")
+
+
+def check_hugging_face(folder: Path) -> None:
+    """Three kv heads over two ranks: a group of zeros is added, in a reshard as when the model is built."""
+    ranks.new_groups(tensor_model_parallel_size=2)
+    model = build_model(open_source(folder), tensor_parallel=2)
+    engine = case.make_engine(model)
+    expected = case.logprobs(engine)
+    ranks.new_groups()
+    trainer = build_model(open_source(folder))
+    stream = load_file(folder / "model.safetensors")
+    plan = open_source(folder).config()
+    for source, how in ((folder, None), (iter(reversed(stream.items())), plan), (ReshardSource(trainer), None)):
+        case.scrambled(model)
+        apply(engine, source, plan=how)
+        case.assert_equal(case.logprobs(engine), expected, str(source))
+    assert verify_update(engine, folder).num_compared == len(list(model.parameters()))
+
+
+def check_one_rank_failing(engine, whole, rank: int, expected) -> None:
+    name = "decoder.layers.3.mlp.router.weight" if "decoder.layers.3.mlp.router.weight" in whole else None
+    name = name or next(reversed([key for key in whole if key.startswith("decoder.layers.3.")]))
+    bad = dict(whole) | ({name: whole[name][:-1]} if rank == 1 else {})
+    message = rf"rank 1: {name} has shape".replace(".", r"\.")
+    with pytest.raises(WeightUpdateError, match=f"{message}.*nothing was written") as told:
+        apply(engine, bad)
+    assert (told.value.rank, told.value.tensor) == (1, name)
+    with pytest.raises(WeightUpdateError, match=f"{message}.*was put back"):
+        apply(engine, iter(bad.items()), undo=True)
+    case.assert_equal(case.logprobs(engine), expected, "put back")
+    with pytest.raises(WeightUpdateError, match=f"{message}.*half old, half new"):
+        apply(engine, iter(bad.items()))
+    with pytest.raises(WrongState, match=message):
+        engine.generate([[1, 2, 3]])
+    with pytest.raises(WrongState, match=message):
+        engine.step()
+    apply(engine, whole)
+    case.assert_equal(case.logprobs(engine), expected, "whole again")
+
+
+@pytest.mark.timeout(300)
+def test_state_dicts_streams_and_checkpoints_reach_engines_of_two_ranks_or_fail_on_both(saved: Path):
+    ranks.run_on_ranks(run_sources, 2, saved)

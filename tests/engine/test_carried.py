@@ -32,6 +32,8 @@ FEATURES = {
         "swap_buffer_size_gb": 0.02,
     },
 }
+ONLY = {"dense": ("ugly", "uglier"), "hybrid": ("prefix", "swapping", "ugly")}
+"""Models without a new thing to go wrong are in the company of the worst alone."""
 TOLERANCE = 2e-5
 """Of log probabilities computed in other pieces by scans that round: see test_scan_tolerance."""
 
@@ -44,6 +46,11 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def model(kind) -> torch.nn.Module:
     return make_model(kind)
+
+
+def with_kinds(names, only) -> list:
+    """(kind, name): experts with all names, the others with those of `only`."""
+    return [(kind, name) for kind in KINDS for name in names if kind == "experts" or name in only.get(kind, ())]
 
 
 def asked_of(kind: str) -> dict[str, bool]:
@@ -79,7 +86,7 @@ def test_asking_changes_no_token_and_no_logprob(model, kind, alone):
         assert one["raw"] is one["processed"] is one["support"] is one["routing"] is None
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("kind", "feature"), with_kinds(FEATURES, ONLY), indirect=["kind"])
 def test_what_is_carried_does_not_depend_on_the_schedule(model, kind, alone, feature):
     engine = make_engine(model, **FEATURES[feature])
     for output, want in zip(run(engine, workload(asked_of(kind))), alone, strict=True):
@@ -115,9 +122,8 @@ def test_values_are_those_of_their_definitions(model, kind):
                 )
 
 
+@pytest.mark.parametrize("kind", ["experts", "hybrid"], indirect=True)
 def test_routing_is_what_the_routers_of_the_training_forward_choose(model, kind):
-    if kind == "dense":
-        pytest.skip("no experts")
     prompt, params = workload(ALL)[2]
     (one,) = make_engine(model).generate([prompt], [params])[0].outputs
     seen, hooks = [], []
@@ -136,7 +142,7 @@ def test_routing_is_what_the_routers_of_the_training_forward_choose(model, kind)
 
 
 def test_samples_of_one_prompt_share_its_routing_and_carry_their_own(model, kind):
-    for settings in ({}, FEATURES["evicting"], FEATURES["ugly"]):
+    for settings in ({}, FEATURES["ugly"]):
         work = workload(asked_of(kind), n=3)[1:4]
         for output, (prompt, _) in zip(run(make_engine(model, **settings), work), work, strict=True):
             for one in output.outputs:
@@ -146,7 +152,9 @@ def test_samples_of_one_prompt_share_its_routing_and_carry_their_own(model, kind
                     assert (one.routing[: len(prompt)] == output.outputs[0].routing[: len(prompt)]).all()
 
 
-@pytest.mark.parametrize("mode", ["cumulative", "delta", "final"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), with_kinds(["cumulative", "delta", "final"], {"dense": ["delta"]}), indirect=["kind"]
+)
 def test_each_stream_mode_hands_out_what_belongs_to_its_tokens(model, kind, alone, mode):
     engine = make_engine(model, overlap=True)
     place = {}
@@ -188,7 +196,9 @@ def test_an_aborted_sample_keeps_what_its_tokens_carried(model, kind, alone):
     assert one.raw_logprobs == [] and len(one.support) == 0 and (one.routing is None) == (kind == "dense")
 
 
-@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), with_kinds(["persist", "offload", "recompute"], {"hybrid": ["recompute"]}), indirect=["kind"]
+)
 def test_a_suspend_leaves_what_is_carried_as_it_was(model, kind, alone, mode):
     engine = make_engine(model, kv_cache_management_mode=mode, overlap=True, enable_chunked_prefill=True, max_tokens=40)
     place = {engine.add_request(p, q, stream="final"): i for i, (p, q) in enumerate(workload(asked_of(kind)))}
@@ -204,7 +214,7 @@ def test_a_suspend_leaves_what_is_carried_as_it_was(model, kind, alone, mode):
         same(outputs[i], want, exact=kind != "hybrid")
 
 
-@pytest.mark.parametrize("kv", [False, True])
+@pytest.mark.parametrize(("kind", "kv"), with_kinds([False, True], {"hybrid": [True]}), indirect=["kind"])
 def test_saved_requests_keep_what_they_carry(model, kind, alone, tmp_path, kv):
     engine = make_engine(model)
     work = workload(asked_of(kind))
@@ -226,6 +236,7 @@ def test_saved_requests_keep_what_they_carry(model, kind, alone, tmp_path, kv):
     same(told(outputs["group"].outputs[1]), want, exact=kind != "hybrid")
 
 
+@pytest.mark.parametrize("kind", ["experts"], indirect=True)
 def test_finished_outputs_come_back_from_a_kept_file_with_all_they_carried(model, kind, alone, tmp_path):
     engine = make_engine(model)
     engine.keep_snapshots(tmp_path / "kept", every_steps=3)

@@ -119,6 +119,14 @@ def test_a_budget_ends_it_with_fewer(roll):
     roll.abort_all()
 
 
+def test_what_earlier_calls_left_is_aborted_with_the_rest(roll):
+    roll.pause_at(Budget(tokens=1))
+    roll.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(roll.unfinished) == 1
+    assert len(roll.collect(2, endless(), PARAMS)) >= 2
+    assert roll.unfinished == []
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"oversample": 0.5}, "oversample is 0.5"), ({"max_in_flight": 0}, "max_in_flight is 0")],

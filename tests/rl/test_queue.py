@@ -78,6 +78,24 @@ def test_groups_too_stale_are_replaced(roll):
     queue.close()
 
 
+def test_a_group_that_will_be_too_stale_is_aborted_while_it_is_under_way(roll):
+    def prompts():
+        yield from ({"prompt_token_ids": [5 + i], "number": i} for i in itertools.count())
+
+    # Of the groups begun first some are drawing when the weights jump by two.
+    queue = RolloutQueue(roll, prompts(), PARAMS, groups_per_step=2, lag=2, max_staleness=1)
+    queue.next_batch()
+    drawing = {ticket.id for ticket in roll.in_flight if roll.flow.oldest_policy(ticket) is not None}
+    assert drawing
+    roll.engine.set_weight_version(roll.engine.parts.weight_version + 2)
+    seen = []
+    step = roll.engine.step
+    roll.engine.step = lambda: (seen.append({ticket.id for ticket in roll.in_flight}), step())[1]
+    queue.next_batch()
+    assert seen and not drawing & seen[0]
+    queue.close()
+
+
 def test_other_calls_go_on_beside_the_queue_and_take_none_of_its_groups(roll):
     queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag=1)
     names = [group.group_id for group in queue.next_batch()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
-from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest
+from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest, WrongState
 from megatron_infer.rl.flow import Budget
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.schedule.params import SamplingParams
@@ -260,3 +260,25 @@ def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):
             assert_empty(engine)
 
     asyncio.run(main())
+
+
+def test_a_call_while_the_engine_is_suspended_names_the_way_out_and_leaves_nothing(roll, engine):
+    with engine.suspended():
+        with pytest.raises(WrongState, match=r"call resume\(\) first"):
+            roll.generate(prompts_of(2), lengths(2))
+        assert len(engine.ledger) == 0
+
+
+def test_ctrl_c_aborts_what_was_submitted(roll, engine, monkeypatch):
+    step, left = engine.step, [3]
+
+    def interrupted() -> list:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        roll.generate(prompts_of(6), lengths(6, n=2))
+    assert_empty(engine)

@@ -258,6 +258,27 @@ def test_modes_flags_and_autograd_come_back(monkeypatch):
     assert state_of(model) == before
 
 
+def test_a_score_within_generating_sees_the_model_as_the_trainer_has_it(monkeypatch):
+    """In eval mode: gradients under sequence parallelism are those that the trainer adds up over ranks."""
+    monkeypatch.setattr(mcore_compat, "inference_mode", lambda: Flag)
+    model = prepared_model()
+    session = make_session(model)
+    seen = []
+
+    def forward(ids, positions, mask):
+        config, layer = model.config, model.decoder.layers[0]
+        seen.append((config.sequence_parallel, config.cuda_graph_impl, hasattr(layer, GRAPH_MANAGER)))
+        assert not Flag.active and not any(module.training for module in model.modules())
+        return torch.zeros(*ids.shape, 128)
+
+    with session.generating():
+        inside = state_of(model)
+        model.forward = forward
+        session.score([[1, 2, 3]])
+        assert state_of(model) == inside
+    assert seen == [(True, "local", True)]
+
+
 class Unplanned(Exception):
     pass
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from rollout_case import make_engine
+from tokenizers import normalizers, pre_tokenizers
 from vocabularies import byte_level, sentencepiece
 
 from megatron_infer.errors import ConfigError, InvalidPrompt, PromptTooLong
@@ -124,12 +125,16 @@ def test_messages_are_joined_as_the_template_puts_them(roll, tokenizer, ended):
 
 def test_text_after_a_special_token_gets_no_space_that_the_whole_text_would_not_have(roll):
     pieces = sentencepiece()
+    pieces.backend.normalizer = normalizers.Replace(" ", "▁")
+    pieces.backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     talk = Conversation(roll.engine, [5, 6], drawing())
     talk._tokenizer = pieces
     talk.ids = [*pieces.encode("hello", add_special=False), pieces.eos_ids[0]]
     talk.add_text("hello")
     whole = pieces.encode("hello</s>hello", add_special=False)
     assert talk.ids == whole
+    alone = pieces.encode("hello", add_special=False)
+    assert whole != [*alone, pieces.eos_ids[0], *alone], "this tokenizer puts no space, and the test shows nothing"
 
 
 def test_messages_need_a_conversation_of_messages_and_a_template_that_shows_answers(roll, tokenizer, monkeypatch):

@@ -21,6 +21,8 @@ _ARCHITECTURES = (
     ("shared_mlp.", "GraniteMoeHybridForCausalLM"),
     (".mamba.", "BambaForCausalLM"),
     ("backbone.", "NemotronHForCausalLM"),
+    (".mixer.", "NemotronHForCausalLM"),
+    ("model.embeddings.", "NemotronHForCausalLM"),
     ("qkv_proj.", "Phi3ForCausalLM"),
     ("transformer.", "GPT2LMHeadModel"),
 )
@@ -49,6 +51,12 @@ def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelP
             "plan=open_source(directory).config()"
         )
     return plan if family is None else replace(plan, architecture=family)
+
+
+def spelled(name: str, plan: ModelPlan) -> str:
+    """The name as files have it: models in memory call every body `model`, whatever their family's files call it."""
+    base = base_prefix(plan)
+    return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
 
 
 class HFNames:
@@ -80,7 +88,7 @@ class HFNames:
         while self._constants:
             constant = self._constants.pop()
             yield constant, made(constant, self._parameters[constant], self._recipes[constant], self._reader(), Shard())
-        base = base_prefix(self._plan)
+        base, name = base_prefix(self._plan), spelled(name, self._plan)
         if name not in self._users and f"{base}.{name}" in self._users:
             name = f"{base}.{name}"  # saved from the bare body
         users = self._users.get(name)

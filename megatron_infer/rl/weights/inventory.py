@@ -132,7 +132,9 @@ class Inventory:
     def __init__(
         self, tensors: Iterable[LocalTensor], *, num_layers: int, num_experts: int, is_stage: bool, is_tied: bool
     ) -> None:
-        self.tensors, self.is_tied = list(tensors), is_tied
+        self.tensors = list(tensors)
+        self.is_tied = is_tied
+        """The head is the embedding."""
         self.by_name = {local.name: local for local in self.tensors}
         self.of_whole: dict[str, list[LocalTensor]] = {}
         """Name in the whole model -> tensors of this rank; a tied embedding may be there twice."""
@@ -154,7 +156,7 @@ class Inventory:
             num_layers=first.config.num_layers,
             num_experts=getattr(first.config, "num_moe_experts", None) or 0,
             is_stage=not (first.pre_process and chunks[-1].post_process),
-            is_tied=bool(getattr(first, "share_embeddings_and_output_weights", False)),
+            is_tied=bool(first.share_embeddings_and_output_weights),
         )
 
     def holds_elsewhere(self, name: str) -> bool:

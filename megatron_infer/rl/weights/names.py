@@ -30,7 +30,7 @@ def locals_of(inventory: Inventory, name: str, *, names: str, strict: bool) -> l
         known: Iterable[str] = inventory.by_name
     else:
         whole = whole_name(name)
-        if whole == HEAD and inventory.is_tied and EMBEDDING in inventory.of_whole:
+        if whole == HEAD and inventory.is_tied:
             whole = EMBEDDING  # a tied model's head may come once more; it has to be the same
         if whole in inventory.of_whole:
             return inventory.of_whole[whole]

@@ -20,6 +20,8 @@ from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, Span
 
 Range = tuple[int, int]
+_LARGE = 16
+"""A slice of this part of a bucket is worth a message of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +335,10 @@ class Message:
 
 
 def messages_of(slices: Iterable[Slice], bucket_bytes: int) -> list[Message]:
-    """The slices between two ranks in messages of at most `bucket_bytes` (or one row); both ends make the same."""
+    """The slices between two ranks in messages of at most `bucket_bytes` (or one row); both ends make the same.
+
+    Large slices travel alone, so that they need not be copied into a bucket and out of it.
+    """
     by_dtype: dict[torch.dtype, list[Slice]] = defaultdict(list)
     for piece in slices:
         by_dtype[piece.dtype].append(piece)
@@ -343,9 +348,14 @@ def messages_of(slices: Iterable[Slice], bucket_bytes: int) -> list[Message]:
         bucket: list[Slice] = []
         for piece in by_dtype[dtype]:
             at = 0
+            if piece.num_bytes >= bucket_bytes // _LARGE:
+                rows = max(1, capacity // piece.row_numel)
+                cuts = (piece.cut(at, min(rows, piece.size - at)) for at in range(0, piece.size, rows))
+                messages += (_message([cut], dtype) for cut in cuts)
+                continue
             while at < piece.size:
                 rows = min(piece.size - at, room // piece.row_numel)
-                if rows == 0 and bucket:
+                if rows <= 0 and bucket:
                     messages.append(_message(bucket, dtype))
                     bucket, room = [], capacity
                     continue

@@ -207,12 +207,15 @@ class ReshardSource:
         plan, started = self._plan, time.perf_counter()
         assert plan is not None, "checked first"
         sources = [] if self._source is None else self._source.tensors
-        for piece in plan.local:
-            _rows(live(piece.target_index), piece, piece.target_start).copy_(_own(sources, piece))
-        for blank in plan.blanks:
-            live(blank.index).narrow(blank.dim, blank.start, blank.size).zero_()
+
+        def meanwhile() -> None:
+            for piece in plan.local:
+                _rows(live(piece.target_index), piece, piece.target_start).copy_(_own(sources, piece))
+            for blank in plan.blanks:
+                live(blank.index).narrow(blank.dim, blank.start, blank.size).zero_()
+
         carrier = _Carrier(self._group, self._bucket_bytes, _device_of(self._group, sources, live, plan))
-        carrier.run(plan, lambda piece: _own(sources, piece), live)
+        carrier.run(plan, lambda piece: _own(sources, piece), live, meanwhile)
         self.report = ReshardReport(
             bytes_must_move=plan.bytes_must_move,
             bytes_to_receive=plan.bytes_to_receive,
@@ -263,6 +266,7 @@ class _Round:
     sent: list[Tensor]
     """Kept until they have arrived."""
     received: list[tuple[Message, Tensor]]
+    """Those to be unpacked; the others arrive where they belong."""
 
 
 class _Carrier:
@@ -272,8 +276,14 @@ class _Carrier:
         self._group, self._bucket_bytes, self._device = group, bucket_bytes, device
         self.bytes_sent = self.bytes_received = self.messages_sent = self.messages_received = 0
 
-    def run(self, plan: ReshardPlan, own: Callable[[Slice], Tensor], live: Callable[[int], Tensor]) -> None:
-        """own: rows of this rank's source; live: a target tensor by its number."""
+    def run(
+        self,
+        plan: ReshardPlan,
+        own: Callable[[Slice], Tensor],
+        live: Callable[[int], Tensor],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """own: rows of this rank's source; live: a target tensor by its number; meanwhile: done during round 0."""
         sends = {peer: messages_of(pieces, self._bucket_bytes) for peer, pieces in plan.sends.items()}
         receives = {peer: messages_of(pieces, self._bucket_bytes) for peer, pieces in plan.receives.items()}
         rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=0)
@@ -283,30 +293,52 @@ class _Carrier:
                 {peer: messages[number] for peer, messages in sends.items() if number < len(messages)},
                 {peer: messages[number] for peer, messages in receives.items() if number < len(messages)},
                 own,
+                live,
             )
-            if under_way is not None:
+            if under_way is None:
+                meanwhile()
+            else:
                 self._end(under_way, live)
             under_way = begun
+        if not rounds:
+            meanwhile()
         if under_way is not None:
             self._end(under_way, live)
 
-    def _begin(self, sends: dict[int, Message], receives: dict[int, Message], own: Callable[[Slice], Tensor]) -> _Round:
+    def _begin(
+        self,
+        sends: dict[int, Message],
+        receives: dict[int, Message],
+        own: Callable[[Slice], Tensor],
+        live: Callable[[int], Tensor],
+    ) -> _Round:
         operations, sent, received = [], [], []
         for peer in sorted({*sends, *receives}):
             if peer in receives:
                 message = receives[peer]
-                buffer = torch.empty(message.numel, dtype=message.dtype, device=self._device)
-                received.append((message, buffer))
+                buffer = self._direct(message, lambda piece: _rows(live(piece.target_index), piece, piece.target_start))
+                if buffer is None:
+                    buffer = torch.empty(message.numel, dtype=message.dtype, device=self._device)
+                    received.append((message, buffer))
                 operations.append(torch.distributed.P2POp(torch.distributed.irecv, _raw(buffer), peer, self._group))
                 self.bytes_received += buffer.nbytes
             if peer in sends:
-                buffer = self._packed(sends[peer], own)
+                buffer = self._direct(sends[peer], own)
+                buffer = self._packed(sends[peer], own) if buffer is None else buffer
                 sent.append(buffer)
                 operations.append(torch.distributed.P2POp(torch.distributed.isend, _raw(buffer), peer, self._group))
                 self.bytes_sent += buffer.nbytes
         self.messages_sent += len(sends)
         self.messages_received += len(receives)
         return _Round(torch.distributed.batch_isend_irecv(operations), sent, received)
+
+    def _direct(self, message: Message, rows_of: Callable[[Slice], Tensor]) -> Tensor | None:
+        """The memory of a message's only slice, where it lies as it travels."""
+        if len(message.slices) > 1:
+            return None
+        rows = rows_of(message.slices[0])
+        fits = rows.is_contiguous() and rows.dtype == message.dtype and rows.device.type == self._device.type
+        return rows.view(-1) if fits else None
 
     def _packed(self, message: Message, own: Callable[[Slice], Tensor]) -> Tensor:
         buffer = torch.empty(message.numel, dtype=message.dtype, device=self._device)

@@ -15,7 +15,7 @@ from megatron_infer.models.checkpoint import CheckpointSource, is_checkpoint
 from megatron_infer.models.hf_weights import SafetensorsReader, base_prefix, fitted, made
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.models.sources import open_source
-from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of
+from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of, spelled
 from megatron_infer.rl.weights.inventory import LocalTensor
 from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
 from megatron_infer.rl.weights.target import Target
@@ -138,8 +138,11 @@ class MappingSource:
         self._hf = None
         foreign = [name for name in keys if is_hf_name(name)]
         if foreign and len(foreign) == len(keys):
-            reader = self._tensors.reader if isinstance(self._tensors, LazyTensors) else HeldTensors(self._tensors)
             plan = self._plan if self._plan is not None else plan_of(target.model, tuple(foreign))
+            if isinstance(self._tensors, LazyTensors):
+                reader: Any = self._tensors.reader
+            else:
+                reader = HeldTensors({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
             self._hf = NamedTensors(plan, lambda: reader)
             self._hf.check(target, strict=strict)
             return

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_infer.errors import WrongState
+from megatron_infer.parallel.groups import ParallelGroups
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
@@ -21,14 +22,18 @@ class Target:
     engine: Any = None
     rank: int = 0
     """Of this process in the world."""
+    group: Any = None
+    """Of a model alone: the ranks it is divided over; None: this one."""
 
     @classmethod
     def of(cls, engine_or_model: Any) -> Target:
         parts = getattr(engine_or_model, "parts", None)
         model = bare(engine_or_model) if parts is None else parts.adopted.live
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        engine = None if parts is None else engine_or_model
-        return cls(model=model, inventory=Inventory.of(model), engine=engine, rank=rank)
+        inventory = Inventory.of(model)
+        if parts is not None:
+            return cls(model=model, inventory=inventory, engine=engine_or_model, rank=rank)
+        return cls(model=model, inventory=inventory, rank=rank, group=ParallelGroups.of(None, model).engine)
 
     @property
     def version(self) -> int:
@@ -57,9 +62,15 @@ class Target:
         self.torn = "an update is under way; finish it or roll it back"
 
     def gather(self, what: str, text: str) -> list[str]:
-        """Every rank's text; the engine's ranks call it at the same place."""
-        lockstep = None if self.engine is None else self.engine.parts.team.lockstep
-        return [text] if lockstep is None else lockstep.gather(what, text)
+        """Every rank's text; the ranks of the engine or model call it at the same place."""
+        if self.engine is not None:
+            lockstep = self.engine.parts.team.lockstep
+            return [text] if lockstep is None else list(lockstep.gather(what, text))
+        if self.group is None:
+            return [text]
+        found: list[Any] = [None] * self.group.size()
+        torch.distributed.all_gather_object(found, text, group=self.group)
+        return found
 
     def accept(self, version: int, running: str) -> None:
         """The weights are `version` now: derived copies are rebuilt, cached keys and values retired."""
