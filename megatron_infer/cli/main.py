@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "answer prompts, many at once",
     "chat": "talk to a model in the terminal",
     "bench": "throughput and latency, beside a peer and the machine's limits",
+    "serve": "OpenAI's API over HTTP",
     "coordinator": "spread requests over replicas",
     "replica": "serve a model behind a coordinator",
     "demo": "three prompts answered by a real 135M model",

@@ -67,7 +67,12 @@ def flag_of(name: str) -> str:
 
 def field_docs() -> dict[str, str]:
     """The string under each field of InferenceConfig, as one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(InferenceConfig)))
+    return docs_of(InferenceConfig)
+
+
+def docs_of(config: type) -> dict[str, str]:
+    """The string under each field of a dataclass, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
     for field, below in pairwise(body):

@@ -162,7 +162,7 @@ class _Session:
                 self._receivers.pop(message.number, None)
         elif isinstance(message, wire.ControlResult | wire.Report):
             future = self._answers.pop(message.id, None)
-            if future is not None:
+            if future is not None and future.set_running_or_notify_cancel():  # else nobody waits any more
                 future.set_result(message)
         elif isinstance(message, wire.Refused):  # of a message we sent: whose it was it does not say
             self._fail(wire.BadMessage(message.message))
@@ -183,7 +183,8 @@ class _Session:
         for receiver in receivers:
             receiver.fail(error)
         for future in answers:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     # any thread
     def ready(self, timeout_s: float | None = None) -> None:
@@ -421,6 +422,26 @@ class AsyncInferenceClient:
         finally:
             for request_id in futures:
                 self._session.abort(request_id)  # of those that have ended: nothing
+
+    def begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        sink: Callable[[RequestOutput | BaseException], None],
+        *,
+        stream: bool,
+    ) -> int:
+        """Begin one request -> its number, for `end`. Its outputs (each with all so far; the last one alone unless
+        `stream`) or its error go to `sink`, on a thread of the client's: it must not wait. Raises as `ready` does."""
+        return self._session.submit(prompt, params, stream, sink)
+
+    def end(self, number: int) -> None:
+        """Abort a request of `begin`; of one that has ended: nothing."""
+        self._session.abort(number)
+
+    async def ready(self) -> None:
+        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        await self._ready()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""

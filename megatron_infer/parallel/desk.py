@@ -171,6 +171,7 @@ class Desk:
             self.unreachable(seat.peer, f"its engine is in one step for {beat.step_s:.0f} s (limit {limit:g} s)")
             return
         seat.free_rows, seat.view.foreign = beat.free_rows, beat.foreign
+        seat.stats = beat.stats or seat.stats
         assert self.dispatch.router is not None
         self.dispatch.router.set_root(seat.peer, beat.root)
         if (beat.state, beat.weight_version) != (seat.state, seat.weight_version):

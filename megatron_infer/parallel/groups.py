@@ -89,7 +89,7 @@ class ParallelGroups:
         if self.engine is None:
             return None
         links = connect(
-            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(_reachable_as())
+            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(reachable_as())
         )
         return Lockstep(links, timeout_s=timeout_s)
 
@@ -207,7 +207,7 @@ def _backend(group: ProcessGroup) -> Any:
     return group._get_backend(torch.device("cpu" if name == "gloo" else "cuda"))
 
 
-def _reachable_as() -> Iterable[str]:
+def reachable_as() -> Iterable[str]:
     """Addresses of this machine: the one that leads to the rendezvous store, then what its name stands for."""
     store = torch.distributed.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):

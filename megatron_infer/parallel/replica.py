@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_infer.context.prefix_changes import PrefixReport
 from megatron_infer.errors import InferenceError, RequestError, TransitionTimeout
@@ -29,6 +30,7 @@ from megatron_infer.parallel.served import (
     facts_of,
     params_of,
     prefix_changes_of,
+    stats_of,
 )
 
 log = logging.getLogger("megatron_infer.coordinator")
@@ -65,7 +67,8 @@ class Replica:
         self._wake = threading.Condition()
         self._stopping = self._draining = False
         self._failure: BaseException | None = None
-        self._next_flush = 0.0
+        self._next_flush = self._next_stats = 0.0
+        self._stats: dict[str, Any] = {}
         self.link = Link(coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s)
 
     # ------------------------------------------------------------------ for the caller
@@ -135,6 +138,7 @@ class Replica:
             facts.weight_version,
             facts.state,
             0.0 if began is None else time.monotonic() - began,
+            self._stats,
         )
 
     def _post(self, message: wire.Message | int | None) -> None:
@@ -191,6 +195,7 @@ class Replica:
                 facts.model,
                 facts.policy,
                 facts.alpha,
+                facts.limits,
             )
         )
         if self._changes is not None:
@@ -298,6 +303,9 @@ class Replica:
             return
         before, facts = self._facts, facts_of(self.engine)
         self._facts, self._num_foreign = facts, max(0, facts.num_requests - len(self._requests))
+        now = time.monotonic()
+        if now >= self._next_stats or not facts.num_requests or before.state != facts.state:
+            self._next_stats, self._stats = now + HOLD_S, stats_of(self.engine)
         if (before.root, before.weight_version, before.state) != (facts.root, facts.weight_version, facts.state):
             self.link.send(self.beat())
         if self._changes is not None:

@@ -120,6 +120,7 @@ class ReplicaSeat:
     weight_version: int = 0
     state: str = "running"
     draining: bool = False
+    stats: dict[str, Any] = field(default_factory=dict)
 
     @property
     def limit(self) -> int:
@@ -139,6 +140,8 @@ class ReplicaSeat:
             "free_rows": self.free_rows,
             "cached_blocks": 0 if self.view is None else len(self.view.table),
             "model": "" if self.about is None else self.about.model,
+            "limits": {} if self.about is None else self.about.limits,
+            "stats": self.stats,
         }
 
 

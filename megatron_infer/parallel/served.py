@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +31,8 @@ class Facts:
     alpha: float
     num_requests: int
     """Unfinished, whoever sent them."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """max_sequence_length (prompt and answer), vocab_size, num_blocks."""
 
 
 class ServedEngine(Protocol):
@@ -69,7 +71,23 @@ def facts_of(engine: Any) -> Facts:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.ledger),
+        limits=_limits_of(parts.intake.limits),
     )
+
+
+def _limits_of(limits: Any) -> dict[str, int]:
+    capacity = limits.num_usable_blocks * limits.block_size + 1
+    return {
+        "max_sequence_length": min(limits.max_sequence_length, capacity),
+        "vocab_size": limits.vocab_size,
+        "num_blocks": limits.num_usable_blocks,
+    }
+
+
+def stats_of(engine: Any) -> dict[str, Any]:
+    """The engine's own figures as plain values; {} for one that keeps none."""
+    stats = engine.stats() if hasattr(engine, "stats") else {}
+    return dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
 
 
 def prefix_changes_of(engine: Any) -> PrefixChanges | None:

@@ -263,6 +263,8 @@ class Register(_Message):
     model: str
     policy: str
     alpha: float
+    limits: dict[str, int] = {}
+    """What requests are held against: max_sequence_length, vocab_size, num_blocks."""
 
 
 class Beat(_Message):
@@ -276,6 +278,8 @@ class Beat(_Message):
     weight_version: int
     state: str
     step_s: float
+    stats: dict[str, Any] = {}
+    """Its engine's own figures, see `served.stats_of`; {}: as they were."""
 
 
 class PrefixNews(_Message):

@@ -112,7 +112,21 @@ class EchoEngine:
             policy=self._policy,
             alpha=self._alpha,
             num_requests=len(self._requests),
+            limits={
+                "max_sequence_length": self.context.max_stored_tokens,
+                "vocab_size": VOCAB,
+                "num_blocks": self.context.pool.num_blocks,
+            },
         )
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "num_requests": len(self._requests),
+            "num_running": len(self._running),
+            "num_waiting": len(self._waiting),
+            "num_blocks": self.context.pool.num_blocks,
+            "num_free_blocks": self.context.num_free_blocks,
+        }
 
     def add_request(
         self,

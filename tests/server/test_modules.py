@@ -1,0 +1,162 @@
+"""What other modules add: operations, request fields, splitters of a chat's text; the OpenAPI document shows it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from server_case import END, events, post, serving, stream, tokenizer
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.app import create_app
+from megatron_infer.server.calls import Reply
+from megatron_infer.server.errors import bad_request
+from megatron_infer.server.fields import ExtraField
+from megatron_infer.server.registry import Operation
+from megatron_infer.server.settings import ServerConfig
+from megatron_infer.testing.echo import echo_tokens
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+
+
+class Shout(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class Halves:
+    """The first half of the numbers is reasoning."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def feed(self, text, *, finished):
+        parts = []
+        for word in text.split():
+            self.seen += 1
+            parts.append({"reasoning_content" if self.seen <= 4 else "content": word + " "})
+        return parts
+
+    def finish_reason(self, reason):
+        return "tool_calls" if reason == "length" else reason
+
+
+async def apply_tools(value, draft):
+    if not value:
+        raise bad_request("tools is empty", "tools")
+    draft.tools = value
+    draft.template["opening"] = value[0]["name"]
+    draft.make_splitter = Halves
+
+
+async def apply_length(value, draft):
+    draft.sampling["min_tokens"] = value
+
+
+def register(app, service, settings):
+    async def shout(call):
+        return Reply({"said": call.body.text.upper(), "by": service.names[0], "id": call.id})
+
+    app.add(Operation(method="POST", path="/shout", handler=shout, body=Shout, summary="Say it louder"))
+    app.add(Operation(method="POST", path="/steer", handler=shout, body=Shout, summary="Steer", control=True))
+    app.fields.add("chat", ExtraField(name="tools", type=list[dict], apply=apply_tools))
+    app.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
+
+
+@pytest.fixture(scope="module")
+def case():
+    with serving(modules=(SimpleNamespace(register=register),)) as one:
+        yield one
+
+
+def test_operation_of_a_module_is_served_with_its_body_checked(case):
+    reply = case.http.post("/shout", json={"text": "hi"}, headers={"X-Request-Id": "7"})
+    assert reply.json() == {"said": "HI", "by": "tiny", "id": "7"}
+    assert "unknown field 'txt'; did you mean 'text'?" in post(case, "/shout", txt="hi").json()["error"]["message"]
+
+
+def test_field_of_a_module_acts_where_it_was_added_and_is_refused_elsewhere(case):
+    asked = {"messages": HI, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "tools": [{"name": "f"}]}
+    reply = post(case, CHAT, **asked).json()
+    ids = tokenizer().encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nf", add_special=False)
+    assert reply["prompt_token_ids"] == ids and END in ids
+    words = [f"{token} " for token in echo_tokens(ids, 8)]
+    choice = reply["choices"][0]
+    assert choice["message"]["reasoning_content"] == "".join(words[:4])
+    assert choice["message"]["content"] == "".join(words[4:]) and choice["finish_reason"] == "tool_calls"
+    chunks = stream(case, CHAT, **asked)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "".join(words[:4])
+    assert "".join(delta.get("content", "") for delta in deltas) == "".join(words[4:])
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == echo_tokens(ids, 8)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    for body, message in (
+        ({"tools": []}, "tools is empty"),
+        ({"tools": 5}, "tools: Expected"),
+        ({"least": 99}, "min_tokens"),
+    ):
+        assert message in post(case, CHAT, **asked | body).json()["error"]["message"]
+    refused = post(case, "/v1/completions", prompt="a", tools=[{"name": "f"}])
+    assert refused.status_code == 400 and "tool calls" in refused.json()["error"]["message"]
+
+
+def test_document_shows_every_operation_and_field_with_its_range(case):
+    document = case.http.get("/openapi.json").json()
+    assert {"/shout", CHAT, "/v1/completions", "/health", "/v1/models/{model}", "/openapi.json"} <= set(
+        document["paths"]
+    )
+    schemas = document["components"]["schemas"]
+    chat = schemas["ChatBody"]
+    assert {"tools", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] is False
+    assert "tools" not in schemas["CompletionBody"]["properties"]
+    top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
+    assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
+    assert schemas["CompletionBody"]["properties"]["best_of"]["anyOf"][0]["maximum"] == case.config.max_n
+    responses = document["paths"][CHAT]["post"]["responses"]
+    assert {"200", "400", "404", "413", "415", "429", "503"} <= set(responses)
+    assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def test_model_without_a_tokenizer_takes_token_ids_and_says_so():
+    with serving(text=False) as case:
+        reply = post(case, "/v1/completions", prompt=[1, 2], max_tokens=4, temperature=0, return_token_ids=True)
+        assert reply.json()["choices"][0]["token_ids"] == echo_tokens([1, 2], 4)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            (CHAT, {"messages": HI}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
+            reply = post(case, path, **body)
+            assert reply.status_code == 400 and "no tokenizer" in reply.json()["error"]["message"]
+
+
+def test_key_is_asked_for_and_never_shown(caplog, capsys):
+    caplog.set_level("INFO", logger="megatron_infer.server")
+    with serving(api_key="sesame-sesame", log_requests=True) as case:
+        for header in (None, "Bearer wrong", "sesame-sesame", "Basic sesame-sesame", "Bearer"):
+            headers = {} if header is None else {"Authorization": header}
+            reply = case.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        reply = case.http.get("/v1/models?key=sesame-sesame", headers={"Authorization": "Bearer sesame-sesame"})
+        assert reply.status_code == 200
+        assert case.http.get("/health").status_code == 200
+        shown = repr(case.config) + case.http.get("/health").text
+    lines = caplog.text + "".join(capsys.readouterr())
+    assert "/v1/models" in lines and "sesame" not in lines + shown
+
+
+def test_what_steers_engines_is_served_only_where_it_is_asked_for(case):
+    assert post(case, "/steer", text="a").status_code == 404
+    assert "/steer" not in case.http.get("/openapi.json").json()["paths"]
+    key = {"Authorization": "Bearer k"}
+    with serving(modules=(SimpleNamespace(register=register),), control=True, api_key="k") as other:
+        assert post(other, "/steer", text="a").status_code == 401
+        assert other.http.post("/steer", json={"text": "a"}, headers=key).json()["said"] == "A"
+    with pytest.raises(ConfigError, match="control is on, but nothing"):
+        create_app(SimpleNamespace(tokenizer=None), ServerConfig(control=True, api_key="k"))
+
+
+def test_events_helper_refuses_a_stream_that_was_cut():
+    with pytest.raises((AssertionError, IndexError)):
+        events(["data: {}"])

@@ -1,0 +1,236 @@
+"""Full queues, clients that leave or do not read, time that runs out, engines that go, a server that is told to end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+from server_case import events, free_blocks, post, raw_stream, serving, stream, wait_for
+
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+COMPLETION = "/v1/completions"
+
+
+def ask(**changes):
+    return {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, **changes}
+
+
+def running(case):
+    return sum(engine.stats()["num_requests"] for engine in case.engines)
+
+
+def go_on(case):
+    """Unpause the engine behind its replica's back."""
+    case.engines[0].unpause()
+    case.replicas[0]._post(None)
+
+
+def test_client_that_leaves_ends_its_requests_within_a_step_and_frees_their_blocks():
+    engine = EchoEngine(step_s=0.02)
+    with serving(engine) as case:
+        before = free_blocks(case)
+        one = raw_stream(case, COMPLETION, **ask(prompt=[[1, 2], [3, 4], [5]], max_tokens=1000, n=2))
+        two = raw_stream(case, COMPLETION, **ask(max_tokens=1000))
+        wait_for(lambda: running(case) == 4)
+        one.close()
+        wait_for(lambda: running(case) == 1)
+        two.close()
+        wait_for(lambda: running(case) == 0)
+        assert free_blocks(case) == before
+        reader = threading.Thread(target=lambda: _given_up(case))  # not a stream: nothing has been sent yet
+        reader.start()
+        wait_for(lambda: running(case) == 1)
+        wait_for(lambda: running(case) == 0)
+        reader.join()
+        assert free_blocks(case) == before
+        assert case.http.get("/health").json()["status"] == "ok"
+
+
+def _given_up(case):
+    try:
+        httpx.post(case.url + COMPLETION, json=ask(max_tokens=1000), timeout=0.3)
+    except httpx.ReadTimeout:
+        return
+    raise AssertionError("it was answered")
+
+
+def test_full_queue_is_429_with_a_time_to_come_back_and_what_waits_is_answered():
+    engine = EchoEngine(step_s=0.02, max_requests=1)
+    with serving(engine, max_queue=2) as case:
+        replies = []
+
+        def call():
+            replies.append(httpx.post(case.url + COMPLETION, json=ask(max_tokens=10, stream=True), timeout=30))
+
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        engine.pause()
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(replies) == 4)
+        go_on(case)
+        for thread in threads:
+            thread.join()
+        codes = sorted(reply.status_code for reply in replies)
+        assert codes == [200] * 4 + [429] * 4  # one computed, one more at the engine, two that wait
+        for reply in replies:
+            if reply.status_code == 429:
+                error = reply.json()["error"]
+                assert error["code"] == "queue_full" and int(reply.headers["retry-after"]) > 0
+                assert "limit is 2 (max_queue)" in error["message"]
+            else:
+                text = "".join(chunk["choices"][0]["text"] for chunk in events(reply.text.splitlines()))
+                assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 10)]
+        engine.pause()  # several prompts are taken together or not at all
+        reply = post(case, COMPLETION, **ask(prompt=[[i] for i in range(1, 9)]))
+        assert reply.status_code == 429
+        go_on(case)
+        wait_for(lambda: running(case) == 0)
+
+
+def test_reader_that_is_slow_loses_nothing_and_slows_nobody():
+    engine = EchoEngine(num_blocks=1 << 14)
+    with serving(engine) as case:
+        count = 20_000
+        slow = raw_stream(case, COMPLETION, receive_buffer=4096, **ask(max_tokens=count, return_token_ids=True))
+        wait_for(lambda: running(case) == 1)
+        began = time.monotonic()
+        for _ in range(3):
+            assert len(stream(case, COMPLETION, **ask(prompt=[7], max_tokens=20))) >= 1
+        quick = time.monotonic() - began
+        wait_for(lambda: running(case) == 0, 60)  # it has all been drawn; nobody has read any of it
+        data = b""
+        slow.settimeout(30)
+        while b"[DONE]" not in data:
+            data += slow.recv(1 << 16)
+        slow.close()
+        lines = [line for line in data.decode().split("\r\n") for line in line.split("\n")]
+        chunks = events([line for line in lines if line.startswith("data: ")])
+        tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        assert tokens == echo_tokens([1, 2, 3], count)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == [str(token) for token in tokens]
+        assert len(chunks) < count / 4, "outputs that nobody had read were joined"
+        assert quick < 10
+
+
+def test_call_over_its_time_is_aborted_and_told():
+    with serving(EchoEngine(step_s=0.05), request_timeout_s=0.5, keep_alive_s=0.1) as case:
+        reply = post(case, COMPLETION, **ask(max_tokens=1000))
+        assert reply.status_code == 504 and "request_timeout_s" in reply.json()["error"]["message"]
+        chunks = stream(case, COMPLETION, **ask(max_tokens=1000))
+        assert chunks[-1]["error"]["code"] == "timeout" and chunks[0]["choices"]
+        wait_for(lambda: running(case) == 0)
+
+
+def test_stream_without_news_says_a_comment_and_goes_on_when_there_are_some():
+    engine = EchoEngine()
+    with serving(engine, keep_alive_s=0.1) as case:
+        engine.pause()
+        lines = []
+        with case.http.stream("POST", COMPLETION, json=ask(stream=True)) as reply:
+            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+            for line in reply.iter_lines():
+                lines.append(line)
+                if lines.count(": keep-alive") == 2 and engine.state == "paused":
+                    go_on(case)
+        text = "".join(chunk["choices"][0]["text"] for chunk in events(lines))
+        assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 8)]
+
+
+def test_engine_that_fails_is_an_error_object_in_the_stream_and_health_says_so():
+    class Failing(EchoEngine):
+        broken = False
+
+        def step(self):
+            if self.broken:
+                raise RuntimeError("the device has gone")
+            return super().step()
+
+    engine = Failing(step_s=0.02)
+    with serving(engine, coordinator_options={"max_attempts": 1}) as case:
+        with case.http.stream("POST", COMPLETION, json=ask(max_tokens=1000, stream=True)) as reply:
+            lines = []
+            for line in reply.iter_lines():
+                lines.append(line)
+                if len(lines) == 5:
+                    engine.broken = True
+        chunks = events(lines)
+        assert (
+            chunks[-1]["error"]["type"] == "overloaded_error" and "replicas were lost" in chunks[-1]["error"]["message"]
+        )
+        health = case.http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "loading"
+        case.replicas[0].failure = None
+
+
+def test_told_to_end_it_answers_what_is_under_way_and_nothing_new():
+    with serving(EchoEngine(step_s=0.02), drain_timeout_s=20) as case:
+        replies = []
+        thread = threading.Thread(target=lambda: replies.append(post(case, COMPLETION, **ask(max_tokens=60))))
+        thread.start()
+        wait_for(lambda: running(case) == 1)
+        with httpx.Client(base_url=case.url) as client:
+            case.front.end()
+            wait_for(lambda: client.get("/health").json()["status"] == "draining")
+            refused = client.post(COMPLETION, json=ask())
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert "shutting down" in refused.json()["error"]["message"]
+            thread.join()
+        assert replies[0].status_code == 200 and len(replies[0].json()["choices"][0]["text"].split()) == 60
+        case.thread.join(10)
+        assert not case.thread.is_alive()
+
+
+def test_what_is_not_done_when_the_time_to_drain_is_over_ends_with_an_error():
+    with serving(EchoEngine(step_s=0.02), drain_timeout_s=0.3) as case:
+        chunks = []
+        thread = threading.Thread(target=lambda: chunks.extend(stream(case, COMPLETION, **ask(max_tokens=5000))))
+        thread.start()
+        wait_for(lambda: running(case) == 1)
+        case.front.end()
+        thread.join(10)
+        case.thread.join(10)
+        assert chunks[-1]["error"]["code"] == "shutting_down" and not case.thread.is_alive()
+        wait_for(lambda: running(case) == 0)
+
+
+def test_told_twice_it_waits_for_nothing():
+    with serving(EchoEngine(step_s=0.02), drain_timeout_s=60) as case:
+        reader = threading.Thread(target=lambda: _cut(case))
+        reader.start()
+        wait_for(lambda: running(case) == 1)
+        case.front.end()
+        wait_for(lambda: case.http.get("/health").json()["status"] == "draining")
+        case.front.end()
+        case.thread.join(10)
+        assert not case.thread.is_alive() and case.front.was_forced
+        reader.join(10)
+
+
+def _cut(case):
+    try:
+        reply = httpx.post(case.url + COMPLETION, json=ask(max_tokens=20_000), timeout=60)
+    except httpx.TransportError:
+        return
+    assert reply.status_code == 503
+
+
+def test_many_streams_at_once_are_each_complete():
+    with serving(EchoEngine(step_s=0.002), EchoEngine(step_s=0.002)) as case:
+        results = {}
+
+        def call(i):
+            results[i] = stream(case, COMPLETION, **ask(prompt=[i + 1, 5], max_tokens=30))
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(60)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for i in range(60):
+            text = "".join(chunk["choices"][0]["text"] for chunk in results[i])
+            assert text.split() == [str(token) for token in echo_tokens([i + 1, 5], 30)], json.dumps(results[i])[:300]
+        described = case.coordinator.desk.stats()["replicas"]
+        assert len(described) == 2 and running(case) == 0
