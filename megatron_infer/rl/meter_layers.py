@@ -14,7 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_infer.assembly import Assembly
@@ -135,7 +138,7 @@ class LayerSearch:
                 self._session.engine.drain()
                 parts.enter_inference()
                 try:
-                    return self._search(parts, suspect)
+                    return replace(self._search(parts, suspect), stale_copies=stale_copies(parts))
                 finally:
                     if self._session.engine.loop.is_idle:
                         parts.leave_inference()
@@ -164,8 +167,8 @@ class LayerSearch:
             return _of_sampler(sampler)
         if cached.num_cached and _mean(_logprobs(cached), suspect.train, cached) >= EXPLAINS * off:
             note = f"{cached.num_cached} tokens were found cached"
-            return Place(verdict=Verdict.STALE_PREFIX, kind="prefix", note=note, stale_copies=stale_copies(parts))
-        return Place(verdict=Verdict.STATE, kind="state", stale_copies=stale_copies(parts))
+            return Place(verdict=Verdict.STALE_PREFIX, kind="prefix", note=note)
+        return Place(verdict=Verdict.STATE, kind="state")
 
     def _in_layers(
         self,
@@ -185,8 +188,12 @@ class LayerSearch:
         forced = Forced(adopted, parts, found)
         replay(assembly, ids, model=forced, **how)  # type: ignore[arg-type]
         at = suspect.position - 1  # the query that gives the worst token
-        errors = [_error_of(part, forced.outputs[part.name], found.outputs[part.name], at) for part in parts]
-        over = [error for error in errors if not error.error <= tolerance]
+        errors = [_error_of(forced.outputs[part.name], found.outputs[part.name], at) for part in parts]
+        over = [
+            PartError(name=part.name, kind=part.kind, layer=part.layer, error=error)
+            for part, error in zip(parts, _largest(errors, assembly.team.groups.tp, adopted.device), strict=True)
+            if error > tolerance
+        ]
         if over:
             first = over[0]
             elsewhere = None
@@ -201,7 +208,6 @@ class LayerSearch:
                 tolerance=tolerance,
                 others=tuple(over[1:]),
                 routed_elsewhere=elsewhere,
-                stale_copies=stale_copies(assembly),
             )
         if sampler > SAMPLER_TOLERANCE:
             return _of_sampler(sampler)
@@ -258,12 +264,20 @@ def _mean(these: Mapping[int, float], those: Mapping[int, float], run: Replayed)
     return sum(diff if math.isfinite(diff) else 700.0 for diff in diffs) / max(len(diffs), 1)
 
 
-def _error_of(part: Part, ours: Kept, its_SX: Tensor, at: int) -> PartError:
+def _error_of(ours: Kept, its_SX: Tensor, at: int) -> float:
     """Over all positions, or at the one that matters if that is more. NaN is larger than anything."""
     whole = _relative(*ours.beside(its_SX))
     one = _relative(*ours.beside(its_SX, at)) if bool(ours.seen_S[at]) else 0.0
-    error = max(whole, one) if math.isfinite(whole) and math.isfinite(one) else math.inf
-    return PartError(name=part.name, kind=part.kind, layer=part.layer, error=error)
+    return max(whole, one) if math.isfinite(whole) and math.isfinite(one) else math.inf
+
+
+def _largest(errors: list[float], tp: Any, device: torch.device) -> list[float]:
+    """Over the ranks, each of which sees a part of the logits: all come to the same place."""
+    found = torch.tensor(errors, device=device)
+    if tp is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=tp)
+    largest: list[float] = found.tolist()
+    return largest
 
 
 def _relative(ours: Tensor, its: Tensor) -> float:
