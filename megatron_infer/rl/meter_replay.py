@@ -29,6 +29,15 @@ from megatron_infer.schedule.scheduler import Scheduler
 
 MOST_DECODED = 64
 """Tokens of a replay that are decoded one by one; those before come in as a prompt does."""
+_ASKED: dict[str, Any] = {
+    "n": 1,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "return_sampled_logprobs": True,
+    "return_support": False,
+    "return_routing": False,
+}
+"""Of parameters that were a rollout's."""
 _salts = itertools.count()
 
 
@@ -190,14 +199,13 @@ def replay(
     """
     known = max(prompt_len, len(ids) - MOST_DECODED)
     salt = "" if use_cache else f"mismatch replay {next(_salts)}"
-    # seed: what the sampler draws is looked at and thrown away
     request = Request(
         id=f"replay {salt}",
         tokens=list(ids[:known]),
         prompt_len=prompt_len,
-        params=replace(params or SamplingParams(), n=1, return_sampled_logprobs=True, return_routing=False),
+        params=replace(params or SamplingParams(), **_ASKED),
         max_total=len(ids) + 1,
-        seed=0,
+        seed=0,  # what the sampler draws is looked at and thrown away
         cache=CacheUse(allowed=True, salt=salt),
     )
     scheduler = _scheduler(parts, request)
@@ -254,7 +262,7 @@ def _step(
         if plan.sampled:
             tokens = (ids[len(request.tokens)],)
             _look(parts, runner, flight, plan, tokens[0], found)
-            runner.builder.store_drawn(flight.batch, torch.tensor(tokens))
+            runner.builder.store_drawn(flight.batch, torch.tensor(tokens, device=parts.device.torch))
     except BaseException:
         scheduler.cancel(plan)
         raise

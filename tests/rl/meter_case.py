@@ -26,9 +26,11 @@ MAKERS: dict[str, Callable[..., Any]] = {
 DRAWN = SamplingParams(n=2, max_tokens=24, temperature=0.7, ignore_eos=True, seed=3)
 
 
-def session_of(kind: str, **how: Any) -> Any:
+def session_of(kind: str, *, batch_invariant: bool = False, overlap: bool = False, **how: Any) -> Any:
     settings = {
         "check_invariants": False,
+        "batch_invariant": batch_invariant,
+        "overlap": overlap,
         "enable_prefix_caching": True,
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
         "prefix_caching_mamba_gb": 0.002 if kind == "hybrid" else None,
@@ -138,6 +140,13 @@ def router_order(monkeypatch: Any, session: Any) -> None:
     lean = session.model.decoder.layers[1].lean.mlp
     route = lean.route
     lean.route = lambda *a, **k: tuple(part.flip(-1) for part in route(*a, **k))
+
+
+def broken_residual(monkeypatch: Any, session: Any) -> None:
+    """What a layer adds to the residual stream is a tenth short."""
+    ops = session.engine.parts.chosen.ops
+    add = ops.add_rms_norm
+    monkeypatch.setattr(ops, "add_rms_norm", lambda x, residual, weight, eps: add(0.9 * x, residual, weight, eps))
 
 
 def no_temperature(monkeypatch: Any, session: Any) -> None:
