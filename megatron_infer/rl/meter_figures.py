@@ -200,10 +200,10 @@ class Alarm:
         if dtype in ("float32", "float64"):
             return replace(cls(), **changes)
         half = cls(
-            abs_diff_mean=0.15 if experts else 0.05,
+            abs_diff_mean=0.15 if experts else 0.06,
             abs_diff_max=None,
             kl_k3=0.05 if experts else 0.01,
-            token_mult_prob_error=2.0 if experts else 1.06,
+            token_mult_prob_error=2.0 if experts else 1.07,
             share_outside=0.3 if experts else 0.2,
             sampler_excess_mean=0.05,
             min_tokens=32,
