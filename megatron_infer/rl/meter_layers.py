@@ -191,7 +191,7 @@ class LayerSearch:
         errors = [_error_of(forced.outputs[part.name], found.outputs[part.name], at) for part in parts]
         over = [
             PartError(name=part.name, kind=part.kind, layer=part.layer, error=error)
-            for part, error in zip(parts, _largest(errors, assembly.team.groups.tp, adopted.device), strict=True)
+            for part, error in zip(parts, _largest(errors, assembly.team.groups.engine, adopted.device), strict=True)
             if error > tolerance
         ]
         if over:
@@ -271,11 +271,11 @@ def _error_of(ours: Kept, its_SX: Tensor, at: int) -> float:
     return max(whole, one) if math.isfinite(whole) and math.isfinite(one) else math.inf
 
 
-def _largest(errors: list[float], tp: Any, device: torch.device) -> list[float]:
+def _largest(errors: list[float], group: Any, device: torch.device) -> list[float]:
     """Over the ranks, each of which sees a part of the logits: all come to the same place."""
     found = torch.tensor(errors, device=device)
-    if tp is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=tp)
+    if group is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     largest: list[float] = found.tolist()
     return largest
 

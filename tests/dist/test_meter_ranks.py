@@ -17,14 +17,16 @@ from megatron_infer.rl.meter import MismatchMeter
 from megatron_infer.rl.meter_layers import Verdict
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 MODEL: dict[str, Any] = {"num_layers": 2, "init_method_std": 0.2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_model_parallel_size": 2},
     "TP2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "EP2": {"expert_model_parallel_size": 2},
     "PP2": {"pipeline_model_parallel_size": 2},
 }
+SHIMMED = ("TP2, sequence parallel", "EP2")
 
 
 def on_layouts(rank: int, size: int, folder: Path) -> None:
@@ -32,14 +34,24 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
     for name, sizes in LAYOUTS.items():
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
         stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if name == "PP2" else {}
-        model = tiny_gpt(**MODEL, **sizes, **stages)
-        apply(model, weights)
+        model = tiny_gpt(**MODEL, **sizes, **stages, **(EXPERTS if name == "EP2" else {}))
+        if name == "EP2":
+            share_what_is_not_expert(model)
+        else:
+            apply(model, weights)
         session = make_session(model, settings={"collective_timeout_s": 60, "check_invariants": False})
         # megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take
-        with cpu_shim(1) if "sequence" in name else contextlib.nullcontext():
+        with cpu_shim(1) if name in SHIMMED else contextlib.nullcontext():
             check(name, rank, session, want)
         if session.engine.parts.team.lockstep is not None:
             session.engine.parts.team.lockstep.close()
+
+
+def share_what_is_not_expert(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" not in name:
+                torch.distributed.broadcast(parameter, 0)
 
 
 def check(name: str, rank: int, session: Any, want: int) -> None:
@@ -52,6 +64,11 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
             lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
         report = case.rollout(session, meter)
         assert report.is_alarm and report.place.verdict is Verdict.UNKNOWN and "pipeline" in report.place.note
+        return
+    if name == "EP2":
+        case.router_order(None, session)
+        place = case.rollout(session, meter).place
+        assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "moe", 1), str(place)
         return
     if rank == 1:  # the others see it in what comes back from this one, or in its part of the vocabulary
         case.stale_copy(None, session, weight="output_layer.weight")
