@@ -187,6 +187,8 @@ def sampling(args: argparse.Namespace, step: int, count: int) -> list[SamplingPa
 def rewarded(groups: list[RolloutGroup]) -> list[float]:
     """Every sample's reward, written onto the sample as well."""
     for group in groups:
+        if group.error is not None:
+            raise group.error
         for sample in group.samples:
             sample.reward = task.reward(sample.text, sample.finish_reason, group.info["answer"])
     return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
@@ -278,7 +280,7 @@ def train_on(
 def scores_of(session: RolloutSession, group: RolloutGroup, args: argparse.Namespace, *, grad: bool = False) -> Tensor:
     """Log probabilities of all tokens behind the prompt, sample after sample, by the forward that trains."""
     scores = session.score([sample.ids for sample in group.samples], temperature=args.temperature, grad=grad)
-    return torch.cat([score[-len(sample.token_ids) :] for score, sample in zip(scores, group.samples, strict=True)])
+    return torch.cat([score[len(group.prompt_ids) - 1 :] for score in scores])
 
 
 if __name__ == "__main__":
