@@ -345,3 +345,18 @@ def test_what_is_no_source_is_refused(engine, tmp_path):
         apply(torch.nn.Linear(2, 2), {})
     with pytest.raises(WeightUpdateError, match="unknown kind of names 'globl'"):
         apply(engine, {NORM: torch.ones(64)}, names="globl")
+
+
+@pytest.mark.parametrize("wrong", [{"version": "41"}, {"version": -1}, {"running": "recompile"}])
+def test_a_version_that_cannot_be_is_refused_before_anything_is_written(engine, new, wrong):
+    before = {name: tensor.clone() for name, tensor in state_of(engine.parts.model).items()}
+    with pytest.raises(ConfigError, match=r"version is|running: unknown"):
+        apply(engine, new, **wrong)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(engine.parts.model).items())
+    update = WeightUpdate(engine)
+    update.write_all(state_of(new).items())
+    with pytest.raises(ConfigError, match=r"version is|running: unknown"):
+        update.finish(**wrong)
+    with pytest.raises(WrongState, match="an update is under way"):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    assert update.finish(version=7).version == engine.parts.weight_version == 7
