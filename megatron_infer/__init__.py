@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput
+    from megatron_infer.outputs import TokenSupport as TokenSupport
+    from megatron_infer.rl.report import UpdateReport as UpdateReport
+    from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
     from megatron_infer.suspension import MemoryReport as MemoryReport
@@ -44,7 +47,10 @@ _HOMES = {
     "PreemptionMode": "config",
     "PrefixCachingEvictionPolicy": "config",
     "RequestOutput": "outputs",
+    "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
+    "TokenSupport": "outputs",
+    "UpdateReport": "rl.report",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",
 }

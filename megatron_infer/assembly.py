@@ -309,6 +309,7 @@ def assemble(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
+        knows_routing=parts.runner.routing is not None,
     )
     seed = config.seed
     if config.offset_sampling_seed_by_dp_rank:

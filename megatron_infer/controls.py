@@ -10,7 +10,7 @@ from megatron_infer.assembly import Assembly
 from megatron_infer.config import KVCacheManagementMode
 from megatron_infer.errors import ConfigError, InferenceError, WrongState, unknown_name
 from megatron_infer.lifecycle import EngineState, Lifecycle
-from megatron_infer.parallel.relay import DISMISS, Relay
+from megatron_infer.parallel.relay import DISMISS, ROLLOUT, Relay
 from megatron_infer.step_loop import StepLoop
 from megatron_infer.suspension import MemoryReport, Suspension
 
@@ -163,7 +163,7 @@ class EngineControls:
         """
         if self.relay is None or self.relay.lockstep.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
-        self.relay.follow(self._followed())
+        self.relay.follow(self.followed())
 
     def dismiss(self) -> None:
         """On the leader: the other ranks' follow() returns. Without other ranks it does nothing."""
@@ -171,7 +171,7 @@ class EngineControls:
             self.relay.require_leader(DISMISS)
             self.relay.meet(DISMISS)
 
-    def _followed(self) -> dict[str, Callable[[Any], Any]]:
+    def followed(self) -> dict[str, Callable[[Any], Any]]:
         """What a leader may call, by the name it goes by."""
         return {
             "pause()": lambda given: self.pause(**given),
@@ -179,6 +179,7 @@ class EngineControls:
             "suspend()": lambda given: self.suspend(**given),
             "resume()": lambda given: self.resume(**given),
             "update()": lambda given: self.set_weight_version(**given),
+            ROLLOUT: lambda given: self._meet(ROLLOUT),
             "reset_prefix_cache()": lambda given: self.reset_prefix_cache(),
             "verify_weights()": lambda given: self.verify_weights(),
         }

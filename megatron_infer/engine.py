@@ -189,6 +189,7 @@ class DynamicInferenceEngine(EngineControls):
         While paused or suspended it hands out what waits (aborts, a step committed on the way) and raises WrongState
         when nothing does.
         """
+        self.lifecycle.require_whole_weights("step()")
         changed = None if self.relay is None else self.relay.begin_step(running=self.state is EngineState.RUNNING)
         if self.state is not EngineState.RUNNING:
             if not self.loop.backlog:
@@ -208,7 +209,7 @@ class DynamicInferenceEngine(EngineControls):
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
         of these finishes. With several ranks every rank calls it and has the outputs; the leader's prompts count.
         """
-        self.lifecycle.require("generate()", EngineState.RUNNING)
+        self.lifecycle.require_able("generate()")
         take_in = partial(self._take_in, prompts, params)
         ids = take_in() if self.relay is None else self.relay.take_in(take_in)
         place = {request_id: index for index, request_id in enumerate(ids)}
@@ -251,8 +252,8 @@ class DynamicInferenceEngine(EngineControls):
         self._meet("drain()")
         self.loop.drain()
 
-    def _followed(self) -> dict[str, Callable[[Any], Any]]:
-        return super()._followed() | {
+    def followed(self) -> dict[str, Callable[[Any], Any]]:
+        return super().followed() | {
             "step()": lambda given: self.step(),
             "generate()": lambda given: self.generate([]),
             "has_unfinished()": lambda given: self.has_unfinished(),

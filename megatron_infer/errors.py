@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class InferenceError(Exception):
@@ -73,12 +73,44 @@ class TransitionFailed(InferenceError, RuntimeError):
     """A pause, suspend, resume or update that failed and was undone; the cause is its __cause__."""
 
 
+class OtherRankFailed(TransitionFailed):
+    """What failed failed elsewhere, and was undone here; `ranks` are those it failed on, counted in the engine."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class SwitchFailed(TransitionFailed):
+    """A suspend, update and resume that is undone on all ranks.
+
+    `rank` counts within the engine, `phase` is "suspend", "update" or "resume", `tensor` the one that could not be
+    written, "" where it was none. `error.__cause__` is what this rank saw.
+    """
+
+    def __init__(self, message: str, *, rank: int, phase: str, tensor: str) -> None:
+        super().__init__(message)
+        self.rank, self.phase, self.tensor = rank, phase, tensor
+
+
 class TransitionTimeout(TransitionFailed, TimeoutError):
     """A transition that did not end in the time allowed and was undone."""
 
 
 class StaleCache(InferenceError, RuntimeError):
     """Something derived from the weights does not belong to the weights the model has now."""
+
+
+class WeightUpdateError(InferenceError, ValueError):
+    """Weights that could not be written, or that are not what they should be.
+
+    tensor: the first that is wrong, "" where it is not about one. rank: where. written: tensors that had been written
+    by then and were not put back; 0: the model is as it was before.
+    """
+
+    def __init__(self, message: str, *, tensor: str = "", rank: int = 0, written: int = 0) -> None:
+        super().__init__(message)
+        self.tensor, self.rank, self.written = tensor, rank, written
 
 
 class SnapshotError(InferenceError, ValueError):

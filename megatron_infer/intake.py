@@ -39,6 +39,8 @@ class Limits:
     chunked_prefill: bool
     block_size: int
     num_usable_blocks: int
+    knows_routing: bool = False
+    """Whether requests can be told which experts their tokens went to."""
 
 
 class Intake:
@@ -117,6 +119,11 @@ class Intake:
         """Hold parameters against the vocabulary and the tokenizer."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
+        if params.return_routing and not self.limits.knows_routing:
+            raise RequestError(
+                "return_routing: the model has no mixture-of-experts layers, or has layers of a class of its own, "
+                "whose choice is not seen; leave it False"
+            )
         named: list[tuple[str, Iterable[int] | None]] = [
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
@@ -153,7 +160,7 @@ class Intake:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cache=CacheUse(allowed=params.prompt_logprobs is None, salt=salt),
+                cache=CacheUse(allowed=params.prompt_logprobs is None and not params.return_routing, salt=salt),
             )
             for index in range(params.n)
         ]

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_infer.errors import InferenceError
 from megatron_infer.forward.runner import Drawn, PromptScores
 from megatron_infer.intake import TextCodec
 from megatron_infer.outputs import RequestMetrics, RequestOutput
+from megatron_infer.sampling.carried import ALONE, CarriedBatch
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.request import FinishReason, Request
@@ -57,7 +60,9 @@ class Ledger:
         members: Sequence[Request],
     ) -> None:
         """Start an account for a request of len(members) samples."""
-        samples = [Sample(request, i, params, self._tokenizer) for i, request in enumerate(members)]
+        samples: list[Sample] = []
+        for i, request in enumerate(members):
+            samples.append(Sample(request, i, params, self._tokenizer, samples[0] if samples else None))
         group = Group(
             id=request_id,
             prompt=prompt,
@@ -77,6 +82,7 @@ class Ledger:
         self._groups[group.id] = group
         params, samples = group.params, group.samples
         per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
+        per_token = per_token or params.carries
         for sample in samples:
             self._members[sample.request.id] = (group, sample)
             if per_token:
@@ -133,6 +139,10 @@ class Ledger:
         if self._watched:
             if drawn.logprobs is not None:
                 self._take_logprobs(plan, drawn, alive)
+            if drawn.carried is not None:
+                self._take_carried(plan, drawn.carried, alive)
+            if drawn.routing is not None:
+                self._take_routing(plan, drawn.routing)
             self._take_tokens(plan, alive, touched, scheduler)
         return self.close(ended, touched)
 
@@ -183,6 +193,36 @@ class Ledger:
             sample.logprobs.append(
                 logprob_entry(self._tokenizer, request.tokens[-1], logprob, rank, ids[:count], values[:count])
             )
+
+    def _take_carried(self, plan: Plan, batch: CarriedBatch, alive: list[bool]) -> None:
+        bits_BY = batch.bits_BY.cpu().numpy()
+        columns = (batch.index, batch.raw, batch.processed, batch.support)
+        for place, raw, processed, told in zip(*(column.tolist() for column in columns), strict=True):
+            if not alive[place]:
+                continue
+            request = plan.sampled[place]
+            carried = self._members[request.id][1].carried
+            assert carried is not None, f"{request.id} carries what nobody asked for"
+            carried.take_logprobs(raw, processed)
+            if carried.support is not None:
+                bits = None if told < 0 else bits_BY[told]
+                carried.take_support(bits, request.tokens[-1] if told == ALONE else None, batch.vocab_size)
+
+    def _take_routing(self, plan: Plan, routing: np.ndarray) -> None:
+        """Of every position of the step whose request asked, those of requests that have just ended included."""
+        for token, (request, start) in enumerate(zip(plan.decode, plan.decode_starts, strict=True)):
+            if request.params.return_routing:
+                self._note_routing(request, start, routing[token : token + 1])
+        offset = len(plan.decode)
+        for piece in plan.prefill:
+            if piece.request.params.return_routing:
+                self._note_routing(piece.request, piece.start, routing[offset : offset + piece.n])
+            offset += piece.n
+
+    def _note_routing(self, request: Request, start: int, rows: np.ndarray) -> None:
+        member = self._members.get(request.id)
+        if member is not None and member[1].carried is not None:
+            member[1].carried.take_routing(start, rows)
 
     def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
         for scores in scored:

@@ -150,6 +150,8 @@ class Lifecycle:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = EngineState.RUNNING
         self.observers: list[Observer] = []
+        self.torn: str | None = None
+        """Why the weights are not whole: an update is under way, or ended half-way; None: they are."""
         self._clock = clock
         self._transit: Transit | None = None
 
@@ -167,6 +169,16 @@ class Lifecycle:
             f"it waits for {busy.waits_for}" if busy is not None else WAY_OUT.get(self.state, "wait for it to end")
         )
         raise WrongState(f"{call} while the engine is {self.state.name}; {way_out}", state=self.state.value)
+
+    def require_whole_weights(self, call: str) -> None:
+        """Raise WrongState while a weight update is under way, or after one that ended half-way."""
+        if self.torn is not None:
+            raise WrongState(f"{call} with weights that are not whole: {self.torn}", state=self.state.value)
+
+    def require_able(self, call: str) -> None:
+        """Raise WrongState unless the engine is RUNNING, with whole weights."""
+        self.require(call, EngineState.RUNNING)
+        self.require_whole_weights(call)
 
     @contextmanager
     def transition(self, command: str, *, timeout_s: float | None = None) -> Iterator[Transit]:

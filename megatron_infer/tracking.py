@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_infer.carried import carried_of
 from megatron_infer.errors import InferenceError
 from megatron_infer.intake import TextCodec
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
@@ -21,8 +22,19 @@ StreamMode = Literal["cumulative", "delta", "final"]
 class Sample:
     """One sequence's visible side: its text so far, its logprobs, what was already handed out."""
 
-    def __init__(self, request: Request, index: int, params: SamplingParams, tokenizer: TextCodec | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        params: SamplingParams,
+        tokenizer: TextCodec | None,
+        first: Sample | None = None,
+    ) -> None:
+        """first: the first sample of the same request; None for itself."""
         self.request, self.index = request, index
+        self.carried = carried_of(
+            params, request.prompt_len, request.max_total, None if first is None else first.carried
+        )
         self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self.cumulative_logprob = 0.0
         self.stop_string: str | None = None
@@ -75,13 +87,14 @@ class Sample:
         """A snapshot; in delta mode only what was not handed out before."""
         request = self.request
         token_ids = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
-        text, logprobs = self._text, self.logprobs
+        text, logprobs, first = self._text, self.logprobs, 0
         if mode == "delta":
+            first = self._sent_tokens
             token_ids, text = token_ids[self._sent_tokens :], text[self._sent_chars :]
             logprobs = None if logprobs is None else logprobs[self._sent_tokens :]
             self._sent_tokens, self._sent_chars = self._num_seen, len(self._text)
         reason = request.finish_reason
-        return CompletionOutput(
+        output = CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
@@ -91,6 +104,10 @@ class Sample:
             spans=[span for span in request.history.spans if span.first_token < self._num_seen],
             stop_reason=request.stop_reason,
         )
+        if self.carried is not None:
+            num_positions = None if reason is None else request.prompt_len + self._num_seen - 1
+            self.carried.fill(output, first, self._num_seen, num_positions=num_positions)
+        return output
 
     @property
     def sent(self) -> tuple[int, int]:

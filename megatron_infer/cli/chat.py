@@ -40,9 +40,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 at the end of the conversation; 2 when the model has no chat template or a flag makes no sense here."""
     params = SamplingParams.from_dict(sampling_from(args))
-    if params.n != 1 or not params.detokenize or params.logprobs is not None or params.prompt_logprobs is not None:
+    scored = params.logprobs is not None or params.prompt_logprobs is not None or params.carries
+    if params.n != 1 or not params.detokenize or scored:
         note(
-            "error: chat shows one answer as text; --n, --logprobs, --prompt-logprobs, --no-detokenize are for generate"
+            "error: chat shows one answer as text; --n, --logprobs, --prompt-logprobs, --return-..., --no-detokenize "
+            "are for generate"
         )
         return 2
     llm = load_llm(args)

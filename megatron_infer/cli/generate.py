@@ -216,6 +216,13 @@ def _completion(one: CompletionOutput, *, many: bool) -> dict[str, Any]:
     if one.logprobs is not None:
         line["cumulative_logprob"] = one.cumulative_logprob
         line["logprobs"] = [_logprobs(entry) for entry in one.logprobs]
+    if one.raw_logprobs is not None:
+        line |= {"raw_logprobs": one.raw_logprobs, "processed_logprobs": one.processed_logprobs}
+    if one.support is not None:
+        support = one.support
+        line["support"] = [None if support.is_whole(i) else support.ids_at(i).tolist() for i in range(len(support))]
+    if one.routing is not None:
+        line["routing"] = one.routing.tolist()
     return line
 
 
@@ -253,6 +260,8 @@ class Printer:
                 print(f"[{index + 1}{sample}] {_headline(self._jobs[index])}\n{answer}\n", flush=True)
         if any(one.logprobs is not None for one in result.outputs):
             self._print_logprobs(result)
+        for one in result.outputs:
+            _print_carried(one)
 
     def _answer(self, one: CompletionOutput) -> str:
         return " ".join(map(str, one.token_ids)) if self._as_ids else one.text
@@ -267,6 +276,20 @@ class Printer:
             for token, entry in zip(one.token_ids, one.logprobs or [], strict=False):
                 first, *others = (_scored(other, entry[other]) for other in sorted(entry, key=lambda t: t != token))
                 print(f"  {first}   {'  '.join(others)}".rstrip())
+
+
+def _print_carried(one: CompletionOutput) -> None:
+    """What a sample carries by the return_ flags, a line a token; a file has it in full."""
+    for i, token in enumerate(one.token_ids if one.raw_logprobs is not None or one.support is not None else ()):
+        words = [f"  {token}"]
+        if one.raw_logprobs is not None and one.processed_logprobs is not None:
+            words.append(f"raw {one.raw_logprobs[i]:.3f}, as drawn {one.processed_logprobs[i]:.3f}")
+        if one.support is not None:
+            words.append(f"among {one.support.mask(i).sum()}")
+        print("   ".join(words))
+    if one.routing is not None:
+        positions, layers, experts = one.routing.shape
+        print(f"  routing of {positions} positions in {layers} layers, {experts} experts each: --output writes it")
 
 
 def _scored(token: int, entry: Any) -> str:

@@ -7,6 +7,7 @@ Times of time.monotonic become ages, as another process has another clock: diffe
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.carried import Carried
 from megatron_infer.errors import InferenceError
 from megatron_infer.intake import TextCodec
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput, TokenSupport
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import CacheUse, FinishReason, History, Request, Status, VersionSpan
 from megatron_infer.tracking import Group, Sample
@@ -158,6 +160,7 @@ def encode_group(
                 "sent": [max(0, sent - held) for sent, held in zip(sample.sent, held_back, strict=True)],
                 "logprobs": None if sample.logprobs is None else encode_logprobs(sample.logprobs, numbers),
                 "cumulative_logprob": sample.cumulative_logprob,
+                "carried": None if sample.carried is None else _encode_carried(sample.carried, numbers),
                 "history": dataclasses.asdict(request.history),
                 "kv": None if stored is None else _encode_kv(stored, numbers),
             }
@@ -210,9 +213,11 @@ def decode_group(
         )
         if one["index"] != place:
             raise ValueError(f"request {record['id']!r}: sample {one['index']} in place {place}")
-        sample = Sample(request, place, params, tokenizer)
+        sample = Sample(request, place, params, tokenizer, samples[0] if samples else None)
         sample.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, tokenizer)
         sample.cumulative_logprob = one["cumulative_logprob"]
+        if sample.carried is not None and one.get("carried") is not None:  # files of before it have none
+            _decode_carried(sample.carried, one["carried"], numbers)
         samples.append(sample)
         tokens_sent, chars_sent = one["sent"]
         kv = None if one["kv"] is None else _decode_kv(one["kv"], numbers)
@@ -264,6 +269,10 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
                 "finish_reason": one.finish_reason,
                 "stop_reason": one.stop_reason,
                 "spans": one.spans,
+                "raw_logprobs": _maybe_floats(one.raw_logprobs, numbers),
+                "processed_logprobs": _maybe_floats(one.processed_logprobs, numbers),
+                "support": None if one.support is None else _encode_support(one.support, numbers),
+                "routing": None if one.routing is None else _encode_array(one.routing, numbers),
             }
             for one in output.outputs
         ],
@@ -292,6 +301,10 @@ def decode_output(
                 finish_reason=one["finish_reason"],
                 stop_reason=one["stop_reason"],
                 spans=[VersionSpan(*span) for span in one["spans"]],
+                raw_logprobs=_found_floats(one.get("raw_logprobs"), numbers),
+                processed_logprobs=_found_floats(one.get("processed_logprobs"), numbers),
+                support=None if one.get("support") is None else _decode_support(one["support"], numbers),
+                routing=None if one.get("routing") is None else _decode_array(one["routing"], numbers),
             )
             for one in record["outputs"]
         ],
@@ -350,6 +363,64 @@ def _maybe_decoded(
     record: Mapping[str, Any] | None, numbers: Numbers, tokenizer: TextCodec | None
 ) -> list[dict[int, Logprob] | None] | None:
     return None if record is None else decode_logprobs(record, numbers, tokenizer)
+
+
+# ---------------------------------------------------------------------- what samples carry
+
+
+def _encode_carried(carried: Carried, numbers: Numbers) -> dict[str, Any]:
+    support = None if carried.support is None else TokenSupport.of_rows(carried.vocab_size, carried.support)
+    logs = (carried.of_prompt, carried.of_output)
+    return {
+        "raw": _maybe_floats(carried.raw, numbers),
+        "processed": _maybe_floats(carried.processed, numbers),
+        "support": None if support is None else _encode_support(support, numbers),
+        "routing": [None if log is None or not log.count else _encode_array(log.rows, numbers) for log in logs],
+    }
+
+
+def _decode_carried(carried: Carried, record: Mapping[str, Any], numbers: Numbers) -> None:
+    """Into what a new sample has; a request's samples all bring the routing of their one prompt."""
+    carried.raw = _found_floats(record["raw"], numbers)
+    carried.processed = _found_floats(record["processed"], numbers)
+    if record["support"] is not None:
+        support = _decode_support(record["support"], numbers)
+        carried.support, carried.vocab_size = support.rows(), support.vocab_size
+    for log, rows in zip((carried.of_prompt, carried.of_output), record["routing"], strict=True):
+        if log is not None and rows is not None:
+            log.take(log.first, _decode_array(rows, numbers))
+
+
+def _maybe_floats(values: Sequence[float] | None, numbers: Numbers) -> Any:
+    return None if values is None else numbers.put_floats(values)
+
+
+def _found_floats(ref: Any, numbers: Numbers) -> list[float] | None:
+    return None if ref is None else numbers.get_floats(ref)
+
+
+def _encode_support(support: TokenSupport, numbers: Numbers) -> list[Any]:
+    return [support.vocab_size, _encode_array(support.offsets, numbers), _encode_array(support.ids, numbers)]
+
+
+def _decode_support(record: Sequence[Any], numbers: Numbers) -> TokenSupport:
+    vocab_size, offsets, ids = record
+    return TokenSupport(vocab_size, _decode_array(offsets, numbers), _decode_array(ids, numbers))
+
+
+def _encode_array(array: np.ndarray, numbers: Numbers) -> list[Any]:
+    """[dtype, shape, its bytes as int64, the last one filled up with zeros]."""
+    content = array.tobytes()
+    words = np.frombuffer(content + bytes(-len(content) % 8), dtype=np.int64)
+    return [array.dtype.name, list(array.shape), numbers.put_ints(words.tolist())]
+
+
+def _decode_array(record: Sequence[Any], numbers: Numbers) -> np.ndarray:
+    name, shape, words = record
+    count = math.prod(shape)
+    content = np.array(numbers.get_ints(words), dtype=np.int64).view(np.uint8)
+    array: np.ndarray = content[: count * np.dtype(name).itemsize].view(name).reshape(shape)
+    return array
 
 
 def _encode_metrics(metrics: RequestMetrics, now: float) -> dict[str, Any]:

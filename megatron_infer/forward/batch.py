@@ -85,6 +85,7 @@ class Batch:
     states: StateTensors | None
     """Recurrent states, of a model that keeps them."""
     max_sequence_length: int
+    routing_TLK: Tensor | None = None
 
     use_flashinfer_fused_rope = False
     materialize_only_last_token_logits = True

@@ -108,25 +108,52 @@ class StageLink:
         self._host_group = group if gloo else dist.new_group(self._ranks, "gloo", use_local_synchronization=True)
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
+    def compare(self, numbers: Sequence[int]) -> np.ndarray:
+        """Everyone's numbers, int64 [stages, len(numbers)]; all stages call it."""
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        dist.all_gather(everyones, mine, group=self._host_group)
+        found: np.ndarray = torch.stack(everyones).numpy()
+        return found
+
     # ------------------------------------------------------------------ stage to stage
 
-    def receive(self, num_tokens: int) -> tuple[Tensor | None, int | None]:
-        """(residual stream of the stage before, fp32 [T, D], None if there is none; the stage that failed, or None)."""
+    def receive(self, num_tokens: int, *, notes: int = 0) -> tuple[Tensor | None, Tensor | None, int | None]:
+        """(residual stream of the stage before, fp32 [T, D]; its notes, fp32 [T, notes]; the stage that failed).
+
+        notes: numbers that come with each token. None: there is no stage before; nobody failed.
+        """
         if self.is_first:
-            return None, None
-        buffer = torch.empty(num_tokens * self._hidden_size + 1, device=self._device)
+            return None, None, None
+        split = num_tokens * self._hidden_size
+        buffer = torch.empty(split + num_tokens * notes + 1, device=self._device)
         self._wait(dist.irecv(buffer, self._ranks[self.rank - 1], group=self._group, tag=_HIDDEN), self.rank - 1)
         failed = int(buffer[-1])
-        return buffer[:-1].view(num_tokens, self._hidden_size), None if failed == FAILED else failed
+        residual_TD = buffer[:split].view(num_tokens, self._hidden_size)
+        return residual_TD, buffer[split:-1].view(num_tokens, notes), None if failed == FAILED else failed
 
-    def send(self, residual_TD: Tensor | None, num_tokens: int, *, failed_stage: int | None = None) -> None:
-        """Hand the residual stream to the next stage, or word of a failure in its place; does nothing in the last."""
+    def send(
+        self,
+        residual_TD: Tensor | None,
+        num_tokens: int,
+        *,
+        notes: int = 0,
+        notes_TN: Tensor | None = None,
+        failed_stage: int | None = None,
+    ) -> None:
+        """Hand the residual stream to the next stage, or word of a failure in its place; does nothing in the last.
+
+        notes, notes_TN: see `receive`; whole numbers below 2**24, which fp32 holds.
+        """
         if self.is_last:
             return
-        buffer = torch.empty(num_tokens * self._hidden_size + 1, device=self._device)
+        split = num_tokens * self._hidden_size
+        buffer = torch.empty(split + num_tokens * notes + 1, device=self._device)
         buffer[-1] = FAILED if failed_stage is None else failed_stage
         if residual_TD is not None:
-            buffer[:-1].view(num_tokens, self._hidden_size).copy_(residual_TD)
+            buffer[:split].view(num_tokens, self._hidden_size).copy_(residual_TD)
+        if notes_TN is not None:
+            buffer[split:-1].view(num_tokens, notes).copy_(notes_TN)
         self._post(buffer, self.rank + 1, self._group, _HIDDEN)
 
     # ------------------------------------------------------------------ last stage to all

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +13,11 @@ from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
+from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
-from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.sampling.params import Wants
+from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan, StepResult
 from megatron_infer.schedule.request import Request
@@ -44,6 +47,9 @@ class Drawn:
     bad: list[int]
     """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
     prompt_scores: list[PromptScores]
+    carried: CarriedBatch | None = None
+    routing: np.ndarray | None = None
+    """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where some request asks."""
     error: str = ""
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
 
@@ -58,27 +64,34 @@ class Flight:
     logits_SV: Tensor | None = None
     prompt_scores: list[PromptScores] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
+    carried: CarriedBatch | None = None
+    routed_TLK: Tensor | None = None
+    """What the layers, of this stage and those before, note of their choice."""
+    routing: HostRead | None = None
     _tokens: HostRead | None = None
     _bad: HostRead | None = None
 
-    def drawn_as(self, tokens: HostRead, bad: HostRead, logprobs: LogprobBatch | None) -> None:
-        self._tokens, self._bad, self.logprobs = tokens, bad, logprobs
+    def drawn_as(self, tokens: HostRead, bad: HostRead, out: SampleOutput) -> None:
+        self._tokens, self._bad, self.logprobs, self.carried = tokens, bad, out.logprobs, out.carried
         self.logits_SV = None
 
     def is_done(self) -> bool:
         """Whether `read` would not have to wait."""
-        return all(part is None or part.is_done() for part in (self._tokens, self._bad))
+        return all(part is None or part.is_done() for part in (self._tokens, self._bad, self.routing))
 
     def read(self) -> Drawn:
         """Wait for the device and give the tokens."""
+        routing = None if self.routing is None else as_ids(self.routing.wait())
         if self._tokens is None or self._bad is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores)
+            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing)
         bad = self._bad.wait()
         return Drawn(
             StepResult(self._tokens.wait().tolist()),
             self.logprobs,
             bad.nonzero().flatten().tolist() if bool(bad.any()) else [],
             self.prompt_scores,
+            self.carried,
+            routing,
         )
 
 
@@ -97,6 +110,8 @@ class ModelRunner:
     ) -> None:
         self.store, self.builder, self._model = store, builder, model
         self._sampler, self._device, self._ops = sampler, device, ops
+        self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
+        """What requests can be told of their tokens' experts; None: nothing."""
 
     @torch.inference_mode()
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
@@ -111,12 +126,16 @@ class ModelRunner:
         self._set_rows(flight.plan)
         self.store.run_moves(moves)
         flight.batch = self.builder.build(flight.plan, table_writes)
+        if self._sampler.params.num_routing:
+            self._make_room_for_routing(flight)
 
     def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
         """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in."""
         plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
+        if flight.routed_TLK is not None:
+            flight.routing = self._device.begin_read(flight.routed_TLK)
         if not scores:
             return
         if plan.sampled:
@@ -125,6 +144,16 @@ class ModelRunner:
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+
+    def _make_room_for_routing(self, flight: Flight) -> None:
+        """Where the layers note their choice, if one of the step's rows asks."""
+        shape, batch = self.routing, flight.batch
+        if shape is not None and (self._sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
+            flight.routed_TLK = batch.routing_TLK = self._room_for_routing(batch.num_tokens, shape)
+
+    def _room_for_routing(self, num_tokens: int, shape: RoutingShape) -> Tensor:
+        dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
+        return torch.empty((num_tokens, shape.num_layers, shape.top_k), dtype=dtype, device=self._device.torch)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do this once the steps launched so far have done what they do on the host."""
@@ -141,7 +170,7 @@ class ModelRunner:
             SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
         )
         self.builder.store_drawn(batch, out.tokens_S)
-        flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out.logprobs)
+        flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""
@@ -176,3 +205,9 @@ class ModelRunner:
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
+
+
+def as_ids(routing: Tensor) -> np.ndarray:
+    """Expert ids on the host: uint8, or uint16 where int16 stood for it."""
+    ids: np.ndarray = routing.numpy()
+    return ids if ids.dtype == np.uint8 else ids.view(np.uint16)

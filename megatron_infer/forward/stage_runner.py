@@ -21,6 +21,8 @@ from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
 from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
+from megatron_infer.kernels.base import RoutingShape
+from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 
@@ -79,6 +81,8 @@ class StageRunner(ModelRunner):
         self._lane = Lane(f"stage {link.rank}")
         self._lane.submit(self._device.take_thread)
         self._inbox = self._lane if link.is_last else Lane(f"stage {link.rank} inbox")
+        self._routing_before, self.routing = self._all_routing()
+        """Mixture-of-experts layers of the stages before; what is gathered up to this stage (None: nothing)."""
 
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
         flight = StageFlight(plan=plan, on_wait=self._on_wait)
@@ -94,6 +98,31 @@ class StageRunner(ModelRunner):
     def then(self, action: Callable[[], None]) -> None:
         self._lane.submit(action)
 
+    def _all_routing(self) -> tuple[int, RoutingShape | None]:
+        """Compare stages: a step's routing travels with its residual stream, and each stage adds its layers'."""
+        own = self._model.routing
+        unseen = (-1, -1, -1)
+        shapes = self.link.compare(unseen if own is None else (own.num_layers, own.top_k, own.num_experts))
+        layers, top_k, num_experts = shapes[:, 0].cumsum().tolist(), int(shapes[:, 1].max()), int(shapes[:, 2].max())
+        before = layers[self.link.rank - 1] if self.link.rank else 0
+        if not layers[-1] or (shapes < 0).any():
+            return 0, None
+        return before, RoutingShape(num_layers=layers[self.link.rank], top_k=top_k, num_experts=num_experts)
+
+    def _asks_routing(self, plan: Plan) -> bool:
+        """From the plan alone: every stage says the same, one that failed included."""
+        if self.routing is None:
+            return False
+        return any(request.params.return_routing for request in plan.decode) or any(
+            piece.request.params.return_routing for piece in plan.prefill
+        )
+
+    def _make_room_for_routing(self, flight: Flight) -> None:
+        if self._asks_routing(flight.plan):
+            assert self.routing is not None
+            flight.routed_TLK = self._room_for_routing(flight.plan.num_tokens, self.routing)
+            flight.batch.routing_TLK = flight.routed_TLK[:, self._routing_before :]
+
     @torch.inference_mode()
     def _compute(
         self, flight: StageFlight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
@@ -104,7 +133,12 @@ class StageRunner(ModelRunner):
             self._set_out(flight, table_writes, moves)
         except Exception as error:
             self._note_failure(flight, error)
-        received_TD, failed_before = link.receive(num_tokens)
+        asks = self._asks_routing(flight.plan)
+        top_k, upto = (0, 0) if not asks or self.routing is None else (self.routing.top_k, self.routing.num_layers)
+        received_TD, notes_TN, failed_before = link.receive(num_tokens, notes=self._routing_before * top_k)
+        if notes_TN is not None and flight.routed_TLK is not None:
+            before_TLK = notes_TN.view(num_tokens, self._routing_before, top_k)
+            flight.routed_TLK[:, : self._routing_before] = before_TLK.to(flight.routed_TLK.dtype)
         if failed_before is not None:
             flight.failed_stage = failed_before
         if flight.failed_stage is None:
@@ -115,7 +149,8 @@ class StageRunner(ModelRunner):
             except Exception as error:
                 self._note_failure(flight, error)
                 residual_TD = None
-        link.send(residual_TD, num_tokens, failed_stage=flight.failed_stage)
+        notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
+        link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_stage=flight.failed_stage)
 
     def _draw(self, flight: StageFlight) -> Drawn:
         """On the last stage: draw, and tell everyone."""
@@ -143,8 +178,8 @@ class StageRunner(ModelRunner):
         tokens[bad] = 0
         if len(tokens):
             self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
-        logprobs, scores = _heard(flight.plan, message.extra)
-        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores)
+        logprobs, carried, routing, scores = _heard(flight.plan, message.extra)
+        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing)
 
     @torch.inference_mode()
     def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
@@ -169,32 +204,49 @@ def _scored(plan: Plan) -> Iterator[Slice]:
 
 
 def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
-    """Logprobs and prompt scores as arrays; none when nobody asked."""
-    logprobs, arrays = drawn.logprobs, []
-    if logprobs is None and not drawn.prompt_scores:
+    """Logprobs, what tokens carry, routing and prompt scores as arrays; none when nobody asked."""
+    logprobs, carried, routing, arrays = drawn.logprobs, drawn.carried, drawn.routing, []
+    if logprobs is None and carried is None and routing is None and not drawn.prompt_scores:
         return []
-    arrays.append(np.array([logprobs is not None], dtype=np.int64))
+    vocab_size = 0 if carried is None else carried.vocab_size
+    has = [logprobs is not None, carried is not None, routing is not None]
+    arrays.append(np.array([*has, vocab_size], dtype=np.int64))
     if logprobs is not None:
         tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
         arrays += [logprobs.index, logprobs.counts, *(tensor.cpu().numpy() for tensor in tensors)]
+    if carried is not None:
+        tensors = (carried.raw, carried.processed, carried.bits_BY)
+        arrays += [carried.index, carried.support, *(tensor.cpu().numpy() for tensor in tensors)]
+    if routing is not None:
+        arrays.append(routing)
     for scores in drawn.prompt_scores:
         arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
     return arrays
 
 
-def _heard(plan: Plan, arrays: Sequence[np.ndarray]) -> tuple[LogprobBatch | None, list[PromptScores]]:
+def _heard(
+    plan: Plan, arrays: Sequence[np.ndarray]
+) -> tuple[LogprobBatch | None, CarriedBatch | None, np.ndarray | None, list[PromptScores]]:
     """What `_told` said, on another rank."""
     if not arrays:
-        return None, []
-    at, logprobs = 1, None
-    if arrays[0][0]:
+        return None, None, None, []
+    at, logprobs, carried, routing = 1, None, None, None
+    has_logprobs, has_carried, has_routing, vocab_size = arrays[0].tolist()
+    if has_logprobs:
         index, counts = arrays[1:3]
         token_logprob, token_rank, top_ids, top_logprobs = map(torch.from_numpy, arrays[3:7])
         logprobs = LogprobBatch(index, token_logprob, token_rank, top_ids, top_logprobs, counts)
         at = 7
+    if has_carried:
+        index, support = arrays[at : at + 2]
+        raw, processed, bits_BY = map(torch.from_numpy, arrays[at + 2 : at + 5])
+        carried = CarriedBatch(index, raw, processed, support, bits_BY, vocab_size)
+        at += 5
+    if has_routing:
+        routing, at = arrays[at], at + 1
     scores = []
     for piece in _scored(plan):
         scores.append(PromptScores(piece.request, piece.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
         at += 4
     assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
-    return logprobs, scores
+    return logprobs, carried, routing, scores

@@ -154,6 +154,8 @@ class StepInputs(Protocol):
     ops: Ops
     positions_T: Tensor
     token_ids_T: Tensor
+    routing_TLK: Tensor | None
+    """Where mixture-of-experts layers note which experts each token goes to; None: nobody asks."""
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""
@@ -162,6 +164,15 @@ class StepInputs(Protocol):
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         """Mamba layer number `layer` of this rank (see `kernels.ssm.ScanBackend.run`)."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What a token's routing is, of this rank's layers: which `top_k` of `num_experts`, in each of `num_layers`."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +185,9 @@ class RotaryTable:
 
 class PagedModel(Protocol):
     """A live model whose layers have been adopted; the runner drives it through this."""
+
+    routing: RoutingShape | None
+    """None: a layer may have experts whose choice is not seen."""
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings -> the decoder's input, megatron-core's [T, 1, D]."""

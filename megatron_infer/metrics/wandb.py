@@ -7,6 +7,7 @@ never imports wandb and makes no network call of its own.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
@@ -36,10 +37,20 @@ class WandbSink:
         check_writer(writer)
         self.writer = writer
         self.offset = 0
+        self._has_rollouts = False
         if writer is not None:
             self.offset = _last_step(writer)
             writer.define_metric(STEP_METRIC)
             writer.define_metric("inference/*", step_metric=STEP_METRIC)
+
+    def write_rollout(self, values: Mapping[str, float]) -> None:
+        """One row of `RolloutStats.as_metrics()`, over the weight version."""
+        if self.writer is None:
+            return
+        if not self._has_rollouts:
+            self.writer.define_metric("rollout/*", step_metric="rollout/weight_version")
+            self._has_rollouts = True
+        self.writer.log(dict(values))
 
     def write(self, snapshot: StepSnapshot) -> None:
         """One console line and, with a writer, one row."""

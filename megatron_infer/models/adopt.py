@@ -20,6 +20,7 @@ from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanNorm
+from megatron_infer.models.moe import routing_shape
 from megatron_infer.models.plans import LayerPlan
 from megatron_infer.models.reduce import Reducer
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
@@ -105,6 +106,8 @@ class AdoptedModel:
         self.device: torch.device = next(live.parameters()).device
         self._lean = [layer.lean for layer in layers]
         self._drives_itself = all(lean is not None for lean in self._lean)
+        experts = [plan.experts for plan in layers if plan.experts is not None]
+        self.routing = routing_shape(experts) if self._drives_itself else None
         self._norm = norm
         self._dtype = getattr(torch, shape.dtype)
         self._tp = tp

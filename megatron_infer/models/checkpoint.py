@@ -102,12 +102,25 @@ class CheckpointSource:
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         """Load this rank's part; the model itself knows which (`shard` only has to agree with it)."""
+        model.load_state_dict(self._read(model, _sharded(model)), strict=False)
+
+    def part_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's part under the model's own names, beside the model, which is not written to."""
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+
+        def apart(leaf: Any) -> Any:
+            if isinstance(getattr(leaf, "data", None), Tensor):
+                leaf.data = torch.empty_like(leaf.data)
+            return leaf
+
+        return self._read(model, dict_list_map_inplace(apart, _sharded(model)))
+
+    def _read(self, model: nn.Module, wanted: Any) -> dict[str, Tensor]:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-        wanted = _sharded(model)
         try:
             with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
                 # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
@@ -130,7 +143,7 @@ class CheckpointSource:
         if problems:
             raise ModelError(f"{self.path}: tensors do not fit the plan; {'; '.join(problems)}")
         names = set(model.state_dict())
-        model.load_state_dict({key: value for key, value in state.items() if key in names}, strict=False)
+        return {key: value for key, value in state.items() if key in names and isinstance(value, Tensor)}
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_directory(self.path, eos_ids=self._plan.eos_ids, name=self.name)

@@ -37,41 +37,59 @@ def load_weights(model: nn.Module, reader: TensorReader, plan: ModelPlan, shard:
     Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
     them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
     """
-    groups = getattr(model.config, "num_query_groups", None)
-    if groups is not None and groups > plan.transformer["num_query_groups"]:
-        padded = pad_groups(plan, groups)
+    reader, recipes = fitted(model, reader, plan, shard)
+    with torch.no_grad():
+        for name, parameter in _targets(model):
+            parameter.copy_(made(name, parameter, recipes[name], reader, shard))
+
+
+def fitted(
+    model: nn.Module, reader: TensorReader, plan: ModelPlan, shard: Shard = WHOLE
+) -> tuple[TensorReader, dict[str, Recipe]]:
+    """(reader, recipe of every parameter) once all tensors fit; ModelError as in `load_weights`. Reads next to none."""
+    recipes, padded = recipes_of(model, plan)
+    if padded is not plan:
         reader, plan = PaddedReader(reader, plan, padded), padded
-    recipes = dict(_recipes(model, plan))
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(plan, shapes, needed, whole=_is_whole(model))
     _check_split(plan, shard, ExpertPlace.of(model))
     if getattr(model, "post_process", True):
         _check_tied(plan, reader)
-    with torch.no_grad():
-        for name, parameter in _targets(model):
-            recipe = recipes[name]
-            if recipe.make is None:
-                parameter.zero_()
-                continue
-            value = recipe.make(reader, shard)
-            _store(name, parameter, value, vocabulary="word_embeddings" in name or name.startswith("output_layer"))
+    return reader, recipes
+
+
+def recipes_of(model: nn.Module, plan: ModelPlan) -> tuple[dict[str, Recipe], ModelPlan]:
+    """(recipe of every parameter of this rank, the plan with as many kv groups as the model has)."""
+    groups = getattr(model.config, "num_query_groups", None)
+    if groups is not None and groups > plan.transformer["num_query_groups"]:
+        plan = pad_groups(plan, groups)
+    return dict(_recipes(model, plan)), plan
+
+
+def source_shapes(model: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that this rank's parameters are made of."""
+    return {source: shape for _, recipe in _recipes(model, plan) for source, shape in recipe.sources.items()}
+
+
+def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, shard: Shard) -> Tensor:
+    """The value of one parameter, in its shape; ModelError where the tensors make another."""
+    if recipe.make is None:
+        return torch.zeros_like(parameter)
+    value = recipe.make(reader, shard)
+    vocabulary = "word_embeddings" in name or name.startswith("output_layer")
+    if vocabulary and value.shape[0] < parameter.shape[0]:  # padding entries: masked by the sampler, kept at zero
+        padding = value.new_zeros(parameter.shape[0] - value.shape[0], *value.shape[1:])
+        value = torch.cat([value, padding])
+    if value.shape != parameter.shape:
+        raise ModelError(f"{name}: the model has shape {tuple(parameter.shape)}, the weights make {tuple(value.shape)}")
+    return value
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffer of a router that belongs to the model rather than to its training."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
-
-
-def _store(name: str, parameter: Tensor, value: Tensor, *, vocabulary: bool) -> None:
-    if vocabulary and value.shape[0] < parameter.shape[0]:  # padding entries: masked by the sampler, kept at zero
-        parameter[value.shape[0] :].zero_()
-        parameter[: value.shape[0]].copy_(value)
-        return
-    if value.shape != parameter.shape:
-        raise ModelError(f"{name}: the model has shape {tuple(parameter.shape)}, the weights make {tuple(value.shape)}")
-    parameter.copy_(value)
 
 
 def _is_whole(model: nn.Module) -> bool:
@@ -87,7 +105,7 @@ def _check(
         for name, shape in sorted(needed.items())
         if name in shapes and tuple(shapes[name]) != shape
     ]
-    unexpected = sorted(name for name in set(shapes) - set(needed) if not _ignorable(name, plan)) if whole else []
+    unexpected = sorted(name for name in set(shapes) - set(needed) if not ignorable(name, plan)) if whole else []
     problems = []
     if missing:
         problems.append(f"missing ({len(missing)}): {', '.join(missing)}")
@@ -99,7 +117,7 @@ def _check(
         raise ModelError(f"{plan.name or plan.architecture}: tensors do not fit the config; " + "; ".join(problems))
 
 
-def _ignorable(name: str, plan: ModelPlan) -> bool:
+def ignorable(name: str, plan: ModelPlan) -> bool:
     """Buffers that old checkpoints carry, and the copy of the embedding that tied models may hold."""
     if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return True
@@ -194,7 +212,8 @@ class SafetensorsReader:
     """
 
     def __init__(self, directory: str | Path, *, base: str = "") -> None:
-        """base: prefix of the tensors within the model; files saved from the bare body lack it, and it is put back."""
+        """directory: or one .safetensors file. base: prefix of the tensors within the model; files saved from the bare
+        body lack it, and it is put back."""
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
         self._home: dict[str, Any] = {}
@@ -209,7 +228,8 @@ class SafetensorsReader:
             }
 
     def _open_all(self) -> None:
-        files = self._files("*.safetensors", "model.safetensors.index.json")
+        one_file = self.directory.is_file()
+        files = [self.directory] if one_file else self._files("*.safetensors", "model.safetensors.index.json")
         if files:
             for path in files:
                 self._open(path)

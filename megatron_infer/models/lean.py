@@ -31,7 +31,7 @@ RMS, LAYER, L2 = "rms", "layer", "l2"
 class FeedForward(Protocol):
     """What stands behind the second norm: an MLP or experts."""
 
-    def run(self, ops: Ops, x_TD: Tensor) -> Tensor: ...
+    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor: ...
 
     def weights(self) -> Iterator[Tensor]: ...
 
@@ -138,6 +138,9 @@ class LeanMLP:
         self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", tp=tp)
         self.activation = activation_of(mlp, name, weighted=weighted)
 
+    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
+        return self.run(step.ops, x_TD)
+
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
         return self.fc2.run(ops, self.inner(ops, x_TD))
 
@@ -239,7 +242,7 @@ class LeanLayer:
         normed_TD, residual_TD = self.input_norm.run_added(ops, x_TD, residual_TD)
         mixed_TD = self.attention.run(step, normed_TD)
         normed_TD, residual_TD = self.mlp_norm.run_added(ops, mixed_TD, residual_TD)
-        return self.mlp.run(ops, normed_TD), residual_TD
+        return self.mlp.run_step(step, normed_TD), residual_TD
 
     def _run_plain(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """RMS norms, SwiGLU, one rank: the same arithmetic with every call inlined."""
@@ -284,7 +287,7 @@ class FeedForwardBody:
         self.mlp = mlp
 
     def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
-        return self.mlp.run(step.ops, normed_TD)
+        return self.mlp.run_step(step, normed_TD)
 
     def weights(self) -> Iterator[Tensor]:
         yield from self.mlp.weights()

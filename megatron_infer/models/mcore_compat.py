@@ -125,6 +125,13 @@ def known_wrappers() -> tuple[type, ...]:
     return (DistributedDataParallel, Float16Module, torch.nn.parallel.DistributedDataParallel)
 
 
+def inference_mode() -> Any:
+    """The class whose flag says, process-wide, that an engine uses the model; None before 0.19."""
+    from megatron.core.inference import utils
+
+    return getattr(utils, "InferenceMode", None)
+
+
 def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
     """Layers of the pipeline stages before this one; None asks the global state for the stage."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.base import Ops
+from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -66,12 +66,24 @@ class LeanExperts:
     the ranks' sums are added up. Nobody sends a token anywhere, waits for a peer to have work, or has to be told of it.
     """
 
-    __slots__ = ("experts", "first", "reduce", "route", "router", "shared", "shared_module", "shared_with_experts")
+    __slots__ = (
+        "experts",
+        "first",
+        "layer",
+        "reduce",
+        "route",
+        "router",
+        "shared",
+        "shared_module",
+        "shared_with_experts",
+    )
 
     def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
         """tp: the ranks that the shared experts are split over. The others' ranks are the layer's own."""
         _refuse_unsupported(moe, name)
         self.router = moe.router
+        self.layer = 0
+        """Which mixture-of-experts layer of this rank it is; set by `adopt`."""
         self.route = topk_routing()
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
@@ -89,8 +101,11 @@ class LeanExperts:
                 tp, self.shared_with_experts = None, True
             self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
-    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
+        ops = step.ops
         probs_TE, chosen_TE = self._choose(ops, x_TD)
+        if step.routing_TLK is not None:
+            step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
         shared_TD = None if self.shared is None else self._shared(ops, x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
@@ -150,11 +165,29 @@ class LeanExperts:
                 yield self.shared_module.gate_weight
 
 
+def chosen_ids(chosen_TE: Tensor, top_k: int) -> Tensor:
+    """Which `top_k` experts of each row are chosen, ascending -> int64 [T, K], without waiting for the device."""
+    num_experts = chosen_TE.shape[1]
+    # An id that was not chosen is larger than any that was.
+    ids_E = torch.arange(num_experts, device=chosen_TE.device)
+    return torch.where(chosen_TE.bool(), ids_E, num_experts).topk(top_k, largest=False).values
+
+
 def expert_ranks(moe: MoELayer) -> Any:
     """The process group that a layer's experts, and the parts of each, are spread over; None: all are here."""
     if group_size(moe.ep_group) * group_size(moe.experts.tp_group) == 1:
         return None
     return moe.token_dispatcher.tp_ep_group
+
+
+def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
+    """Of a model's mixture-of-experts layers, which are numbered here."""
+    for layer, one in enumerate(experts):
+        one.layer = layer
+    if not experts:
+        return RoutingShape(num_layers=0, top_k=0, num_experts=0)
+    router = experts[0].router
+    return RoutingShape(num_layers=len(experts), top_k=router.topk, num_experts=router.config.num_moe_experts)
 
 
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:

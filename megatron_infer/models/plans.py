@@ -45,6 +45,7 @@ class LayerPlan:
         self.mixer: LeanMixer | None = None
         self.lean: LeanLayer | LeanBlock | None = None
         """None: a layer of the user's own, around paged parts."""
+        self.experts: LeanExperts | None = None
         if isinstance(layer, mcore.TransformerLayer):
             self._plan_transformer(num_attention)
         elif isinstance(layer, mcore.MambaLayer):
@@ -87,6 +88,8 @@ class LayerPlan:
         input_norm = _norm_before(layer, name, part="self_attention", norm="input_layernorm", add="self_attn_bda")
         mlp_norm = _norm_before(layer, name, part="mlp", norm="pre_mlp_layernorm", add="mlp_bda")
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
+        if type(mlp) is LeanExperts:
+            self.experts = mlp
         if self.attention is not None and mlp is not None:
             assert input_norm is not None and mlp_norm is not None
             self.lean = LeanLayer(input_norm=input_norm, attention=self.attention, mlp_norm=mlp_norm, mlp=mlp)

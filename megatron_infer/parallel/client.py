@@ -18,8 +18,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenSupport
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.link import Link
 from megatron_infer.schedule.params import SamplingParams
@@ -98,10 +100,27 @@ def _extend(one: CompletionOutput, piece: wire.Piece) -> None:
         one.cumulative_logprob = piece.cumulative_logprob
     if piece.logprobs is not None:
         one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
+    _extend_carried(one, piece)
     if piece.spans:  # a replica that took over knows only of its own tokens
         first = piece.spans[0][0]
         one.spans = [span for span in one.spans if span.first_token < first]
         one.spans += [VersionSpan(*span) for span in piece.spans]
+
+
+def _extend_carried(one: CompletionOutput, piece: wire.Piece) -> None:
+    """What samples carry; a replica's pieces begin where the last one's ended."""
+    if piece.raw_logprobs is not None:
+        one.raw_logprobs = [*(one.raw_logprobs or []), *wire.bytes_to_floats(piece.raw_logprobs)]
+    if piece.processed_logprobs is not None:
+        one.processed_logprobs = [*(one.processed_logprobs or []), *wire.bytes_to_floats(piece.processed_logprobs)]
+    if piece.support is not None:
+        vocab_size, lengths, words = piece.support
+        rows = np.split(np.frombuffer(words, np.int32), np.cumsum(np.frombuffer(lengths, np.int32))[:-1])
+        before = [] if one.support is None else one.support.rows()
+        one.support = TokenSupport.of_rows(vocab_size, [*before, *(rows if lengths else ())])
+    if piece.routing is not None:
+        name, shape, content = piece.routing
+        one.routing = np.frombuffer(content, name).reshape(shape)
 
 
 def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from megatron_infer.errors import InferenceError, LockstepError, RankFailure, TransitionFailed
+from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure
 from megatron_infer.parallel.links import LinkClosed, Links
 from megatron_infer.parallel.watch import Watch
 from megatron_infer.schedule.plan import Plan
@@ -111,7 +111,7 @@ class Lockstep:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """The body happens on all ranks or fails on all of them: with its own error where it raised, elsewhere with
-        TransitionFailed that names the rank. The body makes no rounds of its own."""
+        OtherRankFailed that names the rank. The body makes no rounds of its own."""
         try:
             yield
         except (RankFailure, LockstepError):
@@ -122,7 +122,8 @@ class Lockstep:
             raise
         answer = self._round(_Report(what))
         if answer["failed"]:
-            raise TransitionFailed("; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"]))
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
+            raise OtherRankFailed(told, ranks=[rank for rank, _ in answer["failed"]])
 
     def check_alive(self) -> None:
         """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds."""

@@ -14,6 +14,8 @@ from megatron_infer.schedule.policy import CostModel
 from megatron_infer.step_loop import StepLoop
 
 DISMISS = "dismiss()"
+ROLLOUT = "rollout()"
+"""The leader hands out finished groups, or ends a rollout: see rl.ranks."""
 
 
 class Relay:
@@ -104,14 +106,19 @@ class Relay:
         """This rank's word on whether weights changed, as far as that matters before a step."""
         return not self._loop.was_idle and self._loop.parts.weights_differ()
 
-    def follow(self, calls: dict[str, Callable[[Any], Any]]) -> None:
-        """Take part in what the leader calls until it calls dismiss(); an error that the leader gets, too, is its."""
+    def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
+        """Take part in what the leader calls until it calls `until` -> what that brings.
+
+        An error that the leader gets, too, is its own.
+        """
         while True:
             self.lockstep.phase = FOLLOW
             met = self.lockstep.meet(FOLLOW, flag=self.weights_moved())
-            if met.call == DISMISS:
+            if met.call == until:
                 self._take(met)
-                return
+                return met.arguments
+            if met.call not in calls:
+                raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
             self._met = met
             try:
                 calls[met.call](met.arguments)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_infer.context.prefix_changes import PrefixChanges
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestOutput
@@ -126,6 +128,8 @@ def continue_request(
         if sample.logprobs is not None:
             sample.logprobs = [{} for _ in range(len(one.tokens) // 4)]
             sample.cumulative_logprob = one.cumulative_logprob
+        if sample.carried is not None:
+            sample.carried.stand_in(len(one.tokens) // 4)
         sample.resume_at((len(one.tokens) // 4, one.num_chars), watched=True)
     for request in members:
         if request.finish_reason is None:
@@ -215,7 +219,7 @@ class ServedRequest:
         sample = self._samples[one.index]
         if sample.closed:
             return None
-        tokens, text, logprobs = one.token_ids, one.text, one.logprobs
+        tokens, text, logprobs, first = one.token_ids, one.text, one.logprobs, 0
         if sample.skip_tokens or sample.skip_chars:
             count = min(len(tokens), len(sample.skip_tokens))
             if tokens[:count] != sample.skip_tokens[:count]:
@@ -223,7 +227,7 @@ class ServedRequest:
                     f"drew tokens {tokens[:count]} where another replica drew {sample.skip_tokens[:count]}: do both "
                     "have the same weights, and a model that computes the same in every batch?"
                 )
-            tokens, sample.skip_tokens = tokens[count:], sample.skip_tokens[count:]
+            tokens, sample.skip_tokens, first = tokens[count:], sample.skip_tokens[count:], count
             text, sample.skip_chars = text[sample.skip_chars :], max(0, sample.skip_chars - len(text))
             logprobs = None if logprobs is None else logprobs[count:]
         if not tokens and not text and one.finish_reason is None:
@@ -240,6 +244,7 @@ class ServedRequest:
             one.cumulative_logprob,
             None if logprobs is None else [_packed(entry) or [] for entry in logprobs],
             [(*span,) for span in one.spans],
+            *_carried(one, first),
         )
 
 
@@ -255,6 +260,21 @@ def params_of(run: wire.Run) -> SamplingParams:
 def _is_one_process(engine: Any) -> bool:
     """Whether its books are this process's alone: ranks in lockstep are told of whole requests only."""
     return hasattr(engine, "ledger") and getattr(engine, "relay", None) is None
+
+
+def _carried(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
+    """The last four fields of a Piece, without the first `first` tokens."""
+    raw, processed, support, routing = one.raw_logprobs, one.processed_logprobs, one.support, one.routing
+    among = None
+    if support is not None:
+        lengths, words = np.diff(support.offsets[first:]), support.ids[support.offsets[first] :]
+        among = (support.vocab_size, lengths.tobytes(), words.tobytes())
+    return (
+        wire.floats_to_bytes(None if raw is None else raw[first:]),
+        wire.floats_to_bytes(None if processed is None else processed[first:]),
+        among,
+        None if routing is None else (routing.dtype.name, list(routing.shape), routing.tobytes()),
+    )
 
 
 def _packed(entry: dict[int, Logprob] | None) -> list[tuple[int, float, int | None, str | None]] | None:
@@ -284,6 +304,9 @@ def _merged(first: wire.Output, second: wire.Output) -> wire.Output:
 
 def _joined(first: wire.Piece, second: wire.Piece) -> wire.Piece:
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    support = second.support
+    if first.support is not None and support is not None:
+        support = (support[0] or first.support[0], first.support[1] + support[1], first.support[2] + support[2])
     return wire.Piece(
         first.index,
         first.offset,
@@ -294,4 +317,8 @@ def _joined(first: wire.Piece, second: wire.Piece) -> wire.Piece:
         second.cumulative_logprob,
         logprobs,
         second.spans,
+        None if second.raw_logprobs is None else (first.raw_logprobs or b"") + second.raw_logprobs,
+        None if second.processed_logprobs is None else (first.processed_logprobs or b"") + second.processed_logprobs,
+        support,
+        second.routing,
     )

@@ -36,7 +36,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -196,6 +196,13 @@ class Piece(_Message):
     logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
     """Of each token: (token id, logprob, rank, text), the drawn one first."""
     spans: list[tuple[int, int, int, int]] = []
+    raw_logprobs: bytes | None = None
+    """Of each token, fp32; the processed ones likewise."""
+    processed_logprobs: bytes | None = None
+    support: tuple[int, bytes, bytes] | None = None
+    """Of a TokenSupport of these tokens: vocabulary size, words of each token and the words, int32."""
+    routing: tuple[str, list[int], bytes] | None = None
+    """With the last piece: dtype (uint8, uint16), shape and content of the whole sample's."""
 
 
 class Failure(_Message):
@@ -417,6 +424,20 @@ def bytes_to_ids(data: bytes) -> list[int]:
     ids = array("i")
     ids.frombytes(data)
     return ids.tolist()
+
+
+def floats_to_bytes(values: Sequence[float] | None) -> bytes | None:
+    """As fp32, which log probabilities are."""
+    return None if values is None else array("f", values).tobytes()
+
+
+def bytes_to_floats(data: bytes) -> list[float]:
+    """Raises BadMessage when these are no whole fp32."""
+    if len(data) % 4:
+        raise BadMessage(f"{len(data)} bytes of fp32 numbers, no multiple of 4")
+    values = array("f")
+    values.frombytes(data)
+    return values.tolist()
 
 
 # ---------------------------------------------------------------------- the shared key

@@ -29,6 +29,11 @@ class Wants(IntFlag):
     """logit_bias, allowed_token_ids or bad_token_ids."""
     MIN_TOKENS = 16
     LOGPROBS = 32
+    SAMPLED = 64
+    """return_sampled_logprobs."""
+    SUPPORT = 128
+    ROUTING = 256
+    """return_routing: of no interest to the sampler, but this is where a step's rows are looked up."""
 
 
 TOUCHED = Wants.PENALTY | Wants.EDIT | Wants.MIN_TOKENS
@@ -63,6 +68,8 @@ class RowParams:
         """Sequence length below which stop ids are masked."""
         self.num_logprobs: np.ndarray = np.full(num_rows, -1, dtype=np.int32)
         """-1: none; 0: the drawn token's; k: and the k most likely."""
+        self.num_routing = 0
+        """Rows with ROUTING, those included that their requests have left."""
         self.extras: dict[int, RowExtras] = {}
 
     def set(self, row: int, request: Request) -> None:
@@ -95,6 +102,13 @@ class RowParams:
         if params.logprobs is not None:
             flags |= Wants.LOGPROBS
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
+        if params.return_sampled_logprobs:
+            flags |= Wants.SAMPLED
+        if params.return_support:
+            flags |= Wants.SUPPORT
+        if params.return_routing:
+            flags |= Wants.ROUTING
+            self.num_routing += 1
         if flags & (Wants.EDIT | Wants.MIN_TOKENS):
             self.extras[row] = self._extras(request)
         self.flags[row] = flags
@@ -103,6 +117,8 @@ class RowParams:
     def clear(self, row: int) -> None:
         """Back to greedy without wishes."""
         self.version += 1
+        if self.flags[row] & Wants.ROUTING:
+            self.num_routing -= 1
         self.flags[row] = 0
         self.num_logprobs[row] = -1
         self.extras.pop(row, None)

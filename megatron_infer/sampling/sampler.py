@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
-from megatron_infer.sampling.logprobs import LogprobBatch, Score, processed, score
+from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, make_lane, split
@@ -50,6 +51,7 @@ class SampleOutput:
     bad_S: Tensor
     """bool: the row had nothing to draw from (NaN or +inf among its logits, or every token masked)."""
     logprobs: LogprobBatch | None
+    carried: CarriedBatch | None = None
 
 
 class Sampler:
@@ -87,6 +89,7 @@ class Sampler:
         self._kept_key: tuple[int, bytes, bytes] | None = None
         self._lanes: list[Lane] = []
         self._asked: Lane | None = None
+        self._carries: CarryPlan | None = None
 
     def sample(self, logits_SV: Tensor, inputs: SampleInputs) -> SampleOutput:
         """One token a row. logits_SV is [S, padded V] in the model's dtype and is left as it was."""
@@ -100,7 +103,10 @@ class Sampler:
         whole = choices[0] if len(choices) == 1 else self._merge(choices, len(rows), logits_SV.device)
         bad_S = ~whole.top_M.isfinite()
         tokens_S = whole.token_M.masked_fill(bad_S, 0)
-        return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole))
+        carried = None
+        if self._carries is not None:
+            carried = carry(self._carries, logits_SV, positions, inputs.token_pool, tokens_S, whole, self.score)
+        return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
     def _plan(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> None:
         """Lanes for this step: the last step's if the same rows want the same things."""
@@ -113,6 +119,7 @@ class Sampler:
         self._lanes = split(self.params, rows, flags, device)
         asked = np.flatnonzero(flags & Wants.LOGPROBS)
         self._asked = make_lane(self.params, rows, flags, asked, device) if len(asked) else None
+        self._carries = plan_carried(self.params, rows, flags, device)
         self._kept_key = key
 
     def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
@@ -149,11 +156,8 @@ class Sampler:
         if self._processed:
             temperature = self.params.table[0, rows]
             temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
-            cut = Choice(drawn.token_M, drawn.top_M)
-            if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
-                cut.cut_logit_M, cut.cut_id_M = lane.take(drawn.cut_logit_M), lane.take(drawn.cut_id_M)
-            values = lane.edited(lane.take(logits_SV), inputs.positions, inputs.token_pool)
-            values = processed(values, torch.from_numpy(temperature).to(values.device), cut)
+            values, divisors = lane.take(logits_SV), torch.from_numpy(temperature).to(logits_SV.device)
+            values = lane.drawn_from(values, inputs.positions, inputs.token_pool, drawn, divisors)
         else:
             values = lane.take(logits_SV)
         counts = self.params.num_logprobs[rows]

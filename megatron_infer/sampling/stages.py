@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.sampling.filters import FEW, MANY, Shape
+from megatron_infer.sampling.filters import FEW, MANY, Choice, Shape
+from megatron_infer.sampling.logprobs import processed
 from megatron_infer.sampling.params import GREEDY_BELOW, TOUCHED, RowParams, Wants
 from megatron_infer.sampling.penalties import Penalties, TokenEdits
 
@@ -40,6 +41,18 @@ class Lane:
         if self.penalties is not None:
             self.penalties.apply(work, positions[self.places], token_pool)
         return work
+
+    def drawn_from(
+        self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, drawn: Choice, temperature_M: Tensor
+    ) -> Tensor:
+        """Logits of the distributions that this lane's tokens were drawn from, fp32 [M, V].
+
+        drawn: the whole step's choices. temperature_M: 1 for greedy rows.
+        """
+        cut = Choice(drawn.token_M, drawn.top_M)
+        if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
+            cut.cut_logit_M, cut.cut_id_M = self.take(drawn.cut_logit_M), self.take(drawn.cut_id_M)
+        return processed(self.edited(logits_MV, positions, token_pool), temperature_M, cut)
 
 
 def split(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> list[Lane]:

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.sampling.carried import CARRIED, CarriedBatch, num_bytes, support_places
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 
-_NOT_PLAIN = int(Wants.DRAW | Wants.LOGPROBS | TOUCHED)
+_NOT_PLAIN = int(Wants.DRAW | Wants.LOGPROBS | CARRIED | TOUCHED)
 _POISONED = torch.iinfo(torch.int64).max
 """Key of a row with NaN or +inf among its logits: larger than any token's."""
 _MASKED = int(sort_keys(torch.tensor(-torch.inf), torch.tensor(0)))
@@ -63,7 +64,9 @@ class TensorParallelSampler:
         asked = np.flatnonzero(flags & Wants.LOGPROBS)
         counts = self.params.num_logprobs[inputs.rows[asked]]
         top = int(counts.max()) if len(asked) else None
-        packed_MC = self._draw_own(logits_SW, others, inputs, top) if len(others) else None
+        carried, support = self._carried(flags, inputs.rows)
+        extra = _num_extra(support, self.vocab_size)
+        packed_MC = self._draw_own(logits_SW, others, inputs, top, extra) if len(others) else None
         keys_P = self._best_keys(_rows(logits_SW, plain)) if len(plain) else None
         packed_OC, keys_nP = self._spread.exchange(packed_MC, len(others), keys_P)
         device = logits_SW.device
@@ -76,11 +79,16 @@ class TensorParallelSampler:
         if packed_OC is not None:
             _put(tokens_S, others, packed_OC[:, 0])
             _put(bad_S, others, packed_OC[:, 1] != 0)
-        if top is None:
-            return SampleOutput(tokens_S, bad_S, None)
-        assert packed_OC is not None
-        scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked))[:, 2:], top)
-        return SampleOutput(tokens_S, bad_S, LogprobBatch(asked, *scores, counts))
+        scored = told = None
+        if top is not None:
+            assert packed_OC is not None
+            scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked))[:, 2 : 4 + 2 * top], top)
+            scored = LogprobBatch(asked, *scores, counts)
+        if extra:
+            assert packed_OC is not None
+            columns = _rows(packed_OC, np.searchsorted(others, carried))[:, -extra:]
+            told = _unpack_carried(columns, carried, support, self.vocab_size)
+        return SampleOutput(tokens_S, bad_S, scored, told)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.
@@ -106,6 +114,11 @@ class TensorParallelSampler:
         flags[reached] &= ~int(Wants.MIN_TOKENS)
         return flags
 
+    def _carried(self, flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sampled positions that carry something, their CarriedBatch.support): the same on every rank."""
+        carried = np.flatnonzero(flags & CARRIED)
+        return carried, support_places(self.params, rows[carried], flags[carried])
+
     def _best_keys(self, logits_PW: Tensor) -> Tensor:
         """int64 [P] that sort as (largest local logit, lowest id that has it)."""
         if self._num_real == 0:
@@ -115,10 +128,15 @@ class TensorParallelSampler:
         key_P = sort_keys(top_P, self._sampler.argmax(real) + self._first_id)
         return key_P.masked_fill(top_P.isnan() | (top_P == torch.inf), _POISONED)
 
-    def _draw_own(self, logits_SW: Tensor, others: np.ndarray, inputs: SampleInputs, top: int | None) -> Tensor:
-        """This rank's share of the rows `others`, drawn: int64 [M, columns], see `_pack`."""
+    def _draw_own(
+        self, logits_SW: Tensor, others: np.ndarray, inputs: SampleInputs, top: int | None, extra: int
+    ) -> Tensor:
+        """This rank's share of the rows `others`, drawn: int64 [M, columns], see `_pack`.
+
+        extra: columns of what tokens carry, the last ones.
+        """
         whole_MV = self._spread.whole_rows(_rows(logits_SW, others))
-        num_columns = 2 if top is None else 4 + 2 * top
+        num_columns = (2 if top is None else 4 + 2 * top) + extra
         packed = torch.zeros(len(whole_MV), num_columns, dtype=torch.int64, device=logits_SW.device)
         if not len(whole_MV):
             return packed
@@ -133,7 +151,9 @@ class TensorParallelSampler:
             assert top is not None
             scores = (found.token_logprob, found.token_rank, found.top_ids, found.top_logprobs)
             index = torch.from_numpy(found.index).to(packed.device)
-            packed[:, 2:].index_copy_(0, index, _pack(scores, top))
+            packed[:, 2 : 4 + 2 * top].index_copy_(0, index, _pack(scores, top))
+        if out.carried is not None:
+            _pack_carried(packed[:, -extra:], out.carried)
         return packed
 
 
@@ -222,3 +242,31 @@ def _unpack(packed: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return bits.to(torch.int32).view(torch.float32)
 
     return fp32(packed[:, 0]), packed[:, 1].clone(), packed[:, 2 : 2 + top].clone(), fp32(packed[:, 2 + top :])
+
+
+def _num_extra(support: np.ndarray, vocab_size: int) -> int:
+    """Columns of what the tokens of a step carry: two log probabilities, and bits where any row tells them."""
+    if not len(support):
+        return 0
+    return 2 + (num_bytes(vocab_size) // 8 if (support >= 0).any() else 0)
+
+
+def _pack_carried(packed_ME: Tensor, carried: CarriedBatch) -> None:
+    """Fill the last columns of this rank's rows."""
+    index = torch.from_numpy(carried.index).to(packed_ME.device)
+    packed_ME[index, 0] = carried.raw.view(torch.int32).to(torch.int64)
+    packed_ME[index, 1] = carried.processed.view(torch.int32).to(torch.int64)
+    told = torch.from_numpy(carried.index[carried.support >= 0]).to(packed_ME.device)
+    if len(told):
+        packed_ME[told, 2:] = carried.bits_BY.view(torch.int64)
+
+
+def _unpack_carried(packed_AE: Tensor, index: np.ndarray, support: np.ndarray, vocab_size: int) -> CarriedBatch:
+    """What `_pack_carried` packed, of every rank's rows."""
+    raw, processed = (packed_AE[:, column].to(torch.int32).view(torch.float32) for column in (0, 1))
+    told = np.flatnonzero(support >= 0)
+    if len(told):
+        bits_BY = _rows(packed_AE, told)[:, 2:].contiguous().view(torch.uint8)
+    else:
+        bits_BY = torch.empty(0, num_bytes(vocab_size), dtype=torch.uint8, device=packed_AE.device)
+    return CarriedBatch(index, raw, processed, support, bits_BY, vocab_size)

@@ -12,6 +12,15 @@ from megatron_infer.errors import RequestError, unknown_name
 
 MAX_N = 1024
 MAX_LOGPROBS = 100
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "return_sampled_logprobs",
+    "return_support",
+    "return_routing",
+    "skip_special_tokens",
+    "detokenize",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +70,13 @@ class SamplingParams:
     """Log probabilities of output tokens: None off, 0 the drawn token's, k the k most likely ones' too (up to 100)."""
     prompt_logprobs: int | None = None
     """Likewise for prompt tokens."""
+    return_sampled_logprobs: bool = False
+    """Two numbers a drawn token: its log probability under the model's own softmax and under the distribution it was
+    drawn from (0.0 where temperature is 0), whatever `logprobs` and the engine's logprobs_mode say."""
+    return_support: bool = False
+    """Which ids each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
+    return_routing: bool = False
+    """Which experts every position went to in every mixture-of-experts layer; takes no cached prefix for its prompt."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -70,7 +86,7 @@ class SamplingParams:
         self._settle_lengths()
         self._settle_distribution()
         self._settle_tokens()
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name} is True or False, got {_show(value)}")
@@ -105,6 +121,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def carries(self) -> bool:
+        """Whether its samples carry more than tokens, text and `logprobs`."""
+        return self.return_sampled_logprobs or self.return_support or self.return_routing
 
     def _settle_lengths(self) -> None:
         _int(self, "n", 1, MAX_N, "ask in several requests for more")

@@ -87,7 +87,8 @@ class CacheUse:
     """How a request may use the prefix cache."""
 
     allowed: bool = True
-    """False when every prompt position must be computed (prompt logprobs): no prefix hit until a token is drawn."""
+    """False when every prompt position must be computed (prompt logprobs, routing): no prefix hit until a token is
+    drawn."""
     salt: str = ""
     """Requests share with each other only if their salts are equal."""
 
@@ -128,5 +129,8 @@ class Request:
 
     @property
     def may_hit(self) -> bool:
-        """Whether published blocks may stand for its tokens; once a token is drawn, prompt logprobs are complete."""
-        return self.cache.allowed or len(self.tokens) > self.prompt_len
+        """Whether published blocks may stand for its tokens; once a token is drawn, prompt logprobs are complete.
+
+        Not for routing: a request that was begun elsewhere has tokens whose positions were never computed here.
+        """
+        return self.cache.allowed or (len(self.tokens) > self.prompt_len and not self.params.return_routing)

@@ -106,7 +106,7 @@ def test_a_model_without_template_is_refused_with_what_to_do(command, llm, capsy
     assert "megatron-infer generate m --raw" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--n", "2"], ["--logprobs", "1"], ["--no-detokenize"]])
+@pytest.mark.parametrize("flags", [["--n", "2"], ["--logprobs", "1"], ["--return-support"], ["--no-detokenize"]])
 def test_flags_that_chat_cannot_honour_are_refused(command, llm, flags):
     assert command("chat", "m", *flags) == 2
     assert not llm.engine.added

@@ -134,7 +134,8 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--n 2 --max-tokens 9 --min-tokens 3 --temperature 0.3 --top-k 5 --top-p 0.8 --min-p 0.1 "
         "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
-        "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 --no-skip-special-tokens --no-detokenize"
+        "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
+        "--return-sampled-logprobs --return-support --return-routing --no-skip-special-tokens --no-detokenize"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
     params = llm.engine.added[0].params
@@ -159,6 +160,9 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         include_stop_str_in_output=True,
         logprobs=2,
         prompt_logprobs=0,
+        return_sampled_logprobs=True,
+        return_support=True,
+        return_routing=True,
         skip_special_tokens=False,
         detokenize=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -66,7 +67,10 @@ def make_engine(model, features: str = "plain", **settings) -> DynamicInferenceE
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts with a common beginning; greedy and drawn, with logprobs of both kinds, groups and penalties."""
+    """Prompts with a common beginning; greedy and drawn, with logprobs of both kinds, groups and penalties.
+
+    Every second one asks for what tokens carry.
+    """
     generator = torch.Generator().manual_seed(5)
     stem = torch.randint(4, 128, (21,), generator=generator).tolist()
     own = [torch.randint(4, 128, (n,), generator=generator).tolist() for n in (3, 30, 9, 1, 14, 6)]
@@ -78,6 +82,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         SamplingParams(temperature=0.8, seed=4, max_tokens=14, repetition_penalty=1.3, presence_penalty=0.4),
         SamplingParams(temperature=0.0, max_tokens=10, logprobs=2, min_tokens=4),
     ]
+    params[1::2] = [dataclasses.replace(one, return_sampled_logprobs=True, return_support=True) for one in params[1::2]]
     return [(stem + tail, one) for tail, one in zip(own, params, strict=True)]
 
 
@@ -89,8 +94,18 @@ def answers(outputs) -> list:
 
     return [
         [out.error and str(out.error), plain(out.prompt_logprobs)]
-        + [[sample.token_ids, sample.finish_reason, plain(sample.logprobs)] for sample in out.outputs]
+        + [[sample.token_ids, sample.finish_reason, plain(sample.logprobs), *carried(sample)] for sample in out.outputs]
         for out in outputs
+    ]
+
+
+def carried(sample) -> list:
+    """What a sample carries beyond tokens and logprobs."""
+    support = sample.support
+    return [
+        sample.raw_logprobs,
+        sample.processed_logprobs,
+        None if support is None else [support.ids_at(i).tolist() for i in range(len(support))],
     ]
 
 

@@ -7,10 +7,12 @@ import signal
 
 import pytest
 import replica_child
+from carried_case import make_engine, make_model
 from coordinator_case import Child, coordinator, replica, wait_for
 
+from megatron_infer.outputs import CompletionOutput
 from megatron_infer.parallel import wire
-from megatron_infer.parallel.client import InferenceClient
+from megatron_infer.parallel.client import InferenceClient, _extend
 from megatron_infer.parallel.served import ServedRequest, params_of
 from megatron_infer.schedule.params import SamplingParams
 
@@ -20,13 +22,25 @@ def engine():
     return replica_child.tiny()
 
 
+@pytest.fixture(scope="module")
+def experts():
+    return make_engine(make_model("experts"), prefix="lru")
+
+
 def prompt_of(i):
     return [*range(10, 50), *(3 + i * 5 % 90 for i in range(i, i + 5))]
 
 
 def params_for(i):
     return SamplingParams(
-        max_tokens=12 + i, temperature=0.0 if i % 2 else 1.0, seed=i, ignore_eos=True, logprobs=1 if i % 3 else None
+        max_tokens=12 + i,
+        temperature=0.0 if i % 2 else 1.0,
+        seed=i,
+        ignore_eos=True,
+        logprobs=1 if i % 3 else None,
+        top_k=0 if i % 3 else 9,
+        return_sampled_logprobs=i % 4 < 2,
+        return_support=i % 4 in (0, 3),
     )
 
 
@@ -80,11 +94,24 @@ def same(outputs, expected):
                         [p.logprob for p in other.values()], abs=1e-5
                     )
                 assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
+            same_carried(one, two)
 
 
+def same_carried(one, two):
+    for name in ("raw_logprobs", "processed_logprobs"):
+        wanted = getattr(two, name)
+        assert getattr(one, name) == (None if wanted is None else pytest.approx(wanted, abs=1e-5)), name
+    assert one.support == two.support
+    assert (one.routing is None) == (two.routing is None)
+    assert one.routing is None or (one.routing.dtype == two.routing.dtype and (one.routing == two.routing).all())
+
+
+CARRIED = {"return_sampled_logprobs": True, "return_support": True}
 HARD = {
     "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
     "samples": SamplingParams(max_tokens=20, n=3, seed=3, ignore_eos=True, logprobs=2),
+    "carried": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **CARRIED),
+    "routed": SamplingParams(max_tokens=20, n=2, seed=9, ignore_eos=True, return_routing=True, **CARRIED),
     "penalties": SamplingParams(
         max_tokens=20, seed=4, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True
     ),
@@ -96,9 +123,10 @@ HARD = {
 @pytest.mark.parametrize("how", ["exactly", "drawn again"])
 @pytest.mark.parametrize("cut", [1, 7, 19])
 @pytest.mark.parametrize("name", HARD)
-def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, name, cut, how):
+def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, experts, name, cut, how):
     """`cut` steps on one engine, then the rest on another: here the same one, which has forgotten it."""
     params, ids = HARD[name], prompt_of(3)
+    engine = experts if params.return_routing else engine
     whole = engine.generate([ids], [params])[0]
     assert any(len(one.token_ids) > 1 for one in whole.outputs)
     run = wire.Run(1, 1, wire.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
@@ -126,6 +154,10 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, nam
             entries = [entry for piece in pieces for entry in piece.logprobs]
             assert [[token for token, *_ in entry] for entry in entries] == [list(entry) for entry in one.logprobs]
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
+        at_the_client = CompletionOutput(index=0, text="", token_ids=[])
+        for piece in pieces:
+            _extend(at_the_client, wire.decode(wire.encode(wire.Output(1, 1, [piece], False))).pieces[0])
+        same_carried(at_the_client, one)
 
 
 def drive(engine, request, told, *, steps):

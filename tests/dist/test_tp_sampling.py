@@ -58,6 +58,7 @@ class Pair:
         assert got.bad_S.tolist() == want.bad_S.tolist()
         assert got.tokens_S.tolist() == want.tokens_S.tolist()
         same_scores(got.logprobs, want.logprobs)
+        same_carried(got.carried, want.carried)
         return got
 
     def check_prompt(self, logits_PV, targets_P, top):
@@ -85,6 +86,15 @@ def same_scores(got, want):
         assert torch.equal(bits(got.top_logprobs[entry, :count]), bits(want.top_logprobs[entry, :count]))
 
 
+def same_carried(got, want):
+    assert (got is None) == (want is None)
+    if got is None:
+        return
+    assert got.index.tolist() == want.index.tolist() and got.support.tolist() == want.support.tolist()
+    for mine, whole in ((got.raw, want.raw), (got.processed, want.processed), (got.bits_BY, want.bits_BY)):
+        assert mine.dtype == whole.dtype and mine.shape == whole.shape and torch.equal(bits(mine), bits(whole))
+
+
 def same_on_all_ranks(*tensors):
     for tensor in tensors:
         everyones = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
@@ -103,6 +113,7 @@ def every_option(rank, size, kernels):
             pair = Pair(requests, vocab_size, rank, size, mode=mode, kernels=kernels)
             out = pair.check(logits)
             same_on_all_ranks(out.tokens_S, out.logprobs.token_logprob, out.logprobs.top_ids)
+            same_on_all_ranks(out.carried.processed, out.carried.bits_BY)
             for _ in range(6):
                 pair.check(logits, rng.permutation(len(requests))[: int(rng.integers(1, 40))])
 
@@ -111,6 +122,8 @@ def few_rows(rank, size, kernels):
     """Fewer rows than ranks, each kind of row alone."""
     rng = np.random.default_rng(5)
     kinds = [{"temperature": 0}, {}, {"top_k": 3, "logprobs": 4}, {"temperature": 0, "logprobs": 0}, {"min_p": 0.1}]
+    kinds += [{"temperature": 0, "return_support": True}, {"top_k": 3, "return_support": True, "logprobs": 1}]
+    kinds += [{"return_sampled_logprobs": True}]
     pair = Pair([make_request([1, 2], seed=i, **kind) for i, kind in enumerate(kinds)], 301, rank, size)
     logits = random_logits(rng, len(kinds), 301)
     for row in range(len(kinds)):

@@ -98,6 +98,7 @@ class Step:
     materialize_only_last_token_logits = True
     num_speculative_tokens = 0
     max_sequence_length = 256
+    routing_TLK = None
 
     def __init__(
         self,

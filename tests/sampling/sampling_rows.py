@@ -66,6 +66,8 @@ def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
         "bad_token_ids": maybe(ids(3), None),
         "min_tokens": maybe(int(rng.choice([1, 5, 6, 20])), 0),
         "logprobs": maybe(int(rng.choice([0, 1, 5])), None),
+        "return_sampled_logprobs": maybe(True, False),
+        "return_support": maybe(True, False),
         **fixed,
     }
     prompt = rng.integers(0, vocab_size, size=int(rng.integers(1, 30)))

@@ -1,0 +1,1 @@
+"""The engine inside a training loop: sessions, rollouts, weights."""

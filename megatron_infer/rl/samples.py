@@ -1,0 +1,129 @@
+"""What a rollout gives a trainer: one sample with everything known about each of its tokens, and groups of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.outputs import CompletionOutput, RequestOutput, TokenSupport
+from megatron_infer.schedule.request import VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutSample:
+    """One sequence. `logprobs`, `raw_logprobs`, `loss_mask` and `support` run along `token_ids`."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """All that follows the prompt: what the model drew and, between turns, what it was given."""
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 of given tokens."""
+    raw_logprobs: list[float] | None = None
+    """The same of the model's own distribution, before the sampler touched it."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Which weights drew which tokens, attending to keys and values of which weights; a span lasts until the next."""
+    finish_reason: str = "stop"
+    """"stop", "length", "abort" or "error"."""
+    stop_reason: int | str | None = None
+    loss_mask: list[int] = field(default_factory=list)
+    """1: drawn by the model; 0: given (the answer of a tool)."""
+    support: TokenSupport | None = None
+    """The ids each token was drawn among, if `return_support` asked for them; all of them for given tokens."""
+    routing: np.ndarray | None = None
+    """Experts of each position, [prompt and tokens - 1, MoE layers, top-k], if `return_routing` asked for them."""
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return self.prompt_ids + self.token_ids
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(self.loss_mask)
+
+    def staleness(self, version: int) -> list[int]:
+        """How many versions old the weights were that drew each drawn token, when `version` trains on it."""
+        return [version - span.policy_version for span, drawn in self._spanned() if drawn]
+
+    def kv_staleness(self, version: int) -> list[int]:
+        """The same of the oldest keys and values that each drawn token attended to."""
+        return [version - span.kv_version_min for span, drawn in self._spanned() if drawn]
+
+    def _spanned(self) -> list[tuple[VersionSpan, int]]:
+        """Every token's span and mask. Tokens given before anything was drawn have the first span."""
+        pairs, place = [], 0
+        for token, drawn in enumerate(self.loss_mask if self.spans else []):
+            while place + 1 < len(self.spans) and self.spans[place + 1].first_token <= token:
+                place += 1
+            pairs.append((self.spans[place], drawn))
+        return pairs
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutGroup:
+    """All samples of one prompt."""
+
+    group_id: str
+    """Never given twice by an engine."""
+    prompt_ids: list[int]
+    samples: list[RolloutSample]
+    info: dict[str, Any] = field(default_factory=dict)
+    """What came with the prompt."""
+    index: int = 0
+    """The prompt's place among those of the call that began it."""
+    begun_version: int = 0
+    """Weights when it was submitted."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found computed."""
+    error: InferenceError | None = None
+    """Why it failed, when a sample's finish_reason is "error"."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Drawn, in all samples."""
+        return sum(sample.num_drawn for sample in self.samples)
+
+    def staleness(self, version: int) -> int:
+        """Of its stalest token, when `version` trains on it."""
+        return max((age for sample in self.samples for age in sample.staleness(version)), default=0)
+
+
+def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSample:
+    """A finished (or aborted) sample of the engine, all of whose tokens were drawn."""
+    return RolloutSample(
+        prompt_ids=list(prompt_ids),
+        token_ids=list(drawn.token_ids),
+        text=drawn.text,
+        logprobs=list(drawn.processed_logprobs or ()),
+        raw_logprobs=None if drawn.raw_logprobs is None else list(drawn.raw_logprobs),
+        spans=list(drawn.spans),
+        finish_reason=drawn.finish_reason or "abort",
+        stop_reason=drawn.stop_reason,
+        loss_mask=[1] * len(drawn.token_ids),
+        support=drawn.support,
+        routing=drawn.routing,
+    )
+
+
+def group_of(
+    output: RequestOutput, *, index: int = 0, info: Mapping[str, Any] | None = None, begun_version: int = 0
+) -> RolloutGroup:
+    """A request of the engine as a group."""
+    return RolloutGroup(
+        group_id=output.request_id,
+        prompt_ids=list(output.prompt_token_ids),
+        samples=[sample_of(output.prompt_token_ids, drawn) for drawn in output.outputs],
+        info=dict(info or {}),
+        index=index,
+        begun_version=begun_version,
+        num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
+    )

@@ -1,0 +1,156 @@
+"""Log probabilities of given tokens by the forward that trains.
+
+Legend: B sequences, S positions, V this rank's part of the vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.config import ModelShape
+from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.parallel.groups import ParallelGroups
+
+
+class Scorer:
+    """The stock forward of a model, or of this rank's part of it, as it runs in training.
+
+    Every rank of the model calls it with the same sequences and has all scores.
+    """
+
+    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups) -> None:
+        self._model, self._shape, self._groups = model, shape, groups
+
+    def check(self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int) -> None:
+        """Raise for what cannot be scored."""
+        if not temperature > 0:
+            raise ConfigError(f"temperature is {temperature}, it must be above 0; 1.0 scores the model's own logits")
+        if micro_batch_tokens < 1:
+            raise ConfigError(f"micro_batch_tokens is {micro_batch_tokens}, it must be at least 1")
+        for place, sequence in enumerate(sequences):
+            if not 2 <= len(sequence) <= self._shape.max_position:
+                raise InvalidPrompt(
+                    f"sequence {place} has {len(sequence)} tokens, a score takes 2 to {self._shape.max_position} "
+                    "(the model's max_sequence_length)"
+                )
+            if min(sequence) < 0 or max(sequence) >= self._shape.vocab_size:
+                raise InvalidPrompt(
+                    f"sequence {place} has token ids {min(sequence)} to {max(sequence)}, the vocabulary is 0 to "
+                    f"{self._shape.vocab_size - 1}"
+                )
+
+    def score(
+        self,
+        forward: Callable[..., Tensor],
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+    ) -> list[Tensor]:
+        """forward(ids_BS, positions_BS, None): of the model or of a wrapper -> fp32 [len - 1] for each sequence."""
+        device = next(self._model.parameters()).device
+        found: list[Tensor | None] = [None] * len(sequences)
+        for places in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):
+            ids_BS = self._padded([sequences[place] for place in places], device)
+            scores_BS = self._micro_batch(forward, ids_BS, temperature)
+            for row, place in enumerate(places):
+                found[place] = scores_BS[row, : len(sequences[place]) - 1]
+        return [scores for scores in found if scores is not None]
+
+    def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        """Behind its end a sequence is anything: no position sees a later one."""
+        length = max(map(len, sequences))
+        if self._model.config.sequence_parallel:  # positions are spread over the ranks in equal parts
+            length += -length % self._groups.tp_size
+        ids_BS = torch.zeros(len(sequences), length, dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            ids_BS[row, : len(sequence)] = torch.tensor(sequence)
+        return ids_BS.to(device)
+
+    def _micro_batch(self, forward: Callable[..., Tensor], ids_BS: Tensor, temperature: float) -> Tensor:
+        """fp32 [B, S - 1]."""
+        groups, model = self._groups, self._model
+        batch, length = ids_BS.shape
+        positions_BS = torch.arange(length, device=ids_BS.device).expand(batch, -1)
+        stages = [] if groups.pp is None else dist.get_process_group_ranks(groups.pp)
+        if not groups.is_first_stage:
+            spread = groups.tp_size if model.config.sequence_parallel else 1
+            dtype = model.config.pipeline_dtype or model.config.params_dtype
+            received = torch.empty(length // spread, batch, model.config.hidden_size, dtype=dtype, device=ids_BS.device)
+            dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
+            model.set_input_tensor(received)
+        out = forward(ids_BS, positions_BS, None)
+        if groups.is_last_stage:
+            scores_BS = self._scores(out[:, :-1], ids_BS[:, 1:], temperature)
+        else:
+            dtype = model.config.pipeline_dtype or model.config.params_dtype
+            dist.send(out.to(dtype).contiguous(), dst=stages[groups.pp_rank + 1], group=groups.pp)
+            scores_BS = torch.empty(batch, length - 1, dtype=torch.float32, device=ids_BS.device)
+        if groups.pp is not None:
+            dist.broadcast(scores_BS, src=stages[-1], group=groups.pp)
+        return scores_BS
+
+    def _scores(self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
+        logits_BSV = logits_BSV.float()
+        if temperature != 1.0:
+            logits_BSV = logits_BSV / temperature
+        size = self._shape.vocab_size
+        if logits_BSV.shape[-1] == self._shape.padded_vocab_size:
+            logprobs_BSV = torch.log_softmax(logits_BSV[..., :size], -1)
+            return logprobs_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
+        first = self._groups.tp_rank * logits_BSV.shape[-1]
+        here = min(max(size - first, 0), logits_BSV.shape[-1])
+        out: Tensor = SplitLogprob.apply(logits_BSV, targets_BS - first, here, self._groups.tp)
+        return out
+
+
+def micro_batches(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Places of sequences to run together, longest first; padded they have `limit` tokens at most, or are alone."""
+    places: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if places and lengths[places[0]] * (len(places) + 1) > limit:
+            yield places
+            places = []
+        places.append(place)
+    if places:
+        yield places
+
+
+class SplitLogprob(torch.autograd.Function):
+    """log softmax at one token, of logits whose columns are spread over ranks; nobody has all of them.
+
+    Three numbers a position go round: the largest logit, the sum of exponentials, the token's own logit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSV: Tensor, local_BS: Tensor, here: int, group: Any) -> Tensor:
+        """local_BS: tokens counted from this rank's first column. here: columns that are not padding."""
+        padded = logits_BSV.shape[-1] - here
+        x_BSV = logits_BSV if not padded else logits_BSV.clone()
+        if padded:
+            x_BSV[..., here:] = -torch.inf
+        top_BS = x_BSV.amax(-1)
+        dist.all_reduce(top_BS, dist.ReduceOp.MAX, group=group)
+        shifted_BSV = x_BSV - top_BS.unsqueeze(-1)
+        mine_BS = (local_BS >= 0) & (local_BS < here)
+        place_BS1 = local_BS.clamp(0, logits_BSV.shape[-1] - 1).unsqueeze(-1)
+        own_BS = shifted_BSV.gather(-1, place_BS1).squeeze(-1).masked_fill_(~mine_BS, 0.0)
+        powers_BSV = shifted_BSV.exp_()
+        both = torch.stack([powers_BSV.sum(-1), own_BS])
+        dist.all_reduce(both, group=group)
+        total_BS, own_BS = both
+        ctx.save_for_backward(powers_BSV.div_(total_BS.unsqueeze(-1)), place_BS1, mine_BS)
+        return own_BS - total_BS.log()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        share_BSV, place_BS1, mine_BS = ctx.saved_tensors
+        grad_BS1 = grads[0].unsqueeze(-1)
+        out_BSV = share_BSV * -grad_BS1
+        out_BSV.scatter_add_(-1, place_BS1, grad_BS1 * mine_BS.unsqueeze(-1))
+        return out_BSV, None, None, None

@@ -1,0 +1,97 @@
+"""New weights for a live model: sources, updates in place, resharding between layouts, digests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.weights.reshard import ReshardReport, ReshardSource
+from megatron_infer.rl.weights.sources import AsyncStreamSource, WeightSource, as_source
+from megatron_infer.rl.weights.update import WeightUpdate
+from megatron_infer.rl.weights.verify import VerifyReport, verify_update
+
+
+def apply(
+    target: Any,
+    source: Any,
+    *,
+    version: int | None = None,
+    running: str = "keep",
+    strict: bool = True,
+    undo: bool = False,
+    check_finite: bool = False,
+    checksum: bool = False,
+    plan: ModelPlan | None = None,
+    names: str | None = None,
+) -> UpdateReport:
+    """Write the weights of `source` (see `as_source`) into an engine's live model, in place; on every rank of it.
+
+    Raises WeightUpdateError naming tensor and rank: what can be known is checked before anything is written; later on
+    undo=True puts back what was there (it costs a host copy of the weights), without it the engine refuses to generate
+    until another update has finished. Options as in `WeightUpdate` and its `finish`.
+    """
+    update = apply_undoable(
+        target,
+        source,
+        version=version,
+        running=running,
+        strict=strict,
+        undo=undo,
+        check_finite=check_finite,
+        checksum=checksum,
+        plan=plan,
+        names=names,
+    )
+    assert update.report is not None
+    return update.report
+
+
+def apply_undoable(
+    target: Any,
+    source: Any,
+    *,
+    version: int | None = None,
+    running: str = "keep",
+    strict: bool = True,
+    undo: bool = True,
+    check_finite: bool = False,
+    checksum: bool = False,
+    plan: ModelPlan | None = None,
+    names: str | None = None,
+) -> WeightUpdate:
+    """As `apply` -> the finished update, whose `rollback()` puts the weights and version before it back."""
+    weights = as_source(source, plan=plan, names=names)
+    with WeightUpdate(
+        target, strict=strict, undo=undo, check_finite=check_finite, plan=plan, names=names or "whole"
+    ) as update:
+        update.check(lambda: weights.check(update.target, strict=strict))
+        weights.write_into(update)
+        update.finish(version, running=running, checksum=checksum)
+    return update
+
+
+async def apply_async(target: Any, pairs: AsyncIterable[tuple[str, Tensor]], **options: Any) -> UpdateReport:
+    """As `apply`, of an async stream of (name, tensor), inside an event loop. The engine must not step meanwhile."""
+    finish = {key: options.pop(key) for key in ("version", "running", "checksum") if key in options}
+    with WeightUpdate(target, **options) as update:
+        await AsyncStreamSource(pairs).feed(update)
+        return update.finish(finish.pop("version", None), **finish)
+
+
+__all__ = [
+    "ReshardReport",
+    "ReshardSource",
+    "UpdateReport",
+    "VerifyReport",
+    "WeightSource",
+    "WeightUpdate",
+    "apply",
+    "apply_async",
+    "apply_undoable",
+    "as_source",
+    "verify_update",
+]

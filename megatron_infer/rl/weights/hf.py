@@ -1,0 +1,150 @@
+"""Tensors under Hugging Face names, one by one in any order, into a rank's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_infer.errors import ModelError, WeightUpdateError, unknown_name
+from megatron_infer.models.checkpoint import plan_from_model
+from megatron_infer.models.head_padding import PaddedReader
+from megatron_infer.models.hf_names import Shard, Span
+from megatron_infer.models.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
+from megatron_infer.models.model_plan import ModelPlan
+
+_MEGATRON = ("embedding.", "decoder.", "output_layer.")
+_ARCHITECTURES = (
+    ("block_sparse_moe.", "GraniteMoeHybridForCausalLM"),
+    ("shared_mlp.", "GraniteMoeHybridForCausalLM"),
+    (".mamba.", "BambaForCausalLM"),
+    ("backbone.", "NemotronHForCausalLM"),
+    (".mixer.", "NemotronHForCausalLM"),
+    ("model.embeddings.", "NemotronHForCausalLM"),
+    ("qkv_proj.", "Phi3ForCausalLM"),
+    ("transformer.", "GPT2LMHeadModel"),
+)
+"""What tells a family by the names of its tensors; the others are named as Llama's."""
+
+
+def is_hf_name(name: str) -> bool:
+    """Whether a name is a Hugging Face one rather than megatron-core's."""
+    return not name.startswith(_MEGATRON)
+
+
+def shard_of(model: Any) -> Shard:
+    """This rank's part of tensor parallelism."""
+    group = model.pg_collection.tp
+    return Shard() if group is None else Shard(rank=group.rank(), size=group.size())
+
+
+def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelPlan:
+    """What the model is, and by the names it is to be fed with, of which family. Raises ModelError if it has to be
+    told: multipliers that a family folds into weights are not to be seen on a model."""
+    plan = plan_from_model(model)
+    family = next((family for mark, family in _ARCHITECTURES if any(mark in name for name in names)), None)
+    if family == "GraniteMoeHybridForCausalLM":
+        raise ModelError(
+            f"{family}: its weights are multiplied by what config.json says, which the model does not tell; give "
+            "plan=open_source(directory).config()"
+        )
+    return plan if family is None else replace(plan, architecture=family)
+
+
+def spelled(name: str, plan: ModelPlan) -> str:
+    """The name as files have it: models in memory call every body `model`, whatever their family's files call it."""
+    base = base_prefix(plan)
+    return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
+
+
+class HFNames:
+    """Collects tensors until a parameter has all that it is made of (q, k and v, say), then makes it."""
+
+    def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
+        """plan: its architecture says how tensors are named."""
+        self._model = model
+        self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._recipes, self._padded = recipes_of(model, plan)
+        self._plan, self._shard = plan, shard_of(model)
+        self._shapes = source_shapes(model, plan)
+        self._lacks = {name: set(recipe.sources) for name, recipe in self._recipes.items()}
+        self._users: dict[str, set[str]] = {}
+        for name, recipe in self._recipes.items():
+            for source in recipe.sources:
+                self._users.setdefault(source, set()).add(name)
+        self._held: dict[str, Tensor] = {}
+        self._constants = [name for name, recipe in self._recipes.items() if recipe.make is None]
+        self._is_whole = bool(getattr(model, "pre_process", True) and getattr(model, "post_process", True))
+
+    @classmethod
+    def of(cls, model: Any, plan: ModelPlan | None, first: str = "") -> HFNames:
+        """first: a name of those that come; without a plan it tells the family."""
+        return cls(model, plan if plan is not None else plan_of(model, (first,)))
+
+    def take(self, name: str, tensor: Tensor, *, strict: bool) -> Iterator[tuple[str, Tensor]]:
+        """(parameter, its value on this rank) of each that is complete with this tensor."""
+        while self._constants:
+            constant = self._constants.pop()
+            yield constant, made(constant, self._parameters[constant], self._recipes[constant], self._reader(), Shard())
+        base, name = base_prefix(self._plan), spelled(name, self._plan)
+        if name not in self._users and f"{base}.{name}" in self._users:
+            name = f"{base}.{name}"  # saved from the bare body
+        users = self._users.get(name)
+        if users is None:
+            if self._is_whole and strict and not ignorable(name, self._plan):
+                what = unknown_name("tensor", name, self._users)
+                family = self._plan.architecture
+                raise WeightUpdateError(
+                    f"{what}; names are taken for those of {family}, another family is told by plan=", tensor=name
+                )
+            return
+        expected = self._shapes[name]
+        if tuple(tensor.shape) != expected:
+            raise WeightUpdateError(f"{name} has shape {list(expected)}, got {list(tensor.shape)}", tensor=name)
+        self._held[name] = tensor
+        for user in sorted(users):
+            self._lacks[user].discard(name)
+            if not self._lacks[user]:
+                yield user, self._make(user)
+        self._drop(users)
+        if name in self._held:
+            self._held[name] = tensor.clone()  # whoever streams may use its memory again
+
+    def waiting(self) -> str:
+        """What came of tensors that are not complete, for an error."""
+        missing = sorted({source for lacks in self._lacks.values() for source in lacks})
+        if not missing:
+            return ""
+        return f"; still missing: {', '.join(missing[:8])}" + (f" and {len(missing) - 8} more" * (len(missing) > 8))
+
+    def _make(self, name: str) -> Tensor:
+        return made(name, self._parameters[name], self._recipes[name], self._reader(), self._shard)
+
+    def _reader(self) -> Any:
+        reader = HeldTensors(self._held)
+        return reader if self._padded is self._plan else PaddedReader(reader, self._plan, self._padded)
+
+    def _drop(self, users: set[str]) -> None:
+        """Forget tensors that nobody waits for any more."""
+        done = {source for user in users for source in self._recipes[user].sources}
+        for source in done & set(self._held):
+            if not any(self._lacks[user] for user in self._users[source]):
+                del self._held[source]
+
+
+class HeldTensors:
+    """A TensorReader over tensors at hand."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        if columns is not None:
+            return tensor[:, columns[0] : columns[1]]
+        return tensor[rows[0] : rows[1]] if rows is not None else tensor

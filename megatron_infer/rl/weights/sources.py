@@ -1,0 +1,266 @@
+"""Where new weights come from: a state dict, files, a stream, another model. `as_source` knows which is which."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
+from megatron_infer.models.checkpoint import CheckpointSource, is_checkpoint
+from megatron_infer.models.hf_weights import SafetensorsReader, base_prefix, fitted, made
+from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.models.sources import open_source
+from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of, spelled
+from megatron_infer.rl.weights.inventory import LocalTensor
+from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
+from megatron_infer.rl.weights.target import Target
+
+_SHOWN = 8
+
+
+class Sink(Protocol):
+    """Takes a source's tensors: a `WeightUpdate` writes them, a comparison compares."""
+
+    target: Target
+
+    def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
+        """A tensor of the whole model or this rank's part of it, under either kind of name."""
+        ...
+
+    def put(self, local: LocalTensor, value: Tensor) -> None:
+        """A tensor of this rank, in its own shape."""
+        ...
+
+    def opened(self, local: LocalTensor) -> Tensor:
+        """The live tensor, to be written in pieces."""
+        ...
+
+    def received(self, num_bytes: int) -> None:
+        """Counts what came from other processes."""
+        ...
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """New weights for a model. Both calls are made once an update, on every rank of the engine."""
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        """Raise what can be known before anything is written: names, shapes, files that are not there."""
+        ...
+
+    def write_into(self, update: Sink) -> None:
+        """Write all tensors of this rank."""
+        ...
+
+
+def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None = None) -> WeightSource:
+    """Anything weights can come from, as a WeightSource.
+
+    A mapping of tensors; a path (Hugging Face directory, .gguf, .safetensors file or directory, torch_dist checkpoint);
+    an iterable or async iterable of (name, tensor); a live model sharded as the target is; a WeightSource itself (for
+    another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in `WeightUpdate`;
+    names None: of a mapping, whichever fits, else "whole".
+    """
+    if isinstance(source, WeightSource):
+        return source
+    if isinstance(source, Mapping):
+        return MappingSource(source, plan=plan, names=names)
+    if isinstance(source, str | os.PathLike):
+        return _of_path(Path(source), plan, names)
+    if hasattr(source, "state_dict"):
+        return MappingSource(_tensors_of(source.state_dict()), plan=plan, names=names or "local")
+    if isinstance(source, AsyncIterable):
+        return AsyncStreamSource(source)
+    if isinstance(source, Iterable):
+        return StreamSource(source)
+    raise ConfigError(
+        f"weights cannot come from a {type(source).__name__}; give a mapping of tensors, a path, an iterable of "
+        "(name, tensor), a model or a WeightSource"
+    )
+
+
+def _of_path(path: Path, plan: ModelPlan | None, names: str | None) -> WeightSource:
+    if path.is_dir() and is_checkpoint(path):
+        return CheckpointFiles(CheckpointSource(path))
+    if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
+    if path.is_file() and path.suffix == ".safetensors":
+        return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
+    model = open_source(path)  # raises ModelError that says what was looked for
+    if plan is not None:
+        raise ConfigError(f"{path} says itself what model it is; leave out plan")
+    return NamedTensors(model.config(), lambda: _reader_of(path, model))
+
+
+def _reader_of(path: Path, model: Any) -> Any:
+    if path.is_dir():
+        return SafetensorsReader(path, base=base_prefix(model.config()))
+    return model._weights
+
+
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors in files, read when asked for."""
+
+    def __init__(self, reader: SafetensorsReader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.reader.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reader.shapes())
+
+    def __len__(self) -> int:
+        return len(self.reader.shapes())
+
+
+class MappingSource:
+    """Tensors by name, all of them at hand: nothing is written unless all fit."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, plan: ModelPlan | None = None, names: str | None = None
+    ) -> None:
+        self._tensors, self._plan, self._names = tensors, plan, names
+        self._hf: NamedTensors | None = None
+        self._numbering = "whole"
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        keys = [name.removeprefix("module.") for name in self._tensors if not name.endswith("_extra_state")]
+        self._hf = None
+        foreign = [name for name in keys if is_hf_name(name)]
+        if foreign and len(foreign) == len(keys):
+            plan = self._plan if self._plan is not None else plan_of(target.model, tuple(foreign))
+            if isinstance(self._tensors, LazyTensors):
+                reader: Any = self._tensors.reader
+            else:
+                reader = HeldTensors({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
+            self._hf = NamedTensors(plan, lambda: reader)
+            self._hf.check(target, strict=strict)
+            return
+        self._numbering = self._names or numbering_of(target.inventory, keys)
+        self._check_megatron(target, strict=strict)
+
+    def _check_megatron(self, target: Target, *, strict: bool) -> None:
+        problems: list[WeightUpdateError] = []
+        found = set()
+        for key in self._tensors:
+            name = key.removeprefix("module.")
+            if name.endswith("_extra_state"):
+                continue
+            try:
+                for local in locals_of(target.inventory, name, names=self._numbering, strict=strict):
+                    found.add(local.name)
+                    check_shape(local, self._shape(key))
+            except WeightUpdateError as error:
+                problems.append(error)
+        missing = [local.name for local in target.inventory.tensors if local.name not in found]
+        if missing and strict:
+            problems.append(WeightUpdateError(f"no value for {listed(missing)}", tensor=missing[0]))
+        if problems:
+            text = "; ".join(str(problem) for problem in problems[:_SHOWN])
+            more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise WeightUpdateError(text + more, tensor=problems[0].tensor, rank=target.rank)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        if isinstance(self._tensors, LazyTensors):
+            return self._tensors.reader.shapes()[key]
+        return tuple(self._tensors[key].shape)
+
+    def write_into(self, update: Sink) -> None:
+        if self._hf is not None:
+            self._hf.write_into(update)
+            return
+        for name in self._tensors:
+            update.write(name, self._tensors[name], names=self._numbering)
+
+
+class NamedTensors:
+    """Tensors under Hugging Face names, of which each rank reads what it needs."""
+
+    def __init__(self, plan: ModelPlan, reader: Callable[[], Any]) -> None:
+        self._plan, self._open = plan, reader
+        self._fitted: tuple[Any, Any] | None = None
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        if not strict:
+            raise ConfigError(
+                "strict=False with a complete model under Hugging Face names; give a part of it as a stream "
+                "of (name, tensor)"
+            )
+        try:
+            self._fitted = fitted(target.model, self._open(), self._plan, shard_of(target.model))
+        except ModelError as error:
+            raise WeightUpdateError(str(error), rank=target.rank) from error
+
+    def write_into(self, update: Sink) -> None:
+        assert self._fitted is not None, "checked first"
+        reader, recipes = self._fitted
+        shard = shard_of(update.target.model)
+        for name, recipe in recipes.items():
+            local = update.target.inventory.by_name[name]
+            update.put(local, made(name, local.tensor.detach(), recipe, reader, shard))
+        self._fitted = None
+
+
+class CheckpointFiles:
+    """A torch_dist checkpoint of any layout: each rank reads its part, beside the model, which takes as much memory."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source = source
+        self._state: dict[str, Tensor] = {}
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        try:
+            self._state = self._source.part_of(target.model)
+        except ModelError as error:
+            raise WeightUpdateError(str(error), rank=target.rank) from error
+
+    def write_into(self, update: Sink) -> None:
+        state, self._state = self._state, {}
+        for name, tensor in state.items():
+            if name in update.target.inventory.by_name:
+                update.put(update.target.inventory.by_name[name], tensor)
+
+
+class StreamSource:
+    """(name, tensor) pairs as they come; what they are shows only then, so an error may leave an update half-way."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        """Nothing can be known before they come."""
+
+    def write_into(self, update: Sink) -> None:
+        for name, tensor in self._pairs:
+            update.write(name, tensor)
+
+
+class AsyncStreamSource:
+    """(name, tensor) pairs out of an async iterable, for a caller who is not in an event loop."""
+
+    def __init__(self, pairs: AsyncIterable[tuple[str, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def check(self, target: Target, *, strict: bool) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        raise ConfigError("an async stream of weights inside an event loop; use `await apply_async(...)`")
+
+    def write_into(self, update: Sink) -> None:
+        asyncio.run(self.feed(update))
+
+    async def feed(self, update: Sink) -> None:
+        async for name, tensor in self._pairs:
+            update.write(name, tensor)

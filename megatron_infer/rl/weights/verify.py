@@ -1,0 +1,143 @@
+"""Whether an engine computes with the weights it should: live, derived, on other ranks, and against their source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import WeightUpdateError
+from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.rl.weights.digest import checksum_of, model_digests
+from megatron_infer.rl.weights.inventory import LocalTensor
+from megatron_infer.rl.weights.names import Router, listed
+from megatron_infer.rl.weights.reshard import ReshardSource
+from megatron_infer.rl.weights.sources import as_source
+from megatron_infer.rl.weights.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was found equal."""
+
+    checksum: str
+    """Of the whole model's weights as they are live, the same in every layout."""
+    num_tensors: int
+    """Live tensors of this rank that were hashed."""
+    num_compared: int
+    """Of these, how many were held against the source; 0 without one."""
+    derived: tuple[str, ...]
+    """Copies that were computed again from the live weights, and are equal to what kernels read."""
+
+
+def verify_update(
+    target: Any,
+    source: Any = None,
+    *,
+    strict: bool = True,
+    plan: ModelPlan | None = None,
+    names: str | None = None,
+    replicas: Any = None,
+) -> VerifyReport:
+    """Hold an engine's weights, as its kernels read them, against each other and against their source.
+
+    Live tensors are hashed on every rank: what several ranks hold has to be equal, and each has to be what `source` (as
+    for `apply`; a stream has to be a new one) gives for it. Derived copies are computed again. replicas: a process
+    group across engines that should have the same weights, each rank of which calls this. Reads all weights; on every
+    rank of the engine. Raises WeightUpdateError or StaleCache naming tensor and rank.
+    """
+    place = Target.of(target)
+    compared = 0
+    if isinstance(source, ReshardSource):
+        source.verify(place, strict=strict)  # first: other ranks of its group wait
+        compared = len(place.inventory.tensors)
+    elif source is not None:
+        compared = _compare(place, source, strict=strict, plan=plan, names=names)
+    digests = model_digests(place)
+    derived: tuple[str, ...] = ()
+    if place.engine is not None:
+        place.engine.verify_weights()
+        derived = tuple(place.engine.parts.derived.names)
+    if replicas is not None:
+        _compare_replicas(digests, replicas)
+    return VerifyReport(
+        checksum=checksum_of(digests),
+        num_tensors=len(place.inventory.tensors),
+        num_compared=compared,
+        derived=derived,
+    )
+
+
+class Comparison:
+    """Takes a source's tensors as an update does, and compares them with the live ones."""
+
+    def __init__(self, target: Target, *, plan: ModelPlan | None, names: str, strict: bool) -> None:
+        self.target = target
+        self.router = Router(target, plan=plan, names=names, strict=strict)
+        self.seen: set[str] = set()
+        self.wrong: dict[str, str] = {}
+        """Tensor -> what differs."""
+
+    def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
+        for local, value in self.router.route(name, tensor, names=names):
+            self.put(local, value)
+
+    def put(self, local: LocalTensor, value: Tensor) -> None:
+        live = local.tensor.detach()
+        self.seen.add(local.name)
+        if value.shape != live.shape:
+            self.wrong[local.layout.name] = f"shape {list(live.shape)}, the source {list(value.shape)}"
+            return
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[live.element_size()]
+        wanted = value.to(device=live.device, dtype=live.dtype).contiguous()
+        different = wanted.view(bits) != live.contiguous().view(bits)
+        if bool(different.any()):
+            at = different.nonzero()[0].tolist()
+            self.wrong[local.layout.name] = f"{int(different.sum())} of {live.numel()} elements, the first at {at}"
+
+    def opened(self, local: LocalTensor) -> Tensor:
+        raise WeightUpdateError("this source cannot be compared with; it has to give its tensors whole")
+
+    def received(self, num_bytes: int) -> None:
+        """Nothing is counted."""
+
+
+def _compare(target: Target, source: Any, *, strict: bool, plan: ModelPlan | None, names: str | None) -> int:
+    problem, tensor, count = "", "", 0
+    try:
+        weights = as_source(source, plan=plan, names=names)
+        weights.check(target, strict=strict)
+        comparison = Comparison(target, plan=plan, names=names or "whole", strict=strict)
+        weights.write_into(comparison)
+        missing = comparison.router.missing(comparison.seen)
+        if missing is not None:
+            problem, tensor = str(missing), missing.tensor
+        if comparison.wrong:
+            tensor = next(iter(comparison.wrong))
+            problem = "not what the source has: " + listed(
+                [f"{name} ({what})" for name, what in comparison.wrong.items()]
+            )
+        count = len(comparison.seen)
+    except WeightUpdateError as error:
+        problem, tensor = str(error), error.tensor
+    told = target.gather("the comparison with the source", json.dumps([problem, tensor, target.rank]))
+    failed = [json.loads(text) for text in told if json.loads(text)[0]]
+    if failed:
+        reasons = "; ".join(f"rank {rank}: {problem}" for problem, _, rank in failed)
+        raise WeightUpdateError(reasons, tensor=failed[0][1], rank=failed[0][2])
+    return count
+
+
+def _compare_replicas(digests: dict[str, int], group: Any) -> None:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, (torch.distributed.get_rank(), digests), group=group)
+    first, known = everyone[0]
+    for rank, other in everyone[1:]:
+        wrong = sorted(name for name in known | other if known.get(name) != other.get(name))
+        if wrong:
+            raise WeightUpdateError(
+                f"the replicas of rank {first} and rank {rank} differ in {listed(wrong)}", tensor=wrong[0], rank=rank
+            )

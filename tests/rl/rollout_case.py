@@ -1,0 +1,47 @@
+"""Engines for the tests of rollouts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+VOCAB = 128
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.02,
+    "block_size_tokens": 16,
+    "max_sequence_length": 160,
+    "max_requests": 16,
+    "max_tokens": 512,
+    "check_invariants": True,
+    "logprobs_mode": "processed",
+}
+
+
+def make_engine(model: Any = None, *, tokenizer: Any = None, **settings: Any) -> DynamicInferenceEngine:
+    model = tiny_gpt(init_method_std=0.2) if model is None else model
+    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings), tokenizer=tokenizer)
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4, VOCAB) for _ in range(rng.randint(3, 50))] for _ in range(count)]
+
+
+def lengths(count: int, **how: Any) -> list[SamplingParams]:
+    """Parameters under which prompts end at different times, in no order of their own."""
+    how = {"ignore_eos": True, "temperature": 0.9, "logprobs": 0} | how
+    return [SamplingParams(max_tokens=3 + (7 * i) % 11, seed=i, **how) for i in range(count)]
+
+
+def assert_empty(engine: DynamicInferenceEngine) -> None:
+    """Nobody holds anything."""
+    engine.parts.context.check()
+    assert len(engine.ledger) == 0 and engine.loop.is_idle and not engine.loop.backlog
+    scheduler = engine.parts.scheduler
+    assert scheduler.num_running == scheduler.num_waiting == scheduler.num_paused == 0
+    assert engine.parts.context.num_free_blocks == engine.parts.sizes.num_usable_blocks

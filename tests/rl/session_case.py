@@ -1,0 +1,63 @@
+"""Sessions, prompts and training steps that the tests of sessions share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.rl.session import RolloutSession
+from megatron_infer.schedule.params import SamplingParams
+
+VOCAB = 128
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_sequence_length": 128,
+    "max_requests": 8,
+    "max_tokens": 256,
+    "check_invariants": True,
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=0)
+
+
+def make_session(model: Any, optimizer: Any = None, *, settings: dict[str, Any] | None = None, **how: Any) -> Any:
+    return RolloutSession(model, InferenceConfig(**BASE | (settings or {})), optimizer=optimizer, **how)
+
+
+def prompts(count: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(4, VOCAB, (7 + 9 * i,), generator=generator).tolist() for i in range(count)]
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """The same weights in another model; process groups cannot be copied."""
+    return copy.deepcopy(model, {id(group): group for group in vars(model.pg_collection).values()})
+
+
+def fresh_answers(model: torch.nn.Module, params: SamplingParams = PARAMS) -> list[list[int]]:
+    """What an engine says that has never known other weights."""
+    engine = DynamicInferenceEngine(copied(model).eval(), InferenceConfig(**BASE))
+    return [output.outputs[0].token_ids for output in engine.generate(prompts(), params)]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(step))
+    return ids, torch.arange(12)[None].expand(2, -1), ids.roll(-1, 1)
+
+
+def train_step(model: Any, step: int, rate: float = 0.3, grads: list[torch.Tensor] | None = None) -> float:
+    """A step of gradient descent -> its loss; grads: takes copies of the gradients."""
+    ids, positions, labels = batch(step)
+    loss = model(ids, positions, None, labels=labels).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if grads is not None:
+                grads.append(parameter.grad.clone())
+            parameter.sub_(parameter.grad, alpha=rate)
+            parameter.grad = None
+    return loss.item()

@@ -1,0 +1,290 @@
+"""Bundles bring back what was put in, and whatever is wrong with their bytes is said before anything is used."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.outputs import TokenSupport, support_row
+from megatron_infer.rl import bundle, wire
+from megatron_infer.rl.bundle import BundleError
+from megatron_infer.rl.samples import RolloutGroup, RolloutSample
+from megatron_infer.schedule.request import VersionSpan
+
+VOCAB = 200
+FULL = {"logprobs": True, "raw": True, "support": True, "routing": True, "reward": True}
+
+
+def fp32(values: list[float]) -> list[float]:
+    return np.array(values, dtype=np.float32).tolist()
+
+
+def make_support(rng: random.Random, length: int) -> TokenSupport:
+    rows = []
+    for _ in range(length):
+        size = rng.choice([0, 1, 3, 150])
+        mask = np.zeros(-(-VOCAB // 32) * 32, dtype=bool)
+        mask[rng.sample(range(VOCAB), size)] = True
+        rows.append(np.empty(0, np.int32) if not size else support_row(np.packbits(mask, bitorder="little"), VOCAB))
+    return TokenSupport.of_rows(VOCAB, rows)
+
+
+def make_sample(rng: random.Random, prompt: list[int], length: int, **has: bool) -> RolloutSample:
+    firsts = sorted(rng.sample(range(length), min(length, rng.randint(0, 3))))
+    return RolloutSample(
+        prompt_ids=prompt,
+        token_ids=[rng.randrange(VOCAB) for _ in range(length)],
+        text=rng.choice(["", "an answer", "日本語 \U0001f680", "half \udce6"]),
+        logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("logprobs") else [],
+        raw_logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("raw") else None,
+        spans=[VersionSpan(first, i + 4, 3, i + 4) for i, first in enumerate(firsts)],
+        finish_reason=rng.choice(bundle.REASONS),
+        stop_reason=rng.choice([None, 7, "</s>"]),
+        loss_mask=[rng.randint(0, 1) for _ in range(length)],
+        support=make_support(rng, length) if has.get("support") else None,
+        routing=np.random.default_rng(length).integers(0, 250, (len(prompt) + length - 1, 3, 2)).astype(np.uint8)
+        if has.get("routing")
+        else None,
+        reward=rng.random() if has.get("reward") else None,
+        info={"turn": rng.randint(0, 3), "tags": ["a", None, 1.5]},
+    )
+
+
+def make_groups(seed: int) -> list[RolloutGroup]:
+    rng = random.Random(seed)
+    groups = []
+    for index in range(rng.randint(0, 4)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+        samples = [
+            make_sample(rng, prompt, rng.choice([1, 5, 17]), **{name: rng.random() < 0.5 for name in FULL})
+            for _ in range(rng.randint(0, 4))
+        ]
+        groups.append(
+            RolloutGroup(
+                group_id=f"rollout/{index}",
+                prompt_ids=prompt,
+                samples=samples,
+                info={"answer": "42"},
+                index=index,
+                begun_version=3,
+                num_cached_tokens=1,
+            )
+        )
+    return groups
+
+
+def assert_equal(one: RolloutSample, other: RolloutSample) -> None:
+    for name in RolloutSample.__dataclass_fields__:
+        if name == "routing":
+            assert (one.routing is None) == (other.routing is None)
+            if one.routing is not None:
+                assert one.routing.dtype == other.routing.dtype and np.array_equal(one.routing, other.routing)
+        else:
+            assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_come_back_as_they_were(seed, tmp_path):
+    groups = make_groups(seed)
+    assert bundle.save(tmp_path / "groups", groups) == (tmp_path / "groups").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["groups"]
+    back = bundle.load(tmp_path / "groups")
+    assert len(back) == len(groups)
+    for group, other in zip(groups, back, strict=True):
+        for name in ("group_id", "prompt_ids", "info", "index", "begun_version", "num_cached_tokens", "error"):
+            assert getattr(group, name) == getattr(other, name)
+        for one, two in zip(group.samples, other.samples, strict=True):
+            assert_equal(one, two)
+            assert all(type(value) is type(other) for value, other in zip(one.token_ids, two.token_ids, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_streamed_sample_comes_back_as_it_was(seed):
+    rng = random.Random(seed)
+    sample = make_sample(rng, [1, 2, 3], rng.choice([1, 8, 9]), **{name: rng.random() < 0.6 for name in FULL})
+    sample.text = "text"
+    assert_equal(wire.decode_sample(wire.encode_sample(sample)), sample)
+
+
+def test_a_failed_group_keeps_the_words_of_its_error():
+    group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
+    [back] = bundle.decode(bundle.encode([group]))
+    assert str(back.error) == "the forward raised"
+
+
+def one_group() -> RolloutGroup:
+    sample = make_sample(random.Random(1), [1, 2], 9, **FULL)
+    return RolloutGroup(group_id="g", prompt_ids=[1, 2], samples=[sample])
+
+
+def altered(**arrays) -> bytes:
+    """A bundle with some arrays replaced, and a digest that fits them."""
+    content = bundle.encode([one_group()])
+    known = safetensors.numpy.load(content) | arrays
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return safetensors.numpy.save(known, _signed(header["__metadata__"], known))
+
+
+def _signed(metadata, arrays):
+    words = {name: value for name, value in metadata.items() if name != "digest"}
+    return words | {"digest": bundle._digest(arrays, words)}
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"token_ids": np.zeros(9, np.int64)}, "token_ids is int64, not int32"),
+        ({"logprobs": np.zeros(9, np.float16)}, "logprobs is float16"),
+        ({"spans": int32(1, 2, 3, 4)}, "spans has shape"),
+        ({"lengths": int32(10)}, "token_ids has 9 entries, the rest of the bundle says 10"),
+        ({"lengths": int32(-9)}, "a length is -9"),
+        ({"lengths": int32(4, 5)}, "lengths has 2 entries, the rest of the bundle says 1"),
+        ({"loss_mask": np.zeros(1, np.uint8)}, "loss_mask has 1 entries"),
+        ({"prompt_lengths": int32(1)}, "prompt_ids has 2 entries"),
+        ({"sample_group": int32(5)}, "sample_group"),
+        ({"span_counts": int32(2**30)}, "spans has"),
+        ({"support_counts": int32(*[0] * 9)}, "support_words has"),
+        ({"support_words": np.full(10**4, -5, np.int32)}, "support_words has 10,000"),
+        ({"routing": np.zeros((3, 3, 2), np.uint8)}, "routing has 3 entries"),
+        ({"parts": np.zeros(1, np.uint8)}, "the rest of the bundle says 0"),
+        ({"text_lengths": int32(10**6)}, "texts has"),
+        ({"about": np.frombuffer(b"{", np.uint8)}, "'about' is not JSON"),
+        ({"about": np.frombuffer(b'[{"id":1}]', np.uint8)}, "'about' does not describe"),
+        ({"about": np.frombuffer(b"[]", np.uint8)}, "does not list the 1 groups"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused_with_the_reason(arrays, words):
+    assert len(bundle.decode(altered())) == 1
+    with pytest.raises(BundleError, match=words):
+        bundle.decode(altered(**arrays))
+
+
+def test_ids_outside_the_vocabulary_of_a_support_are_refused():
+    support = TokenSupport.of_rows(VOCAB, [int32(3, 4)] * 9)
+    group = one_group()
+    group.samples[0].support = support
+    known = safetensors.numpy.load(bundle.encode([group]))
+    wrong = known["support_words"].copy()
+    wrong[5] = VOCAB
+    with pytest.raises(BundleError, match="an id is outside the vocabulary of 200"):
+        bundle.decode(altered(support_words=wrong, support_counts=known["support_counts"]))
+
+
+def test_every_cut_and_every_flipped_byte_is_noticed():
+    content, rng = bundle.encode([one_group()]), random.Random(2)
+    for length in [0, 4, 8, 100, len(content) // 2, len(content) - 1]:
+        with pytest.raises(BundleError):
+            bundle.decode(content[:length])
+    for _ in range(400):
+        place = rng.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(BundleError):
+            bundle.decode(bytes(damaged))
+
+
+def test_files_of_others_are_refused(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(safetensors.numpy.save({"a": int32(1)}))
+    with pytest.raises(BundleError, match=r"weights: a safetensors file, but no bundle"):
+        bundle.load(path)
+    with pytest.raises(BundleError, match="cannot be read: No such file"):
+        bundle.load(tmp_path / "absent")
+    path.write_bytes(bundle.encode([one_group()]))
+    with pytest.raises(BundleError, match="limit is 10"):
+        bundle.load(path, max_bytes=10)
+    content = bundle.encode([one_group()]).replace(b'"schema":"1"', b'"schema":"9"')
+    with pytest.raises(BundleError, match="schema '9', this code reads 1"):
+        bundle.decode(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logprobs": [0.5]}, "logprobs has 1 entries for 9 tokens"),
+        ({"loss_mask": [1]}, "loss_mask has 1 entries for 9 tokens"),
+        ({"loss_mask": [2] * 9}, "something else than 0 and 1"),
+        ({"finish_reason": "tired"}, "finish_reason is 'tired'"),
+        ({"spans": [VersionSpan(99, 1, 1, 1)]}, "spans begin at"),
+        ({"routing": np.zeros((2, 2), np.uint8)}, "routing is uint8"),
+        ({"token_ids": [2**40] * 9}, "does not fit"),
+        ({"info": {"a": object()}}, "info of a group or sample is not JSON|cannot be sent"),
+    ],
+)
+def test_samples_that_are_not_whole_are_refused_before_anything_is_written(change, words):
+    group = one_group()
+    group.samples[0].text = ""
+    for name, value in change.items():
+        setattr(group.samples[0], name, value)
+    with pytest.raises(BundleError, match=words):
+        bundle.encode([group])
+    with pytest.raises(BundleError, match=words):
+        wire.encode_sample(group.samples[0])
+
+
+def test_a_sample_with_another_prompt_than_its_group_is_refused():
+    group = one_group()
+    group.prompt_ids = [9]
+    with pytest.raises(BundleError, match="not that of the group"):
+        bundle.encode([group])
+
+
+def test_damaged_messages_are_refused():
+    sample = one_group().samples[0]
+    sample.text = ""
+    content = wire.encode_sample(sample)
+    known = msgspec.msgpack.decode(content)
+    changes = [
+        {"schema": 2},
+        {"length": 3},
+        {"token_ids": b"abc"},
+        {"token_ids": b"abcd"},
+        {"loss_mask": b""},
+        {"support": [VOCAB, b"", b""]},
+        {"support": [VOCAB, int32(0, 1).tobytes(), int32(VOCAB).tobytes()]},
+        {"routing": ["float32", [1, 1, 1], b"abcd"]},
+        {"routing": ["uint8", [2, 2, 2], b"abcd"]},
+        {"routing": ["uint8", [-1, -1, 4], b"abcd"]},
+        {"finish_reason": 3},
+        {"other": 1},
+    ]
+    for change in changes:
+        with pytest.raises(BundleError):
+            wire.decode_sample(msgspec.msgpack.encode(known | change))
+    for length in range(0, len(content), 37):
+        with pytest.raises(BundleError):
+            wire.decode_sample(content[:length])
+    with pytest.raises(BundleError, match="limit is 10"):
+        wire.decode_sample(content, max_bytes=10)
+
+
+def test_a_bundle_is_a_fraction_of_the_same_in_json():
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(64)]
+    samples = [make_sample(rng, prompt, 200, **FULL) for _ in range(8)]
+    group = RolloutGroup(group_id="g", prompt_ids=prompt, samples=samples)
+    plain = [
+        {
+            "token_ids": s.token_ids,
+            "logprobs": s.logprobs,
+            "raw_logprobs": s.raw_logprobs,
+            "loss_mask": s.loss_mask,
+            "spans": s.spans,
+            "support": [s.support.ids_at(i).tolist() for i in range(len(s.support))],
+            "routing": s.routing.tolist(),
+            "reward": s.reward,
+        }
+        for s in samples
+    ]
+    size = len(bundle.encode([group]))
+    assert size < len(json.dumps(plain)) / 3

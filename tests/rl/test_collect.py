@@ -1,0 +1,136 @@
+"""Over-sampling ends with what was wanted, aborts the rest, and nothing of one call reaches another."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from rollout_case import assert_empty, make_engine, prompts_of
+
+from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.rl.collect import RolloutShortage
+from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.rollout import Rollout
+from megatron_infer.schedule.params import SamplingParams
+
+PARAMS = SamplingParams(n=2, max_tokens=30, temperature=1.0, stop_token_ids=list(range(10, 30)))
+
+
+def endless(seed: int = 0):
+    return ({"prompt_token_ids": ids, "number": i} for i, ids in enumerate(itertools.cycle(prompts_of(20, seed))))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap"])
+def engine(request):
+    return make_engine(overlap=request.param)
+
+
+@pytest.fixture
+def roll(engine):
+    yield Rollout(engine)
+    assert_empty(engine)
+
+
+def test_no_late_reply_reaches_a_later_call(roll, engine):
+    prompts, rng = endless(), random.Random(0)
+    seen: set[str] = set()
+    asked: list[str] = []
+
+    def accept(group):
+        asked.append(group.group_id)
+        return rng.random() < 0.6
+
+    for _ in range(6):
+        asked.clear()
+        groups = roll.collect(4, prompts, PARAMS, accept=accept, oversample=2.0)
+        assert_empty(engine)
+        assert len(groups) >= 4 and {group.group_id for group in groups} <= set(asked)
+        assert not seen & set(asked) and len(asked) == len(set(asked))
+        seen |= set(asked)
+        assert roll.stats.num_rejected == len(asked) - len(groups)
+        assert roll.stats.num_aborted > 0
+
+
+def test_as_many_are_under_way_as_oversample_and_the_limit_say(roll, engine):
+    most = []
+    roll.collect(4, endless(), PARAMS, oversample=2.0, on_progress=lambda p: most.append(len(engine.ledger)))
+    assert most[0] == 8
+    most.clear()
+    roll.collect(4, endless(), PARAMS, max_in_flight=3, on_progress=lambda p: most.append(len(engine.ledger)))
+    assert max(most) == 3
+
+
+def test_prompts_are_read_no_further_than_needed_and_go_on_in_the_next_call(roll):
+    prompts = endless()
+    first = roll.collect(3, prompts, PARAMS, oversample=1.0)
+    second = roll.collect(3, prompts, PARAMS, oversample=1.0)
+    assert sorted(group.info["number"] for group in [*first, *second]) == list(range(len(first) + len(second)))
+
+
+def test_surplus_is_returned_or_carried_over(roll):
+    same = SamplingParams(max_tokens=3, ignore_eos=True)
+    prompts = itertools.repeat([5, 6, 7])
+    assert len(roll.collect(3, prompts, same, oversample=2.0)) == 6
+    first = roll.collect(4, prompts, same, oversample=2.0, carry=True)
+    assert len(first) == 4 and roll.stats.num_groups == 4
+    drawn = roll.stats.num_tokens
+    second = roll.collect(4, prompts, same, oversample=2.0, carry=True)
+    assert len(second) == 4 and roll.stats.num_tokens == 0 < drawn
+    assert not {group.group_id for group in first} & {group.group_id for group in second}
+
+
+def test_without_a_filter_all_are_taken_and_the_fastest_win(roll):
+    groups = roll.collect(5, endless(), PARAMS, oversample=2.0)
+    assert len(groups) >= 5 and all(len(group.samples) == 2 for group in groups)
+
+
+def test_running_out_of_prompts_says_so_and_gives_what_there_is(roll):
+    with pytest.raises(RolloutShortage, match="2 of 4 groups accepted and 1 refused") as caught:
+        roll.collect(4, prompts_of(3), PARAMS, accept=lambda group: group.index != 1)
+    assert sorted(group.index for group in caught.value.accepted) == [0, 2]
+
+
+def test_an_error_of_the_filter_or_of_a_prompt_leaves_nothing(roll, engine):
+    def accept(group):
+        raise RuntimeError("no reward")
+
+    with pytest.raises(RuntimeError, match="no reward"):
+        roll.collect(4, endless(), PARAMS, accept=accept)
+    assert_empty(engine)
+    with pytest.raises(InvalidPrompt, match="prompt 2: token id 999"):
+        roll.collect(2, iter([[5], [6], [999]]), PARAMS, accept=lambda group: False)
+    assert_empty(engine)
+
+
+def test_what_is_under_way_can_be_kept_for_the_next_call(roll):
+    prompts = endless()
+    first = roll.collect(3, prompts, PARAMS, oversample=2.0, keep_in_flight=True)
+    left = {ticket.id for ticket in roll.unfinished}
+    assert left and not left & {group.group_id for group in first}
+    second = roll.collect(len(left), prompts, PARAMS, oversample=1.0)
+    assert left & {group.group_id for group in second}
+
+
+def test_a_budget_ends_it_with_fewer(roll):
+    roll.pause_at(Budget(groups=2))
+    groups = roll.collect(6, endless(), PARAMS)
+    assert 2 <= len(groups) < 6 and roll.unfinished
+    roll.abort_all()
+
+
+def test_what_earlier_calls_left_is_aborted_with_the_rest(roll):
+    roll.pause_at(Budget(tokens=1))
+    roll.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(roll.unfinished) == 1
+    assert len(roll.collect(2, endless(), PARAMS)) >= 2
+    assert roll.unfinished == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"oversample": 0.5}, "oversample is 0.5"), ({"max_in_flight": 0}, "max_in_flight is 0")],
+)
+def test_options_that_cannot_be_meant_are_refused(roll, options, words):
+    with pytest.raises(ConfigError, match=words):
+        roll.collect(2, endless(), PARAMS, **options)

@@ -1,0 +1,128 @@
+"""Groups that a training step consumes were begun at most `lag` steps before it, whatever the order they finish in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.rl.lag import Granularity, RolloutLag, automatic_lag
+
+
+@given(
+    lag=st.integers(0, 4),
+    size=st.integers(1, 5),
+    submission=st.sampled_from(Granularity),
+    consumption=st.sampled_from(Granularity),
+    drops=st.floats(0.0, 0.3),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_group_is_older_than_the_lag_and_no_step_waits_for_ever(lag, size, submission, consumption, drops, rng):
+    books = RolloutLag(lag, groups_per_step=size, submission=submission, consumption=consumption)
+    begun: dict[str, int] = {}
+    running: set[str] = set()
+    consumed: set[str] = set()
+    turns = 0
+    while books.step < 12:
+        turns += 1
+        assert turns < 10_000, "a step that is never served"
+        for _ in range(books.room()):
+            name = str(len(begun))
+            begun[name] = books.step
+            books.begin(name)
+            running.add(name)
+        assert books.num_outstanding <= (lag + 1) * size
+        if (step := books.step) is not None and (chosen := books.take()) is not None:
+            assert len(set(chosen)) == size and not consumed & set(chosen) and not running & set(chosen)
+            assert all(step - lag <= begun[name] <= step for name in chosen)
+            consumed |= set(chosen)
+        elif running:
+            name = rng.choice(sorted(running))
+            running.discard(name)
+            if rng.random() < drops:
+                books.drop(name)
+            else:
+                books.finish(name)
+
+
+def test_a_step_takes_what_has_finished_and_waits_for_what_would_become_too_old():
+    books = RolloutLag(1, groups_per_step=2)
+    for name in "abcd":
+        books.begin(name)
+    books.finish("d")
+    assert books.take() is None
+    books.finish("b")
+    assert books.take() == ["b", "d"]  # not a and c, which are slow
+    for name in "ef":
+        books.begin(name)
+        books.finish(name)
+    books.finish("a")
+    assert books.take() is None, "c would be two steps old at the next"
+    books.finish("c")
+    assert books.take() == ["a", "c"]
+    assert books.room() == 2
+
+
+def test_whole_batches_are_consumed_in_the_order_they_began():
+    books = RolloutLag(1, groups_per_step=2, consumption="batch")
+    for name in "abcd":
+        books.begin(name)
+    for name in "bcd":
+        books.finish(name)
+    assert books.take() is None
+    books.drop("a")
+    books.begin("e")
+    books.finish("e")
+    assert books.take() == ["b", "e"], "what replaces a group takes its place in the batch"
+    assert books.take() == ["c", "d"]
+
+
+def test_whole_batches_are_begun_at_once():
+    books = RolloutLag(1, groups_per_step=3, submission="batch")
+    assert books.room() == 6
+    for name in "abcdef":
+        books.begin(name)
+        books.finish(name)
+    assert books.take() == ["a", "b", "c"]
+    assert books.room() == 3
+    books.begin("g")
+    assert books.room() == 2, "what is missing of a batch may follow"
+    books.begin("h")
+    books.begin("i")
+    for name in "ghi":
+        books.finish(name)
+    assert books.room() == 0
+    books.drop("h")
+    assert books.room() == 1, "a batch that lost a group is made whole at once"
+
+
+@pytest.mark.parametrize(
+    ("requests", "samples", "groups", "ranks", "expected"),
+    [(128, 8, 16, 2, 1), (128, 8, 16, 1, 0), (64, 8, 16, 1, 0), (1000, 8, 16, 1, 6), (512, 16, 4, 4, 31)],
+)
+def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, expected):
+    lag = automatic_lag(max_requests=requests, samples_per_group=samples, groups_per_step=groups, data_parallel=ranks)
+    assert lag == expected
+    assert (lag + 1) * groups * samples <= max(ranks * requests, groups * samples)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lag": -1}, "lag is -1"),
+        ({"lag": True}, "lag is True"),
+        ({"groups_per_step": 0}, "groups_per_step is 0"),
+        ({"submission": "batches"}, "did you mean 'batch'"),
+        ({"consumption": "rollout"}, "one of group, batch"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        RolloutLag(**{"lag": 1, "groups_per_step": 2} | settings)
+
+
+def test_the_automatic_lag_wants_positive_figures():
+    with pytest.raises(ConfigError, match="max_requests is 0"):
+        automatic_lag(max_requests=0, samples_per_group=1, groups_per_step=1)

@@ -1,0 +1,125 @@
+"""A queue serves training steps from an engine that generates ahead of them, and says how old everything is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from rollout_case import assert_empty, make_engine, prompts_of
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.rl.collect import RolloutShortage
+from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.rl.rollout import Rollout
+from megatron_infer.schedule.params import SamplingParams
+
+PARAMS = SamplingParams(n=2, max_tokens=40, stop_token_ids=list(range(10, 20)))
+
+
+def endless():
+    return ({"prompt_token_ids": ids, "number": i} for i, ids in enumerate(itertools.cycle(prompts_of(20))))
+
+
+@pytest.fixture
+def roll():
+    roll = Rollout(make_engine())
+    yield roll
+    assert_empty(roll.engine)
+
+
+def train(roll: Rollout, mode: str = "persist") -> None:
+    """A training step between two batches."""
+    with roll.engine.suspended(mode):
+        roll.engine.set_weight_version(roll.engine.parts.weight_version + 1)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("consumption", ["group", "batch"])
+def test_steps_get_groups_begun_at_most_lag_versions_ago(roll, lag, consumption):
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=3, lag=lag, consumption=consumption)
+    version = roll.engine.parts.weight_version
+    ages, names = set(), []
+    for step in range(6):
+        batch = queue.next_batch()
+        assert len(batch) == 3 and roll.engine.parts.weight_version == version + step
+        for group in batch:
+            age = version + step - group.begun_version
+            assert 0 <= age <= lag and group.staleness(version + step) <= age
+            ages.add(age)
+        names += [group.group_id for group in batch]
+        assert queue.stats.staleness_max == max(group.staleness(version + step) for group in batch)
+        train(roll, random.Random(step).choice(["persist", "offload", "recompute"]))
+    assert len(names) == len(set(names))
+    assert max(ages) == lag, "nothing was generated ahead"
+    queue.close()
+
+
+def test_some_tokens_are_drawn_by_newer_weights_than_others(roll):
+    long = SamplingParams(max_tokens=60, stop_token_ids=list(range(10, 14)))
+    queue = RolloutQueue(roll, endless(), long, groups_per_step=2, lag=2)
+    spans = []
+    for _ in range(6):
+        spans += [sample.spans for group in queue.next_batch() for sample in group.samples]
+        train(roll)
+    queue.close()
+    assert any(len({span.policy_version for span in sample}) > 1 for sample in spans)
+
+
+def test_groups_too_stale_are_replaced(roll):
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=3, lag=2, max_staleness=1)
+    for _ in range(6):
+        version = roll.engine.parts.weight_version
+        for group in queue.next_batch():
+            assert group.staleness(version) <= 1
+        train(roll)
+        roll.engine.set_weight_version(version + 2)  # two updates in one training step
+    assert queue.num_dropped > 0 and queue.stats.num_aborted > 0
+    queue.close()
+
+
+def test_a_group_that_will_be_too_stale_is_aborted_while_it_is_under_way(roll):
+    def prompts():
+        yield from ({"prompt_token_ids": [5 + i], "number": i} for i in itertools.count())
+
+    # Of the groups begun first some are drawing when the weights jump by two.
+    queue = RolloutQueue(roll, prompts(), PARAMS, groups_per_step=2, lag=2, max_staleness=1)
+    queue.next_batch()
+    drawing = {ticket.id for ticket in roll.in_flight if roll.flow.oldest_policy(ticket) is not None}
+    assert drawing
+    roll.engine.set_weight_version(roll.engine.parts.weight_version + 2)
+    seen = []
+    step = roll.engine.step
+    roll.engine.step = lambda: (seen.append({ticket.id for ticket in roll.in_flight}), step())[1]
+    queue.next_batch()
+    assert seen and not drawing & seen[0]
+    queue.close()
+
+
+def test_other_calls_go_on_beside_the_queue_and_take_none_of_its_groups(roll):
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag=1)
+    names = [group.group_id for group in queue.next_batch()]
+    between = roll.generate(prompts_of(4), PARAMS)
+    assert [group.index for group in between] == list(range(4)) and roll.unfinished == []
+    names += [group.group_id for group in queue.next_batch()]
+    assert not set(names) & {group.group_id for group in between} and len(set(names)) == 4
+    queue.close()
+
+
+def test_the_automatic_lag_is_that_of_the_engine(roll):
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag="auto")
+    assert queue.lag.lag == roll.engine.parts.sizes.max_requests // (2 * 2) - 1
+
+
+def test_prompts_that_run_out_end_the_batches_and_leave_the_rest_to_be_had(roll):
+    queue = RolloutQueue(roll, prompts_of(7), PARAMS, groups_per_step=3, lag=1)
+    assert [len(batch) for batch in queue] == [3, 3]
+    with pytest.raises(RolloutShortage) as caught:
+        queue.next_batch()
+    assert len(caught.value.accepted) == 1
+    queue.close()
+
+
+def test_a_negative_staleness_is_refused(roll):
+    with pytest.raises(ConfigError, match="max_staleness is -1"):
+        RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, max_staleness=-1)

@@ -1,0 +1,284 @@
+"""Rollouts give every group once, in the order it finishes, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
+
+from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest, WrongState
+from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.rollout import Rollout
+from megatron_infer.schedule.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+@pytest.fixture
+def roll(engine):
+    yield Rollout(engine)
+    assert_empty(engine)
+
+
+def test_groups_equal_what_the_engine_draws(roll, engine):
+    prompts, params = prompts_of(6), lengths(6, n=3)
+    expected = engine.generate(prompts, params)
+    groups = roll.generate(prompts, params)
+    assert [group.index for group in groups] == list(range(6))
+    for group, output in zip(groups, expected, strict=True):
+        assert group.prompt_ids == output.prompt_token_ids and len(group.samples) == 3
+        for sample, drawn in zip(group.samples, output.outputs, strict=True):
+            assert sample.token_ids == drawn.token_ids and sample.finish_reason == "length"
+            processed = [entry[t].logprob for t, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)]
+            assert sample.logprobs == pytest.approx(processed, abs=1e-5)
+            assert sample.raw_logprobs is not None and sample.raw_logprobs != sample.logprobs
+            assert sample.loss_mask == [1] * len(drawn.token_ids)
+            assert sample.ids == group.prompt_ids + drawn.token_ids
+
+
+def test_groups_come_as_they_finish_with_their_index_and_info(roll):
+    prompts = [{"prompt_token_ids": ids, "answer": str(i)} for i, ids in enumerate(prompts_of(6))]
+    params = lengths(6)
+    seen, told = [], []
+    groups = roll.generate(prompts, params, on_group=seen.append, on_progress=told.append)
+    assert [group.info for group in groups] == [{"answer": str(i)} for i in range(6)]
+    finished = sorted(range(6), key=lambda i: params[i].max_tokens)
+    assert [params[group.index].max_tokens for group in seen] == [params[i].max_tokens for i in finished]
+    assert told[-1].num_done == told[-1].num_groups == 6
+    assert [p.num_tokens for p in told] == sorted(p.num_tokens for p in told)
+    assert told[-1].num_tokens == sum(group.num_tokens for group in groups) == sum(p.max_tokens for p in params)
+
+
+def test_one_prompt_is_computed_once_for_all_samples(engine):
+    before = engine.parts.scheduler.stats.as_dict()
+    [group] = Rollout(engine).generate([5] * 40, SamplingParams(n=8, max_tokens=2, ignore_eos=True))
+    after = engine.parts.scheduler.stats.as_dict()
+    assert len(group.samples) == 8
+    assert after["prefill_tokens"] - before["prefill_tokens"] < 2 * 40
+    assert after["forked"] - before["forked"] == 7
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "words"),
+    [
+        ([[5, 6], [VOCAB + 9]], InvalidPrompt, "prompt 1: .*outside the vocabulary"),
+        ([[5] * 400], PromptTooLong, "400 tokens"),
+        ([{"answer": 3}], InvalidPrompt, "exactly one of"),
+        ([{"prompt": "a", "prompt_token_ids": [1]}], InvalidPrompt, "exactly one of"),
+        ([[{"role": "user", "content": "a"}]], InvalidPrompt, "chat template"),
+        ("text", InvalidPrompt, "tokenizer"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_before_any_is_queued(roll, prompts, error, words):
+    with pytest.raises(error, match=words):
+        roll.generate(prompts, SamplingParams())
+
+
+def test_one_params_for_each_prompt_or_an_error(roll):
+    with pytest.raises(InvalidPrompt, match="2 prompts but 3 SamplingParams"):
+        roll.generate([[5], [6]], lengths(3))
+
+
+def test_leaving_early_aborts_what_is_left(roll, engine):
+    for group in roll.iterate(prompts_of(6), lengths(6, n=2)):
+        first = group
+        break
+    assert_empty(engine)
+    later = roll.generate(prompts_of(3), lengths(3))
+    assert first.group_id not in {group.group_id for group in later} and len(later) == 3
+
+
+def test_an_error_of_a_callback_aborts_what_is_left_and_comes_out(roll, engine):
+    def on_group(group):
+        raise RuntimeError("no reward")
+
+    with pytest.raises(RuntimeError, match="no reward"):
+        roll.generate(prompts_of(6), lengths(6), on_group=on_group)
+    assert_empty(engine)
+
+
+def test_requests_of_others_keep_their_outputs(roll, engine):
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True), request_id="mine")
+    assert len(roll.generate(prompts_of(4), lengths(4))) == 4
+    mine = [output for output in engine.step() if output.request_id == "mine"]
+    assert mine and mine[-1].finished
+
+
+def test_stream_equals_generate_and_leaves_the_loop_free(roll, engine, monkeypatch):
+    prompts, params = prompts_of(6), lengths(6, n=2, temperature=0.0)
+    expected = roll.generate(prompts, params)
+    step, turns = engine.step, []
+
+    def slow_step() -> list:
+        time.sleep(0.05)
+        turns.append("step")
+        return step()
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            turns.append("loop")
+
+    monkeypatch.setattr(engine, "step", slow_step)
+
+    async def one() -> list:
+        return [group async for group in roll.stream(prompts, params)]
+
+    async def main() -> list:
+        watching = asyncio.create_task(watch())
+        both = await asyncio.gather(one(), one())
+        watching.cancel()
+        return both
+
+    for groups in asyncio.run(main()):
+        assert sorted(group.index for group in groups) == list(range(6))
+        for group in groups:
+            assert [s.token_ids for s in group.samples] == [s.token_ids for s in expected[group.index].samples]
+    assert turns.count("loop") > 3 * turns.count("step")
+
+
+def test_a_cancelled_stream_aborts_what_is_left(roll, engine):
+    async def main() -> None:
+        begun = asyncio.Event()
+        how = SamplingParams(max_tokens=100, ignore_eos=True)
+
+        async def forever() -> None:
+            async for _ in roll.stream(prompts_of(6), how, on_progress=lambda progress: begun.set()):
+                pass
+
+        task = asyncio.create_task(forever())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("budget", [Budget(groups=2), Budget(tokens=20), Budget(seconds=0.0)])
+def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, budget):
+    prompts, params = prompts_of(6), lengths(6, n=2)
+    expected = engine.generate(prompts, params)
+    roll.pause_at(budget)
+    first = roll.generate(prompts, params)
+    left = roll.unfinished
+    assert len(first) + len(left) == 6 and left
+    if budget.groups is not None:
+        assert len(first) >= 2
+    rest = roll.generate([[9, 9]], SamplingParams(max_tokens=1))
+    assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [ticket.id for ticket in left]
+    together = {group.index: group for group in [*first, *rest[:-1]]}
+    for index, output in enumerate(expected):
+        assert [s.token_ids for s in together[index].samples] == [s.token_ids for s in output.outputs]
+
+
+def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, engine):
+    def on_progress(progress):
+        if progress.num_tokens >= 30 and progress.num_done == 0:
+            roll.abort(roll.in_flight[1].id)
+
+    prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=3)
+    expected = engine.generate(prompts, params)
+    groups = roll.generate(prompts, params, on_progress=on_progress)
+    assert [group.index for group in groups] == [0, 1, 2, 3]
+    for group, output in zip(groups, expected, strict=True):
+        for sample, drawn in zip(group.samples, output.outputs, strict=True):
+            cut = group.index == 1
+            assert sample.finish_reason == ("abort" if cut else "length")
+            length = len(sample.token_ids)
+            assert sample.token_ids == drawn.token_ids[:length] and (0 < length < 12) == cut
+            assert len(sample.logprobs) == length
+    assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
+        g.num_tokens for g in groups
+    )
+    with pytest.raises(UnknownRequest, match="under way: none"):
+        roll.abort("rollout/none")
+
+
+def test_an_unfinished_group_can_be_aborted_with_what_it_has(roll, engine):
+    roll.pause_at(Budget(tokens=5))
+    assert roll.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=50, ignore_eos=True)) == []
+    [ticket] = roll.unfinished
+    group = roll.abort(ticket.id)
+    assert [sample.finish_reason for sample in group.samples] == ["abort"] * 2 and 5 <= group.num_tokens < 10
+    assert roll.unfinished == []
+
+
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_drew_what(mode, running):
+    engine = make_engine()
+    roll = Rollout(engine)
+    prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
+    begun = engine.parts.weight_version
+    roll.pause_at(Budget(tokens=30))
+    assert roll.generate(prompts, params) == [] and len(roll.unfinished) == 4
+    drawn = {
+        (group.id, sample.index): list(sample.request.tokens[sample.request.prompt_len :])
+        for group in engine.ledger.groups
+        for sample in group.samples
+    }
+    with engine.suspended(mode), torch.no_grad():
+        for parameter in engine.parts.model.parameters():
+            parameter.mul_(1.5)
+        engine.set_weight_version(begun + 4, running)
+    groups = roll.generate([], params)
+    assert len(groups) == 4
+    for group in groups:
+        assert group.begun_version == begun
+        for index, sample in enumerate(group.samples):
+            before = drawn[group.group_id, index]
+            assert sample.token_ids[: len(before)] == before and len(sample.token_ids) == 12
+            policies = [span.policy_version for span in sample.spans]
+            assert policies == [begun, begun + 4] and sample.spans[1].first_token == len(before)
+            kept = mode != "recompute" and running == "keep"
+            assert sample.spans[1].kv_version_min == (begun if kept else begun + 4)
+            assert sample.staleness(begun + 4) == [4] * len(before) + [0] * (12 - len(before))
+    assert_empty(engine)
+
+
+def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):
+    async def main() -> None:
+        async def forever() -> None:
+            async for _ in roll.stream(prompts_of(6), SamplingParams(max_tokens=100, ignore_eos=True)):
+                pass
+
+        for pauses in range(4):
+            task = asyncio.create_task(forever())
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert_empty(engine)
+
+    asyncio.run(main())
+
+
+def test_a_call_while_the_engine_is_suspended_names_the_way_out_and_leaves_nothing(roll, engine):
+    with engine.suspended():
+        with pytest.raises(WrongState, match=r"call resume\(\) first"):
+            roll.generate(prompts_of(2), lengths(2))
+        assert len(engine.ledger) == 0
+
+
+def test_ctrl_c_aborts_what_was_submitted(roll, engine, monkeypatch):
+    step, left = engine.step, [3]
+
+    def interrupted() -> list:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        roll.generate(prompts_of(6), lengths(6, n=2))
+    assert_empty(engine)

@@ -1,0 +1,116 @@
+"""Scores are the log probabilities that the training forward gives, whatever they are batched with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from session_case import VOCAB, batch, make_session
+
+from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.rl.scoring import micro_batches
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+MAKERS = {
+    "attention": lambda **how: tiny_gpt(init_method_std=0.2, **how),
+    "experts": lambda **how: tiny_gpt(
+        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none", **how
+    ),
+    "hybrid": lambda **how: tiny_hybrid("M*-M", init_method_std=0.2, **how),
+}
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (2, 31, 7, 7, 60, 12)]
+
+
+def one_by_one(model, temperature: float = 1.0) -> list[torch.Tensor]:
+    found = []
+    with torch.no_grad():
+        for ids in sequences():
+            ids_BS = torch.tensor([ids])
+            logits = model(ids_BS, torch.arange(len(ids))[None], None)[0, :-1].float() / temperature
+            found.append(torch.log_softmax(logits, -1).gather(-1, ids_BS[0, 1:, None]).squeeze(-1))
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("limit", [1, 64, 8192])
+def test_scores_are_those_of_each_sequence_alone(kind, limit):
+    model = MAKERS[kind](hidden_dropout=0.3)
+    want = one_by_one(model)
+    model.train()
+    session = make_session(model)
+    got = session.score(sequences(), micro_batch_tokens=limit)
+    assert model.training and [len(score) for score in got] == [len(ids) - 1 for ids in sequences()]
+    for mine, its in zip(got, want, strict=True):
+        assert mine.dtype == torch.float32 and not mine.requires_grad
+        torch.testing.assert_close(mine, its, atol=2e-5, rtol=0)
+
+
+def test_temperature_divides_the_logits():
+    model = MAKERS["attention"]()
+    for mine, its in zip(make_session(model).score(sequences(), temperature=0.7), one_by_one(model, 0.7), strict=True):
+        torch.testing.assert_close(mine, its, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "wrapper", [lambda model: model, torch.nn.parallel.DistributedDataParallel], ids=["plain", "DDP"]
+)
+@pytest.mark.parametrize("limit", [12, 8192], ids=["two forwards", "one forward"])
+def test_gradients_of_scores_are_those_of_the_models_own_loss(wrapper, limit):
+    model, twin = (MAKERS["attention"]() for _ in range(2))
+    ids, positions, labels = batch(0)
+    twin(ids, positions, None, labels=labels)[:, :-1].mean().backward()
+    session = make_session(wrapper(model))
+    with session.training():
+        scores = session.score(ids.tolist(), grad=True, micro_batch_tokens=limit)
+    (-torch.cat(scores).mean()).backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_can_be_taken_from_within_generating():
+    model = MAKERS["attention"]()
+    session = make_session(model)
+    with session.generating():
+        (score,) = session.score([[1, 2, 3]], grad=True)
+        assert not torch.is_grad_enabled()
+    score.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_padding_of_the_vocabulary_has_no_share():
+    """As in the engine, whose distribution is over real tokens alone."""
+    model = MAKERS["attention"]()
+    model.true_vocab_size = VOCAB - 8
+    session = make_session(model)
+    ids = [[5, 6, 7, 8]]
+    with torch.no_grad():
+        logits = model(torch.tensor(ids), torch.arange(4)[None], None)[0, :-1, : VOCAB - 8]
+    want = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[0, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(session.score(ids)[0], want, atol=2e-5, rtol=0)
+
+
+def test_micro_batches_hold_no_more_tokens_than_they_may():
+    lengths = [3, 50, 7, 7, 200, 1, 9]
+    found = list(micro_batches(lengths, 64))
+    assert sorted(place for places in found for place in places) == list(range(7))
+    for places in found:
+        assert len(places) == 1 or max(lengths[p] for p in places) * len(places) <= 64
+
+
+def test_what_cannot_be_scored_is_refused():
+    session = make_session(MAKERS["attention"]())
+    assert session.score([]) == []
+    for wrong, message in (
+        ([[1, 2], [3]], "sequence 1 has 1 tokens"),
+        ([[1] * 257], "257 tokens, a score takes 2 to 256"),
+        ([[1, 128]], "the vocabulary is 0 to 127"),
+    ):
+        with pytest.raises(InvalidPrompt, match=message):
+            session.score(wrong)
+    with pytest.raises(ConfigError, match="temperature is 0"):
+        session.score([[1, 2]], temperature=0)
+    with pytest.raises(ConfigError, match="micro_batch_tokens is 0"):
+        session.score([[1, 2]], micro_batch_tokens=0)

@@ -1,0 +1,177 @@
+"""Suspend, update and resume as one: whatever fails, the engine is as it was and its tokens are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from session_case import PARAMS, copied, fresh_answers, make_session, prompts, train_step
+from test_session import answers_in, failing_at
+
+from megatron_infer.errors import StaleCache, SwitchFailed, WrongState
+from megatron_infer.forward.derived import DerivedCache
+from megatron_infer.rl.session import RolloutSession
+from megatron_infer.testing.tiny import tiny_gpt
+
+BIG = {"init_method_std": 0.2}
+MODES = ("persist", "offload", "recompute")
+
+
+def pair() -> tuple[RolloutSession, torch.nn.Module]:
+    """A session, and the model whose weights it is to have."""
+    return make_session(tiny_gpt(**BIG)), tiny_gpt(**BIG, seed=7)
+
+
+def failing_cache(session: RolloutSession, times: int) -> None:
+    """Something derived from the weights that cannot be rebuilt so many times."""
+    left = [0]
+
+    def refresh() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room for a copy")
+
+    session.engine.parts.derived.register(DerivedCache(name="planted", refresh=refresh, differs=lambda: None))
+    left[0] = times
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transition_that_succeeds_has_the_weights_of_its_source(mode):
+    session, other = pair()
+    want = fresh_answers(other)
+    report = session.transition(other.state_dict(), mode=mode, version=9)
+    assert report.suspend.mode == mode and report.update.version == 9 == session.weight_version
+    assert report.update.bytes_copied == sum(p.nbytes for p in other.parameters())
+    assert session.engine.state == "running"
+    assert answers_in(session) == want
+
+
+def test_a_transition_without_a_source_copies_nothing():
+    model = tiny_gpt(**BIG).train()
+    session = make_session(model)
+    answers_in(session)
+    train_step(model, 0)
+    report = session.transition(mode="recompute")
+    assert (report.update.version, report.update.bytes_copied) == (1, 0)
+    assert answers_in(session) == fresh_answers(model)
+
+
+FAULTS = {
+    "suspend": ("suspend", "step in flight"),
+    "leaving": ("suspend", "release the cache"),
+    "derived": ("update", "rebuilding rotary"),
+    "checksums": ("update", "the weights' checksums"),
+    "room": ("resume", "allocate the cache"),
+    "look": ("resume", "the look whether weights changed"),
+}
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "requests under way"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, running):
+    phase, what = FAULTS[name]
+    session, other = pair()
+    engine, before, done = session.engine, copied(session.model), {}
+    want = fresh_answers(session.model)
+    with session.generating():
+        if running:
+            for i, prompt in enumerate(prompts()):
+                engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
+            for _ in range(3):
+                engine.step()
+        engine.lifecycle.observers.append(failing_at(what, MemoryError("no room")))
+        with pytest.raises(SwitchFailed, match="no room") as caught:
+            session.transition(other.state_dict(), mode="recompute")
+        assert (caught.value.rank, caught.value.phase) == (0, phase)
+        assert "rolled back: the engine is RUNNING with weights of version 0" in str(caught.value)
+        assert all(map(torch.equal, session.model.parameters(), before.parameters()))
+        engine.verify_weights()
+        while engine.has_unfinished():
+            done |= {out.request_id: out for out in engine.step() if out.finished}
+    assert not running or [done[str(i)].outputs[0].token_ids for i in range(3)] == want
+    assert answers_in(session) == want
+    assert session.weight_version == 0
+    session.transition(other.state_dict())
+    assert answers_in(session) == fresh_answers(other) and session.weight_version == 1
+
+
+def test_a_fault_amid_the_tensors_is_told_with_the_tensors_name():
+    session, other = pair()
+    want = fresh_answers(session.model)
+    state = other.state_dict()
+    broken = [name for name, _ in other.named_parameters()][5]
+
+    def stream():
+        for name, tensor in state.items():
+            yield name, tensor[:1] if name == broken else tensor
+
+    with pytest.raises(SwitchFailed, match=broken.replace(".", r"\.")) as caught:
+        session.transition(stream())
+    assert (caught.value.phase, caught.value.tensor) == ("update", broken)
+    assert answers_in(session) == want and session.weight_version == 0
+
+
+def test_a_source_that_breaks_off_is_told_with_the_tensor_before():
+    session, other = pair()
+    want = fresh_answers(session.model)
+    names = [name for name, _ in other.named_parameters()]
+
+    def stream():
+        yield from list(other.named_parameters())[:4]
+        raise ConnectionError("the sender is gone")
+
+    with pytest.raises(SwitchFailed, match=rf"sender is gone.*{names[3]}") as caught:
+        session.transition(stream())
+    assert caught.value.phase == "update"
+    assert answers_in(session) == want and session.weight_version == 0
+
+
+def test_the_trainers_own_weights_stay_when_a_copy_of_them_cannot_be_made():
+    model = tiny_gpt(**BIG).train()
+    session = make_session(model)
+    answers_in(session)
+    train_step(model, 0)
+    failing_cache(session, 1)
+    with pytest.raises(SwitchFailed, match="no room for a copy") as caught:
+        session.transition()
+    assert caught.value.phase == "update"
+    session.engine.verify_weights()
+    assert answers_in(session) == fresh_answers(model)
+
+
+def test_where_the_way_back_fails_too_the_engine_stays_suspended_and_says_so():
+    session, other = pair()
+    want = fresh_answers(session.model)
+    session.engine.lifecycle.observers.append(failing_at("allocate the cache", MemoryError("no room"), 2))
+    with pytest.raises(SwitchFailed, match="the engine is SUSPENDED with weights of version 0") as caught:
+        session.transition(other.state_dict(), mode="recompute")
+    assert "waking the engine again failed as well" in " ".join(caught.value.__notes__)
+    assert answers_in(session) == want
+
+
+def test_an_interrupt_is_what_comes_out_of_a_transition_that_it_ends():
+    session, other = pair()
+    want = fresh_answers(session.model)
+    session.engine.lifecycle.observers.append(failing_at("checksums", KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        session.transition(other.state_dict())
+    assert "rolled back" in " ".join(caught.value.__notes__)
+    assert answers_in(session) == want and session.weight_version == 0
+
+
+def test_within_training_a_transition_is_refused():
+    session, other = pair()
+    with session.training():
+        with pytest.raises(WrongState, match=r"take update_weights\(\) here"):
+            session.transition(other.state_dict())
+        assert session.update_weights(other.state_dict(), checksum=True).checksum
+    assert answers_in(session) == fresh_answers(other)
+
+
+def test_what_is_derived_from_the_weights_is_held_to_them():
+    """The tests above would not see a copy that nobody rebuilds."""
+    session, other = pair()
+    with torch.no_grad():
+        for parameter, its in zip(session.model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(its)
+    with pytest.raises(StaleCache):
+        session.engine.verify_weights()

@@ -1,0 +1,204 @@
+"""Any division of a tensor becomes any other: every row arrives once, and none that was there already."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_infer.errors import WeightUpdateError
+from megatron_infer.rl.weights.digest import combined, part_digest
+from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
+from megatron_infer.rl.weights.plan import Holding, ReshardPlan, messages_of, reshard_plan
+
+TENSORS = {
+    "column": ((24, 5), 0, (24,)),
+    "row": ((5, 24), 1, (24,)),
+    "gate and up": ((48, 3), 0, (24, 24)),
+    "in_proj": ((120, 2), 0, (48, 24, 12, 12, 24)),
+    "conv": ((48, 1, 4), 0, (24, 12, 12)),
+    "bias": ((24,), 0, (24,)),
+    "norm": ((7,), 0, None),
+}
+SIZES = (1, 2, 3, 4, 6)
+
+
+def layouts(size: int, rank: int, dtype: torch.dtype) -> list[Layout]:
+    """One rank's part of all tensors, divided over `size`."""
+    found = []
+    for name, (shape, dim, parts) in TENSORS.items():
+        mine = (shape[dim],) if parts is None else tuple(part // size for part in parts)
+        spans = _spans(mine, *((0, 1) if parts is None else (rank, size)))
+        found.append(Layout(name=name, shape=shape, dim=dim, spans=spans, dtype=dtype))
+    return found
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, (shape, _, _) in TENSORS.items()}
+
+
+def carry_out(plans: dict[int, ReshardPlan], has: dict[int, list], wants: dict[int, list], bucket: int) -> int:
+    """All ranks' plans in one process -> bytes moved. Each end makes its messages itself, as ranks do."""
+    moved = 0
+    for rank, plan in plans.items():
+        for piece in plan.local:
+            put(wants, piece, rows(has, piece))
+        for blank in plan.blanks:
+            wants[rank][blank.index].narrow(blank.dim, blank.start, blank.size).zero_()
+        for peer, pieces in plan.sends.items():
+            sent, expected = messages_of(pieces, bucket), messages_of(plans[peer].receives[rank], bucket)
+            assert sent == expected
+            for message in sent:
+                assert message.num_bytes <= max(bucket, message.slices[0].row_numel * message.dtype.itemsize)
+                moved += message.num_bytes
+                for piece in message.slices:
+                    put(wants, piece, rows(has, piece).to(piece.dtype))
+    return moved
+
+
+def rows(has: dict[int, list], piece: Any) -> torch.Tensor:
+    return has[piece.source][piece.source_index].narrow(piece.dim, piece.source_start, piece.size)
+
+
+def put(wants: dict[int, list], piece: Any, value: torch.Tensor) -> None:
+    wants[piece.target][piece.target_index].narrow(piece.dim, piece.target_start, piece.size).copy_(value)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(seed: int):
+    draw = random.Random(seed)
+    ranks, before, after = range(draw.randint(1, 8)), draw.choice(SIZES), draw.choice(SIZES)
+    ranks = range(max(len(ranks), before, after))
+    shift = draw.randrange(len(ranks))
+    trainers = {rank: rank % before for rank in ranks if rank < len(ranks) // before * before}
+    engines = {(rank + shift) % len(ranks): rank % after for rank in range(len(ranks) // after * after)}
+    source_type, target_type = (
+        draw.choice([torch.float32, torch.bfloat16]),
+        draw.choice([torch.float32, torch.bfloat16]),
+    )
+    holdings = [
+        Holding(
+            rank=rank,
+            host=f"host{rank // 3}",
+            has=tuple(layouts(before, trainers[rank], source_type)) if rank in trainers else (),
+            wants=tuple(layouts(after, engines[rank], target_type)) if rank in engines else (),
+        )
+        for rank in ranks
+    ]
+    whole = whole_tensors()
+    has = {h.rank: [la.part_of(whole[la.name].to(source_type)) for la in h.has] for h in holdings}
+    wants = {
+        h.rank: [torch.full_like(la.part_of(whole[la.name]), float("nan"), dtype=target_type) for la in h.wants]
+        for h in holdings
+    }
+    plans = {rank: reshard_plan(holdings, rank) for rank in ranks}
+    moved = carry_out(plans, has, wants, bucket=draw.choice([16, 200, 10**6]))
+    assert {plan.bytes_must_move for plan in plans.values()} == {moved}
+    assert sum(plan.bytes_to_receive for plan in plans.values()) == moved
+    for holding in holdings:
+        for layout, got in zip(holding.wants, wants[holding.rank], strict=True):
+            expected = layout.part_of(whole[layout.name].to(source_type)).to(target_type)
+            assert torch.equal(got, expected), f"{layout.name} on rank {holding.rank}"
+    check_digests(holdings, wants, has, target_type)
+
+
+def check_digests(holdings: list[Holding], wants: dict, has: dict, dtype: torch.dtype) -> None:
+    """Both sides have the same digests, until one bit differs anywhere."""
+
+    def side(which: str, held: dict) -> dict[str, int]:
+        return combined(
+            [
+                part_digest(layout, tensor, dtype=dtype, rank=holding.rank)
+                for holding in holdings
+                for layout, tensor in zip(getattr(holding, which), held[holding.rank], strict=True)
+            ]
+        )
+
+    assert side("wants", wants) == side("has", has)
+    rank = next(rank for rank, tensors in wants.items() if tensors)
+    for index, tensor in enumerate(wants[rank]):
+        flat = tensor.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).view(-1)
+        flat[-1] ^= 1
+        try:
+            changed = side("wants", wants) != side("has", has)
+        except WeightUpdateError as error:
+            changed = holdings[rank].wants[index].name == error.tensor
+        assert changed, index
+        flat[-1] ^= 1
+
+
+def test_digests_tell_order_place_and_zeros():
+    layout = Layout(name="t", shape=(6, 4), dim=0, spans=_spans((6,), 0, 1), dtype=torch.float32)
+    tensor = torch.arange(24.0).view(6, 4)
+    swapped = tensor.clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    seen = [
+        tensor,
+        swapped,
+        tensor.flip(1),
+        tensor.roll(1, 0),
+        tensor.t().reshape(6, 4),
+        torch.zeros(6, 4),
+        -torch.zeros(6, 4),
+    ]
+    assert len({part_digest(layout, one).value for one in seen}) == len(seen)
+
+
+def padded(shape: tuple[int, int], size: int, rank: int, **how: Any) -> Layout:
+    return Layout(
+        name="t", shape=shape, dim=0, spans=_spans((shape[0] // size,), rank, size), dtype=torch.float32, **how
+    )
+
+
+def exchange(has: list[Layout], wants: list[Layout], whole: torch.Tensor) -> list[torch.Tensor]:
+    size = max(len(has), len(wants))
+    holdings = [
+        Holding(rank=rank, host="", has=tuple(has[rank : rank + 1]), wants=tuple(wants[rank : rank + 1]))
+        for rank in range(size)
+    ]
+    held = {h.rank: [layout.part_of(whole) for layout in h.has] for h in holdings}
+    got = {h.rank: [torch.full_like(la.part_of(whole), float("nan")) for la in h.wants] for h in holdings}
+    carry_out({rank: reshard_plan(holdings, rank) for rank in range(size)}, held, got, 64)
+    return [got[rank][0] for rank in range(len(wants))]
+
+
+def test_padded_vocabularies_and_kv_groups_fit_each_other_with_zeros_in_place_of_what_is_missing():
+    whole = torch.randn(10, 3)
+    vocabulary = {"padded": VOCABULARY, "true_size": 10}
+    got = exchange(
+        [padded((10, 3), 1, 0, padded=VOCABULARY)], [padded((12, 3), 2, r, **vocabulary) for r in (0, 1)], whole
+    )
+    assert torch.equal(torch.cat(got), torch.cat([whole, torch.zeros(2, 3)]))
+    back = exchange([padded((12, 3), 2, r, **vocabulary) for r in (0, 1)], [padded((10, 3), 1, 0, **vocabulary)], whole)
+    assert torch.equal(back[0], whole)
+    groups = {"padded": KV_GROUPS, "unit": 3}
+    got = exchange([padded((9, 3), 1, 0, **groups)], [padded((12, 3), 2, r, **groups) for r in (0, 1)], whole[:9])
+    assert torch.equal(torch.cat(got), torch.cat([whole[:9], torch.zeros(3, 3)]))
+
+
+def test_what_does_not_belong_together_is_refused_by_name():
+    column = padded((12, 3), 1, 0)
+
+    def plan(has: list[Layout], wants: list[Layout], **how: Any) -> None:
+        reshard_plan([Holding(rank=0, host="", has=tuple(has), wants=tuple(wants))], 0, **how)
+
+    for other in (
+        padded((10, 3), 1, 0),
+        padded((12, 4), 1, 0),
+        padded((10, 3), 1, 0, padded=VOCABULARY),
+        replace(column, shape=(12,), spans=_spans((12,), 0, 1)),
+    ):
+        with pytest.raises(WeightUpdateError, match=r"t has shape \[12, 3\] in the source, \[") as told:
+            plan([column], [other])
+        assert told.value.tensor == "t"
+    with pytest.raises(WeightUpdateError, match="the source has no t"):
+        plan([replace(column, name="u")], [column])
+    with pytest.raises(WeightUpdateError, match="the target has no u"):
+        plan([column, replace(column, name="u")], [column])
+    plan([column, replace(column, name="u")], [column], strict=False)
+    with pytest.raises(WeightUpdateError, match="t: no rank of the source has row 6 of 12"):
+        plan([padded((12, 3), 2, 0)], [column])

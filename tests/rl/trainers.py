@@ -1,0 +1,96 @@
+"""Trainers as users have them, on a CPU: what stands around a model, and what steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from session_case import batch
+
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.testing.cpu_shim import cpu_shim
+
+
+class TorchTrainer:
+    """AdamW, on a plain model or torch's DDP."""
+
+    def __init__(self, model: Any, *, ddp: bool = False) -> None:
+        self.model = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+
+    def step(self, step: int) -> float:
+        self.model.train()
+        ids, positions, labels = batch(step)
+        loss = self.model(ids, positions, None, labels=labels).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class MegatronTrainer:
+    """megatron-core's DDP and optimizer under the CPU shim; with `half`, Float16Module and master weights."""
+
+    def __init__(
+        self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, smooth: bool = False
+    ) -> None:
+        """smooth: for comparing layouts; Adam's first steps are as long for a gradient of nearly zero as for any."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = model.config
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=overlap,
+            overlap_grad_reduce=overlap,
+            grad_reduce_in_fp32=half,
+        )
+        with cpu_shim(4):
+            inner = mcore.Float16Module(config, model) if half else model
+            self.model = DistributedDataParallel(config, ddp_config, inner)
+            if distributed:
+                self.model.broadcast_params()
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=0.1 if smooth else 0.02,
+                    adam_eps=0.1 if smooth else 1e-8,
+                    clip_grad=1.0,
+                    use_distributed_optimizer=distributed,
+                    bf16=half,
+                    overlap_param_gather=overlap,
+                ),
+                [self.model],
+            )
+
+    def step(self, step: int, rows: slice = slice(None)) -> float | None:
+        """rows: this rank's part of the batch. The loss, where it is computed."""
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.train()
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        ids, positions, labels = (part[rows] for part in batch(step))
+
+        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return losses.mean(), {"loss": losses.mean().detach().clone()}
+
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+            next(batches)
+            return model(ids, positions, None, labels=labels), loss_of
+
+        with cpu_shim(4):
+            self.optimizer.zero_grad()
+            self.model.zero_grad_buffer()
+            found = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter([None]),
+                model=[self.model],
+                num_microbatches=1,
+                seq_length=ids.shape[1],
+                micro_batch_size=len(ids),
+                forward_only=False,
+            )
+            self.optimizer.step()
+        return found[0]["loss"].item() if found else None
