@@ -256,7 +256,7 @@ def assemble(
     on_event: Callable[..., None],
 ) -> Assembly:
     """Adopt the model, size the pool, choose kernels, and connect everything."""
-    adopted = adopt(model, name=name, state_config=config.mamba_inference_state_config)
+    adopted = adopt(model, name=name, vocab_size=config.vocab_size, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
@@ -294,7 +294,11 @@ def assemble(
         num_groups=num_groups_of(groups, config),
         on_event=on_event,
     )
-    link = None if groups.pp is None else StageLink(groups.pp, hidden_size=shape.hidden_size, device=where.torch)
+    link = None
+    if groups.pp is not None:
+        link = StageLink(
+            groups.pp, hidden_size=shape.hidden_size, device=where.torch, timeout_s=config.collective_timeout_s
+        )
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
     if parts.context.host is not None:

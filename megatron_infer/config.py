@@ -216,6 +216,9 @@ class InferenceConfig:
     offset_sampling_seed_by_dp_rank: bool = True
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
+    vocab_size: int | None = None
+    """Tokens that exist, where the model's embedding is padded beyond them: no other is taken in or drawn. None: what
+    the model's files say; all rows of the embedding for a model that somebody else has built."""
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
         """Refuse an unknown keyword with the nearest known one, where dataclasses would only name it."""
@@ -346,6 +349,7 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "num_cuda_graphs": (-1, True),
     "cuda_graph_mixed_prefill_count": (0, True),
     "seed": (0, False),
+    "vocab_size": (1, True),
 }
 """Integer fields: smallest value, and whether None is allowed."""
 _GIGABYTES = {

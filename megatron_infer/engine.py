@@ -44,6 +44,22 @@ class EngineStats:
     state: str
     counters: dict[str, int]
 
+    @classmethod
+    def of(cls, engine: DynamicInferenceEngine) -> EngineStats:
+        scheduler = engine.parts.scheduler
+        return cls(
+            num_steps=engine.num_steps,
+            num_requests=len(engine.ledger),
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_paused=scheduler.num_paused,
+            num_free_blocks=engine.parts.context.num_free_blocks,
+            num_blocks=engine.parts.sizes.num_usable_blocks,
+            weight_version=engine.parts.weight_version,
+            state=engine.state.value,
+            counters=scheduler.stats.as_dict(),
+        )
+
 
 class DynamicInferenceEngine(EngineControls):
     """Serves requests from a paged cache with a live megatron-core model; one thread drives it.
@@ -258,6 +274,7 @@ class DynamicInferenceEngine(EngineControls):
             "generate()": lambda given: self.generate([]),
             "has_unfinished()": lambda given: self.has_unfinished(),
             "drain()": lambda given: self.drain(),
+            "save_requests()": lambda given: self.save_requests(**given),
             "load_requests()": lambda given: self.load_requests(**given),
         }
 
@@ -265,21 +282,21 @@ class DynamicInferenceEngine(EngineControls):
     def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
 
-        With several ranks: on the leader, and without keys and values, of which each rank has a part.
+        With several ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`.
         """
-        if self.relay is not None:
-            self.relay.require_leader("save_requests()")
-            if kv:
-                raise NotImplementedError("save_requests(kv=True) of an engine of several ranks; take kv=False")
         if kv:
+            self._meet("save_requests()", path=os.fspath(path), kv=True)
             self.lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
-            self.drain()
+            self.loop.drain()
+        elif self.relay is not None:
+            self.relay.require_leader("save_requests() without kv")
         self.keeper.save(path, self.loop.backlog, kv=kv)
 
     def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
-        Called on every rank, each of which reads the file.
+        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
+        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
         """
         self._meet("load_requests()", path=os.fspath(path))
         self.lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
@@ -304,19 +321,7 @@ class DynamicInferenceEngine(EngineControls):
         return self.keeper.acknowledge(request_ids)
 
     def stats(self) -> EngineStats:
-        scheduler = self.parts.scheduler
-        return EngineStats(
-            num_steps=self.num_steps,
-            num_requests=len(self.ledger),
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_paused=scheduler.num_paused,
-            num_free_blocks=self.parts.context.num_free_blocks,
-            num_blocks=self.parts.sizes.num_usable_blocks,
-            weight_version=self.parts.weight_version,
-            state=self.state.value,
-            counters=scheduler.stats.as_dict(),
-        )
+        return EngineStats.of(self)
 
     def _new_id(self) -> str:
         return self.parts.intake.new_id(self._taken)

@@ -215,7 +215,7 @@ class StepLoop:
             self._ranks.step_failed(error, time.perf_counter() - started, fatal=True)
             raise
         if drawn.error:
-            self._ranks.step_failed(FailedStep(drawn.error), time.perf_counter() - started)
+            self._ranks.step_failed(FailedStep(drawn.error), time.perf_counter() - started, cause=drawn.cause)
         return drawn
 
     def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:

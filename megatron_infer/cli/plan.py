@@ -30,7 +30,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share a model (1)")
+    parser.add_argument(
+        "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N", help="ranks that share a model (1)"
+    )
     parser.add_argument(
         "--memory-gb",
         type=float,

@@ -6,13 +6,16 @@
 A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
 prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
 exactly those tokens, and a sequence's own.
+
+Of several ranks each writes such tensors of its own part, under the same places; a pipeline stage without attention or
+Mamba layers has no `blocks` or `states`, and the places count all the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -52,13 +55,27 @@ def difference(shape: ModelShape, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_places(kv: SavedKV, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError when a sequence names a block or state that its file does not hold."""
+def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many blocks and states a file has places for, by what it says of itself; kv: None without saved memory.
+
+    Raises ValueError when a tensor holds another number.
+    """
+    counts = {}
+    for name, layers in (("blocks", "num_attention_layers"), ("states", "state.num_layers")):
+        held = len(tensors[name]) if name in tensors else 0
+        counts[name] = held if kv is None else int(kv.get(f"num_{name}", held))
+        kept_here = kv is not None and kv["shape"].get(layers)
+        if held != counts[name] and (held or kept_here):
+            raise ValueError(f"{held} {name}, {counts[name]} are named")
+    return counts
+
+
+def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
+    """Raise ValueError when a sequence names a block or state that its file has no place for."""
     for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
-        count = len(tensors[name]) if name in tensors else 0
-        wrong = [place for place in places if not 0 <= place < count]
+        wrong = [place for place in places if not 0 <= place < counts[name]]
         if wrong:
-            raise ValueError(f"{name} {wrong[:8]} of {count}")
+            raise ValueError(f"{name} {wrong[:8]} of {counts[name]}")
 
 
 def content_digest(parts: Assembly) -> str:
@@ -76,10 +93,23 @@ def content_digest(parts: Assembly) -> str:
     return digest.hexdigest()
 
 
-def collect(requests: Iterable[Request], store: StateStore) -> tuple[dict[str, SavedKV], dict[str, Tensor]]:
-    """What is computed of the requests that hold some, by id, and the tensors it is in: `blocks`, `states`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one rank holds of requests' computed tokens."""
 
-    Nothing may be in flight: what was scheduled of a request is then computed, and its row's state behind just that.
+    saved: dict[str, SavedKV]
+    """By request, the same on every rank."""
+    tensors: dict[str, Tensor]
+    """`blocks`, `states`: as far as this rank keeps them."""
+    num_blocks: int = 0
+    num_states: int = 0
+
+
+def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, recurrent: bool) -> Memory:
+    """What is computed of the requests that hold some.
+
+    attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
+    scheduled of a request is then computed, and its row's state behind just that.
     """
     place: dict[int, int] = {}
     rows: list[int] = []
@@ -89,14 +119,16 @@ def collect(requests: Iterable[Request], store: StateStore) -> tuple[dict[str, S
         if lease is None or not request.scheduled:
             continue
         assert not request.in_flight, f"{request.id} has a step in flight"
-        held = lease.blocks[: blocks_needed(request.scheduled, store.block_size)] if store.block_bytes else []
+        held = lease.blocks[: blocks_needed(request.scheduled, store.block_size)] if attends else []
         blocks, state = [place.setdefault(block, len(place)) for block in held], None
-        if store.state is not None:
+        if recurrent:
             state = len(rows)
             rows.append(lease.row)
         saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
-    tensors = {"blocks": store.read_blocks(list(place))} if place else {}
-    return saved, tensors | ({"states": store.read_states(rows)} if rows else {})
+    tensors = {"blocks": store.read_blocks(list(place))} if place and store.block_bytes else {}
+    if rows and store.state is not None:
+        tensors["states"] = store.read_states(rows)
+    return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
 
 
 class KVReturn:
@@ -105,9 +137,12 @@ class KVReturn:
     Sharing goes by whole blocks of this engine among the leading blocks that two sequences have in common in the file.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore) -> None:
-        """tensors: what `collect` gave."""
+    def __init__(
+        self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore, *, block_size: int | None
+    ) -> None:
+        """tensors: what `collect` gave, in blocks of `block_size`; None: the file holds no blocks on any rank."""
         self._content, self._states = tensors.get("blocks"), tensors.get("states")
+        self._file_block_size = block_size
         self._scheduler, self._store = scheduler, store
         self._owner: dict[int, tuple[Request, SavedKV]] = {}
 
@@ -119,8 +154,8 @@ class KVReturn:
         for block in kv.blocks:
             self._owner.setdefault(block, (request, kv))
         self._write(request, kv, num_shared)
-        if kv.state is not None:
-            assert request.lease is not None and self._states is not None
+        if kv.state is not None and self._states is not None:
+            assert request.lease is not None
             self._store.write_states([request.lease.row], self._states[kv.state : kv.state + 1])
         return True
 
@@ -134,10 +169,10 @@ class KVReturn:
                 break
             best, run = owner[0], column + 1
             most = owner[1].num_tokens
-        if best is None or self._content is None:
+        if best is None or self._file_block_size is None:
             return None, 0
         size = self._store.block_size
-        num_shared = min(run * self._content.shape[3], kv.num_tokens, most) // size * size
+        num_shared = min(run * self._file_block_size, kv.num_tokens, most) // size * size
         return (best, num_shared) if num_shared else (None, 0)
 
     def _write(self, request: Request, kv: SavedKV, start: int) -> None:

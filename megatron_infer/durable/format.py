@@ -80,10 +80,25 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise SnapshotError(path, "damaged: its header is not UTF-8") from error
     if _checksum(metadata, tensors) != metadata["checksum"]:
         raise SnapshotError(path, "damaged: the checksum does not match the content")
+    return _manifest(path, metadata), tensors
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest alone, unchecked against the rest. Raises SnapshotError, FileNotFoundError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise SnapshotError(path, f"damaged, truncated or not a safetensors file ({error})") from error
+    _refuse_others(path, metadata)
+    return _manifest(path, metadata)
+
+
+def _manifest(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     with contextlib.suppress(json.JSONDecodeError):
         manifest = json.loads(metadata["manifest"])
         if isinstance(manifest, dict):
-            return manifest, tensors
+            return manifest
     raise SnapshotError(path, "its manifest is not a JSON object")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_infer.assembly import Assembly
@@ -43,14 +44,15 @@ class RequestKeeper:
     # ------------------------------------------------------------------ on demand
 
     def save(self, path: str | os.PathLike[str], undelivered: Sequence[RequestOutput], *, kv: bool) -> None:
-        """Write every unfinished request, and all outputs that are owed, to `path`.
+        """Write every unfinished request, and all outputs that are owed, to `path`. With kv every rank calls it.
 
         undelivered: outputs the engine made and has not handed out. The finished ones among them are saved as they
         are: of a delta stream the last piece.
         """
         target = Path(path)
-        if self._path is not None and target.resolve() == self._path:
-            raise SnapshotError(target, "keep_snapshots keeps it; save elsewhere, or call keep_snapshots(None)")
+        with self._parts.team.together("saving requests") if kv else nullcontext():
+            if self._path is not None and target.resolve() == self._path:
+                raise SnapshotError(target, "keep_snapshots keeps it; save elsewhere, or call keep_snapshots(None)")
         finished = {output.request_id: output for output in undelivered if output.finished} | self.owed
         self._archive.save(target, undelivered, finished, kv=kv)
 

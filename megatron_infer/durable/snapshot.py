@@ -16,8 +16,18 @@ from torch import Tensor
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.durable import format as file_format
-from megatron_infer.durable.blocks import KVReturn, check_places, collect, content_digest, describe, difference
+from megatron_infer.durable.blocks import (
+    KVReturn,
+    Memory,
+    check_places,
+    collect,
+    content_digest,
+    describe,
+    difference,
+    num_places,
+)
 from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
+from megatron_infer.durable.parts import layout_differs, layout_of, parts_beside, read_part, remove, save_together
 from megatron_infer.durable.records import (
     Columns,
     Inline,
@@ -71,7 +81,9 @@ class Content:
     kv: Mapping[str, Any] | None
     """What the saved memory depends on; None: there is none in it."""
     memory: Mapping[str, Tensor]
-    """See `durable.blocks`."""
+    """This rank's, see `durable.blocks`."""
+    no_memory: str | None
+    """Why the file's memory is of no use on this rank, whatever the weights; None: it may be."""
     notes: list[str]
 
 
@@ -97,27 +109,48 @@ class Archive:
         *,
         kv: bool = False,
     ) -> None:
-        """Write every open request and the `finished` outputs to a file that stands by itself."""
-        file_format.write(path, *self.contents(undelivered, finished, kv=kv))
+        """Write every open request and the `finished` outputs to a file that stands by itself.
+
+        With kv every rank calls it, with nothing in flight, and each writes its own part.
+        """
+        if not kv:
+            before = parts_beside(path)
+            file_format.write(path, *self.contents(undelivered, finished))
+            remove(before)
+            return
+        parts = self._parts
+        if parts.team.any_rank(parts.guard.changed()):
+            parts.accept_weights(parts.weight_version + 1)
+        store = parts.runner.store
+        attends = parts.team.any_rank(store.block_bytes > 0)
+
+        def make(names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+            requests = _open_requests(self._ledger.groups)
+            memory = collect(requests, store, attends=attends, recurrent=parts.context.recurrent)
+            if parts.team.groups.is_leader:
+                return self.contents(undelivered, finished, memory=memory, part_names=names)
+            name = names[parts.team.groups.engine_rank - 1]
+            return {"part": name, "kv": self._describe(memory)}, memory.tensors
+
+        save_together(path, make, parts.team)
 
     def contents(
         self,
         undelivered: Sequence[RequestOutput],
         finished: Mapping[str, RequestOutput],
         *,
-        kv: bool = False,
+        memory: Memory | None = None,
+        part_names: Sequence[str] = (),
         generation: Generation | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(manifest, tensors) of a file. With kv nothing may be in flight.
+        """(manifest, tensors) of a file.
 
         undelivered: outputs that were made and that no caller has seen: their deltas are not handed out yet.
+        part_names: where other ranks' memory is.
         """
         parts, ledger, now = self._parts, self._ledger, time.monotonic()
-        if kv and parts.guard.changed():
-            parts.accept_weights(parts.weight_version + 1)
         groups, numbers = ledger.groups, Columns()
-        saved, memory = collect(_open_requests(groups), parts.runner.store) if kv else ({}, {})
-        unsent = _unsent(undelivered)
+        unsent, saved = _unsent(undelivered), {} if memory is None else memory.saved
         records = {
             "requests": [
                 encode_group(group, numbers, now=now, unsent=unsent.get(group.id), kv=saved) for group in groups
@@ -132,11 +165,23 @@ class Archive:
             "num_seeds": parts.intake.num_seeds,
             "num_ids": parts.intake.num_ids,
             "weights": {"version": parts.weight_version, "sums": self._weight_sums()},
-            "kv": {"shape": describe(parts.shape), "content": self._content()} if memory else None,
+            "kv": self._describe(memory) if memory is not None and memory.saved else None,
+            "layout": layout_of(parts.team.groups),
+            "parts": list(part_names),
             "generation": None if generation is None else generation.as_list(),
         }
         tensors = {**numbers.tensors(), "records": _bytes_tensor(json.dumps(records, separators=(",", ":")).encode())}
-        return manifest, tensors | memory
+        return manifest, tensors | ({} if memory is None else memory.tensors)
+
+    def _describe(self, memory: Memory) -> dict[str, Any]:
+        """What saved memory of this rank depends on, and how much of it there is."""
+        return {
+            "shape": describe(self._parts.shape),
+            "content": self._content(),
+            "block_size": self._parts.runner.store.block_size if memory.num_blocks else None,
+            "num_blocks": memory.num_blocks,
+            "num_states": memory.num_states,
+        }
 
     # ------------------------------------------------------------------ loading
 
@@ -158,17 +203,21 @@ class Archive:
     def put_back(self, content: Content) -> LoadReport:
         """Take in what `read` gave; nothing may be in flight."""
         parts, ledger = self._parts, self._ledger
-        if parts.guard.changed():
+        if parts.team.any_rank(parts.guard.changed()):
             parts.accept_weights(parts.weight_version + 1)
-        refused = self._why_no_kv(content)
-        same = refused is None or content.weights["sums"] == self._weight_sums()
+        refused = parts.team.first_word("a look at saved keys and values", self._why_no_kv(content))
+        # The leader alone knows whether these are the weights: the sums in a file are of its part of them.
+        known = parts.team.from_leader("a look at saved weights", content.weights["sums"] == self._weight_sums())
+        same = refused is None or known
         # Versions only rise: tokens drawn from now on must not carry the version of other weights.
         parts.raise_version(content.weights["version"] + (not same))
         parts.intake.num_seeds = max(parts.intake.num_seeds, content.num_seeds)
         parts.intake.num_ids = max(parts.intake.num_ids, content.num_ids)
         returning = None
         if refused is None:
-            returning = KVReturn(content.memory, parts.scheduler, parts.runner.store)
+            assert content.kv is not None
+            size = content.kv.get("block_size") or _block_size(content.memory)
+            returning = KVReturn(content.memory, parts.scheduler, parts.runner.store, block_size=size)
         for request in content.requests:
             watched = ledger.enter(request.group)
             for sample, saved in zip(request.group.samples, request.saved, strict=True):
@@ -198,9 +247,11 @@ class Archive:
         generation = Generation.from_list(manifest["generation"])
         journal = JournalRecords() if generation is None else read_journal(path, generation)
         requests, finished = self._replay(journal, requests, finished, now=now)
+        about, memory, no_memory = self._memory_of_rank(path, manifest, tensors)
+        counts = num_places(about, memory)
         for kv in (saved.kv for request in requests for saved in request.saved):
-            if kv is not None:
-                check_places(kv, tensors)
+            if kv is not None and no_memory is None:
+                check_places(kv, counts)
         return Content(
             path=path,
             generation=generation,
@@ -210,10 +261,27 @@ class Archive:
             num_seeds=max(manifest["num_seeds"], journal.num_seeds),
             num_ids=max(manifest["num_ids"], journal.num_ids),
             weights=manifest["weights"],
-            kv=manifest["kv"],
-            memory={name: tensors[name] for name in ("blocks", "states") if name in tensors},
+            kv=about,
+            memory=memory,
+            no_memory=no_memory,
             notes=journal.notes,
         )
+
+    def _memory_of_rank(
+        self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Tensor], str | None]:
+        """(what this rank's saved memory depends on, the memory, why there is none for it)."""
+        groups, about = self._parts.team.groups, manifest["kv"]
+        if about is None:
+            return None, {}, "saved without keys and values"
+        if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
+            return None, {}, differs
+        if groups.engine_rank:
+            try:
+                about, tensors = read_part(path, manifest, groups.engine_rank)
+            except FileNotFoundError as error:
+                return None, {}, f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
+        return about, {name: tensors[name] for name in ("blocks", "states") if name in tensors}, None
 
     def _replay(
         self, journal: JournalRecords, requests: list[SavedRequest], finished: list[RequestOutput], *, now: float
@@ -286,7 +354,7 @@ class Archive:
     def _why_no_kv(self, content: Content) -> str | None:
         """Why saved memory cannot be used; None when it can."""
         if content.kv is None:
-            return "saved without keys and values"
+            return content.no_memory
         differs = difference(self._parts.shape, content.kv["shape"])
         if differs is not None:
             return differs
@@ -313,6 +381,10 @@ class Archive:
         ids = range(0, size, max(1, size // _PROBES))
         text = repr([(token, tokenizer.token_str(token)) for token in ids])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _block_size(memory: Mapping[str, Tensor]) -> int | None:
+    return int(memory["blocks"].shape[3]) if "blocks" in memory else None
 
 
 def _open_requests(groups: Iterable[Any]) -> list[Request]:

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -91,11 +92,20 @@ class Lane:
             del future, action  # an idle thread holds no tensors
 
 
+class _Pending(NamedTuple):
+    """A message on its way to or from a stage."""
+
+    work: Any
+    stage: int
+    limit: timedelta | None
+
+
 class StageLink:
     """One rank's ends of the pipeline: its neighbours, and the last stage. Sends are asynchronous, in order."""
 
-    def __init__(self, group: dist.ProcessGroup, *, hidden_size: int, device: torch.device) -> None:
-        """group: the ranks that hold this rank's share of the stages, first stage first.
+    def __init__(self, group: dist.ProcessGroup, *, hidden_size: int, device: torch.device, timeout_s: float) -> None:
+        """group: the ranks that hold this rank's share of the stages, first stage first. timeout_s: how long a message
+        may take once it is waited for, over gloo (NCCL has its own watchdog, and a wait on the host would stall it).
 
         What was drawn goes from host to host, over gloo: a group of its own if `group` is not gloo, which all of its
         members make here.
@@ -104,9 +114,10 @@ class StageLink:
         self.is_first, self.is_last = self.rank == 0, self.rank == self.num_stages - 1
         self._ranks = dist.get_process_group_ranks(group)
         self._group, self._device, self._hidden_size = group, device, hidden_size
+        self._limit = timedelta(seconds=timeout_s)
         gloo = dist.get_backend(group) == "gloo"
         self._host_group = group if gloo else dist.new_group(self._ranks, "gloo", use_local_synchronization=True)
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[tuple[_Pending, Tensor]] = deque()
 
     def compare(self, numbers: Sequence[int]) -> np.ndarray:
         """Everyone's numbers, int64 [stages, len(numbers)]; all stages call it."""
@@ -127,7 +138,7 @@ class StageLink:
             return None, None, None
         split = num_tokens * self._hidden_size
         buffer = torch.empty(split + num_tokens * notes + 1, device=self._device)
-        self._wait(dist.irecv(buffer, self._ranks[self.rank - 1], group=self._group, tag=_HIDDEN), self.rank - 1)
+        self._wait(self._irecv(buffer, self.rank - 1, self._group, _HIDDEN))
         failed = int(buffer[-1])
         residual_TD = buffer[:split].view(num_tokens, self._hidden_size)
         return residual_TD, buffer[split:-1].view(num_tokens, notes), None if failed == FAILED else failed
@@ -173,14 +184,17 @@ class StageLink:
         """What the last stage says of the next step; blocks."""
         last = self.num_stages - 1
         head = torch.empty(num_sampled + 2, dtype=torch.int64)
-        self._wait(dist.irecv(head, self._ranks[last], group=self._host_group, tag=_DRAWN), last)
+        self._wait(self._irecv(head, last, self._host_group, _DRAWN))
         failed, num_bytes = head[:2].tolist()
         extra: list[np.ndarray] = []
         if num_bytes:
             tail = torch.empty(num_bytes, dtype=torch.uint8)
-            self._wait(dist.irecv(tail, self._ranks[last], group=self._host_group, tag=_EXTRA), last)
+            self._wait(self._irecv(tail, last, self._host_group, _EXTRA))
             extra = _unpack(tail.numpy().tobytes())
         return Message(head[2:].numpy(), None if failed == FAILED else failed, extra)
+
+    def _irecv(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> _Pending:
+        return _Pending(dist.irecv(tensor, self._ranks[stage], group=group, tag=tag), stage, self._limit_of(group))
 
     def _post(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> None:
         """Send without waiting; a neighbour that falls far behind is waited for."""
@@ -188,15 +202,22 @@ class StageLink:
             work = dist.isend(tensor, self._ranks[stage], group=group, tag=tag)
         except RuntimeError as error:
             raise self._lost(stage, error) from error
-        self._sent.append((work, tensor))
+        self._sent.append((_Pending(work, stage, self._limit_of(group)), tensor))
         while len(self._sent) > 4 * self.num_stages:
-            self._wait(self._sent.popleft()[0], stage)
+            self._wait(self._sent.popleft()[0])
 
-    def _wait(self, work: Any, stage: int) -> None:
+    def _limit_of(self, group: dist.ProcessGroup) -> timedelta | None:
+        """gloo's sends and receives go by the group's own timeout, which cannot be lowered: they are told each time."""
+        return self._limit if dist.get_backend(group) == "gloo" else None
+
+    def _wait(self, pending: _Pending) -> None:
         try:
-            work.wait()
+            if pending.limit is None:
+                pending.work.wait()
+            else:
+                pending.work.wait(pending.limit)
         except RuntimeError as error:
-            raise self._lost(stage, error) from error
+            raise self._lost(pending.stage, error) from error
 
     def _lost(self, stage: int, error: RuntimeError) -> StageLost:
         return StageLost(

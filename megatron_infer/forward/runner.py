@@ -52,6 +52,8 @@ class Drawn:
     """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where some request asks."""
     error: str = ""
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
+    cause: str = ""
+    """What raised, where that was on this rank; `error` is every rank's."""
 
 
 @dataclass(slots=True)

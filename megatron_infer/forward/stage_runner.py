@@ -38,6 +38,8 @@ class StageFlight(Flight):
 
     failed_stage: int | None = None
     """The first stage whose forward raised."""
+    cause: str = ""
+    """What raised, where that was on this rank and no collective."""
     broken: Exception | None = None
     """What a collective within this stage raised: `read` raises it."""
     computed: Future[None] | None = None
@@ -162,7 +164,7 @@ class StageRunner(ModelRunner):
                 self._note_failure(flight, error)
         if flight.failed_stage is not None:
             self.link.send_drawn(Message(np.zeros(len(flight.plan.sampled), np.int64), flight.failed_stage))
-            return self._failure(flight.plan, flight.failed_stage)
+            return self._failure(flight, flight.failed_stage)
         tokens = np.array(drawn.result.tokens, dtype=np.int64)
         tokens[drawn.bad] = -1
         self.link.send_drawn(Message(tokens, None, _told(flight.plan, drawn)))
@@ -172,7 +174,7 @@ class StageRunner(ModelRunner):
         """On the other stages: take in what was drawn; the next step that needs it finds it on the device."""
         message = self.link.receive_drawn(len(flight.plan.sampled))
         if message.failed_stage is not None:
-            return self._failure(flight.plan, message.failed_stage)
+            return self._failure(flight, message.failed_stage)
         bad = np.flatnonzero(message.tokens < 0)
         tokens = message.tokens.copy()
         tokens[bad] = 0
@@ -190,10 +192,12 @@ class StageRunner(ModelRunner):
         flight.failed_stage = self.link.rank
         if is_of_collective(error):
             flight.broken = error
+        else:
+            flight.cause = f"{type(error).__name__}: {error}"
 
-    def _failure(self, plan: Plan, stage: int) -> Drawn:
-        text = f"the forward of step {plan.step} raised on pipeline stage {stage}; its log says what"
-        return Drawn(StepResult(()), None, [], [], error=text)
+    def _failure(self, flight: StageFlight, stage: int) -> Drawn:
+        text = f"the forward of step {flight.plan.step} raised on pipeline stage {stage}; its log says what"
+        return Drawn(StepResult(()), None, [], [], error=text, cause=flight.cause)
 
 
 def _scored(plan: Plan) -> Iterator[Slice]:

@@ -71,7 +71,7 @@ def build_model(
     dtype = _dtype(dtype)
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
-    plan = divisible(plan, tensor_parallel)
+    true_groups, plan = plan.transformer.get("num_query_groups"), divisible(plan, tensor_parallel)
     config = transformer_config(
         plan,
         dtype=dtype,
@@ -84,6 +84,8 @@ def build_model(
     multiple = vocab_multiple * tensor_parallel
     padded_vocab = -(-plan.vocab_size // multiple) * multiple
     model = _construct(plan, config, padded_vocab, groups)
+    if plan.transformer.get("num_query_groups") != true_groups:
+        model.true_kv_groups = true_groups  # checkpoint: the others are zeros
     model = model.to(device=device, dtype=dtype)
     _keep_routers_exact(model)
     if not isinstance(source, ModelPlan):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_infer.errors import ModelError
 from megatron_infer.models.build import ACTIVATIONS, build_model, group_size
 from megatron_infer.models.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.models.head_padding import allow_padding, unpadded
 from megatron_infer.models.hf_names import WHOLE, Shard
 from megatron_infer.models.model_plan import ModelPlan, RopeScaling
 from megatron_infer.text.tokenizer import Tokenizer, read_json
@@ -53,7 +54,7 @@ def save_checkpoint(
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(model)
-    plan = plan or _plan_of_stages(model)
+    plan = unpadded(plan or _plan_of_stages(model), model)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     first = torch.distributed.get_rank() == 0
@@ -65,6 +66,8 @@ def save_checkpoint(
     if tokenizer is not None:
         tokenizer.save(directory)
     content = {"format": _FORMAT, "versions": _versions(), "plan": plan.to_json()}
+    if hasattr(model, "true_kv_groups"):
+        content["saved_kv_groups"] = model.config.num_query_groups  # more than the plan's: see head_padding
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (directory / PLAN_FILE).write_text(text + "\n", encoding="utf-8")  # last: it says that the rest is complete
 
@@ -83,8 +86,10 @@ class CheckpointSource:
         if not (self.path / "metadata.json").is_file():
             raise ModelError(f"{self.path}: no metadata.json: not a torch_dist checkpoint, or one that was cut short")
         plan_path = self.path / PLAN_FILE
+        self._saved_groups: int | None = None
+        """Of its tensors, where it was saved with padding."""
         if plan_path.is_file():
-            self._plan = _read_plan(plan_path)
+            self._plan, self._saved_groups = _read_plan(plan_path)
         else:
             self._plan = plan_from_arguments(_training_arguments(self.path), name=self.name)
 
@@ -121,6 +126,9 @@ class CheckpointSource:
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+        own = self._plan.transformer.get("num_query_groups")
+        if getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
+            allow_padding(wanted)
         try:
             with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
                 # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
@@ -207,7 +215,7 @@ def plan_from_model(model: nn.Module) -> ModelPlan:
     return ModelPlan(
         architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
         transformer=transformer,
-        vocab_size=model.vocab_size,
+        vocab_size=getattr(model, "true_vocab_size", model.vocab_size),
         max_sequence_length=model.max_sequence_length,
         position_embedding=model.position_embedding_type,
         **_rope_of(rope, model),
@@ -344,11 +352,12 @@ def _latest(directory: Path) -> Path:
     return directory / folder
 
 
-def _read_plan(path: Path) -> ModelPlan:
+def _read_plan(path: Path) -> tuple[ModelPlan, int | None]:
+    """(plan, kv groups of the tensors where they are more than the plan's)."""
     content = read_json(path)
     if content.get("format") != _FORMAT or not isinstance(content.get("plan"), Mapping):
         raise ModelError(f"{path}: format {content.get('format')!r}, this version reads format {_FORMAT}")
-    return ModelPlan.from_json(content["plan"])
+    return ModelPlan.from_json(content["plan"]), content.get("saved_kv_groups")
 
 
 def _versions() -> dict[str, str]:

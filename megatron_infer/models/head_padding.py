@@ -2,12 +2,17 @@
 
 A group of zeros attends evenly and gives zeros, which the output projection's zeros pass on as nothing: the answers are
 the model's own. It costs memory and time of its share, a quarter where 3 groups become 4.
+
+A torch_dist checkpoint of a padded model holds the padding, and the plan of the model without it; we load it for any
+number of ranks: megatron-core cuts what is too long and fills up with zeros. Megatron itself has to be told of the
+padded heads: its own arguments decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +22,37 @@ from megatron_infer.models.model_plan import ModelPlan
 
 _UNPADDED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
 """Keep q, k and v in one tensor."""
+_PADDED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight")
+"""megatron-core's parameters that have a group's part: all groups one behind the other."""
 
 
 def pad_groups(plan: ModelPlan, num_groups: int) -> ModelPlan:
     """The plan with so many kv groups, each with as many query heads as before."""
     layers = plan.transformer
-    heads = layers["num_attention_heads"] // layers["num_query_groups"] * num_groups
+    heads = layers["num_attention_heads"] // (layers.get("num_query_groups") or layers["num_attention_heads"])
+    heads *= num_groups
     return replace(plan, transformer={**layers, "num_attention_heads": heads, "num_query_groups": num_groups})
 
 
 def divisible(plan: ModelPlan, ranks: int) -> ModelPlan:
     """The plan with the fewest kv groups that divide over `ranks`; the same where they do, or cannot be padded."""
-    groups = plan.transformer["num_query_groups"]
+    groups = plan.transformer.get("num_query_groups") or plan.transformer["num_attention_heads"]
     if plan.hybrid is not None or plan.architecture in _UNPADDED or groups % ranks == 0 or groups < ranks:
         return plan
     return pad_groups(plan, -(-groups // ranks) * ranks)
+
+
+def unpadded(plan: ModelPlan, model: Any) -> ModelPlan:
+    """The plan of a live model without the groups that `build_model` added to it."""
+    groups = getattr(model, "true_kv_groups", None)
+    return plan if groups in (None, plan.transformer["num_query_groups"]) else pad_groups(plan, groups)
+
+
+def allow_padding(sharded: Any) -> None:
+    """Let a sharded state dict's attention be loaded from tensors with more groups, or fewer, behind its own."""
+    for key, value in sharded.items():
+        if key.endswith(_PADDED):
+            value.allow_shape_mismatch = True
 
 
 class PaddedReader:

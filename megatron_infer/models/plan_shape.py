@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_infer.context.layout import DTYPE_BYTES, ModelShape, StateShape, heads_per_rank
 from megatron_infer.errors import ConfigError
+from megatron_infer.models.head_padding import divisible
 from megatron_infer.models.model_plan import HybridPlan, ModelPlan
 from megatron_infer.models.stages import stage_span
 
@@ -14,7 +15,10 @@ from megatron_infer.models.stages import stage_span
 def shape_of(
     plan: ModelPlan, *, dtype: str, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, stage: int = 0
 ) -> ModelShape:
-    """The share of one rank in a model that has not been built; parameters are those of its whole pipeline stage."""
+    """The share of one rank in a model that has not been built; parameters are those of its whole pipeline stage,
+    without what `build_model` adds where kv groups do not divide over the ranks."""
+    parameters = num_parameters(plan, num_stages=pipeline_parallel_size, stage=stage)
+    plan = divisible(plan, tensor_parallel_size)
     begin, end = stage_span(plan.transformer["num_layers"], pipeline_parallel_size, stage)
     layers = plan.transformer
     heads = layers["num_attention_heads"]
@@ -40,7 +44,7 @@ def shape_of(
         max_position=plan.max_sequence_length,
         kv_dtype_bytes=DTYPE_BYTES[dtype],
         dtype=dtype,
-        num_parameters=num_parameters(plan, num_stages=pipeline_parallel_size, stage=stage),
+        num_parameters=parameters,
         state=_state_of(
             plan, _pattern(plan)[begin:end].count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size
         ),

@@ -25,7 +25,7 @@ def model_shape(
     dtype = _dtype(layers, model.config.params_dtype)
     padded = model.vocab_size
     if vocab_size is not None and not 0 < vocab_size <= padded:
-        raise AdoptionError("", f"vocab_size={vocab_size}, but the model's embedding has {padded} rows")
+        raise AdoptionError("", f"vocab_size={vocab_size}, but the model's embedding has {padded} rows; lower it")
     learned = getattr(getattr(model, "embedding", None), "position_embeddings", None)
     name = str(dtype).removeprefix("torch.")
     return ModelShape(

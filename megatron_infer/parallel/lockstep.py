@@ -149,17 +149,20 @@ class Lockstep:
         self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
         raise self._broken
 
-    def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False) -> None:
+    def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "") -> None:
         """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
         fatal on none; else the engine has failed, and RankFailure names the rank that was the first to raise.
 
-        fatal: what the ranks compute with is of no use from here on, however alike their errors are."""
-        text = json.dumps([f"{type(error).__name__}: {error}", seconds, fatal])
+        fatal: what the ranks compute with is of no use from here on, however alike their errors are. cause: what raised
+        on this very rank, where `error` is of all of them; such a rank is named before those that missed it.
+        """
+        text = json.dumps([f"{type(error).__name__}: {error}", seconds, fatal, cause])
         texts = [json.loads(text) for text in self._round(_Report(FAILED_STEP, text=text, failed=True))["texts"]]
-        if len({message for message, *_ in texts}) == 1 and not any(final for *_, final in texts):
+        if len({message for message, *_ in texts}) == 1 and not any(final for *_, final, _ in texts):
             return
-        first = min(range(self.size), key=lambda rank: texts[rank][1])
-        self._fail(RankFailure(first, self.phase, texts[first][0]))
+        origins = [rank for rank in range(self.size) if texts[rank][3]] or range(self.size)
+        first = min(origins, key=lambda rank: texts[rank][1])
+        self._fail(RankFailure(first, self.phase, texts[first][3] or texts[first][0]))
 
     # ------------------------------------------------------------------ the exchange
 
@@ -235,6 +238,7 @@ class Lockstep:
 
     def _fail(self, failure: RankFailure) -> None:
         self._broken = failure
+        self._watch.spread(failure.rank, failure.reason)
         raise failure
 
 

@@ -27,6 +27,13 @@ class Team:
         """Whether it is so on any rank."""
         return flag if self.lockstep is None else self.lockstep.agree(flag)
 
+    def first_word(self, what: str, text: str | None) -> str | None:
+        """What the first rank that has something to say says; None when none has."""
+        if self.lockstep is None:
+            return text
+        words = enumerate(self.lockstep.gather(what, text or ""))
+        return next((word if rank == 0 else f"rank {rank}: {word}" for rank, word in words if word), None)
+
     def from_leader(self, what: str, value: Any) -> Any:
         """The leader's value, in what JSON makes of it."""
         return value if self.lockstep is None else self.lockstep.meet(what, [], arguments=value, mine=False).arguments

@@ -30,9 +30,10 @@ class Watch:
         self._seen = dict.fromkeys(links, now)
         self._phases = dict.fromkeys(links, "start")
         self._lost: tuple[int, str] | None = None
-        self._closing = threading.Event()
+        self._closing, self._awake, self._told = threading.Event(), threading.Event(), threading.Event()
         # The thread must not keep an engine alive that everyone else has forgotten.
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._closing), daemon=True)
+        events = self._closing, self._awake
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), *events), daemon=True)
         self._thread.name = "megatron_infer watch"
         self._thread.start()
 
@@ -56,9 +57,18 @@ class Watch:
             rank, reason = self._lost
             raise RankFailure(rank, self._phase(), reason)
 
+    def spread(self, rank: int, reason: str) -> None:
+        """Have the others know what this rank has found, before it ends: one that waits for its own device hears of
+        nothing else."""
+        self._miss(rank, reason)
+        self._told.clear()
+        self._awake.set()
+        self._told.wait(self._interval_s)
+
     def close(self) -> None:
         """Say goodbye and end the thread; the links are closed by whoever made them."""
         self._closing.set()
+        self._awake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
         for link in self._links.values():
@@ -81,6 +91,8 @@ class Watch:
                 link.send(message, wait_s=self._interval_s)
             except LinkClosed:
                 self._miss(rank, "its process has ended, or cannot be reached any more")
+        if "lost" in message:
+            self._told.set()
         return self._interval_s
 
     def _read(self) -> None:
@@ -108,11 +120,13 @@ class Watch:
             self._lost = rank, reason
 
 
-def _run(watch_ref: weakref.ref[Watch], closing: threading.Event) -> None:
+def _run(watch_ref: weakref.ref[Watch], closing: threading.Event, awake: threading.Event) -> None:
     wait_s, last = 0.0, time.monotonic()
-    while not closing.wait(wait_s):
+    while True:
+        awake.wait(wait_s)
+        awake.clear()
         watch = watch_ref()
-        if watch is None:
+        if watch is None or closing.is_set():
             return
         now = time.monotonic()
         wait_s, last = watch.beat(now - last), now

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -259,6 +260,19 @@ def test_plan_divides_a_model_over_ranks(capsys, llama):
     assert report["sizes"]["max_requests"]["value"] % 8 == 0
     assert main(["plan", llama, "--tensor-parallel-size", "3"]) == 2
     assert "divide the 8 attention heads" in capsys.readouterr().err
+
+
+def test_plan_counts_the_groups_that_are_added_where_they_do_not_divide(capsys, llama, tmp_path):
+    description = json.loads((Path(llama) / "config.json").read_text(encoding="utf-8"))
+    description |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(description), encoding="utf-8")
+    whole, half = (
+        _plan(capsys, str(tmp_path), "--tp", ranks, "--dtype", "float32", "--block-size-tokens", "16")
+        for ranks in ("1", "2")
+    )
+    assert (half["model"]["num_query_heads"], half["model"]["num_kv_heads"]) == (6, 2), "four groups over two ranks"
+    assert half["sizes"]["block_bytes"]["value"] == 4 * 2 * 2 * 16 * 2 * 8
+    assert half["model"]["num_parameters"] == whole["model"]["num_parameters"]
 
 
 def test_plan_prints_each_size_as_a_table(capsys, llama):

@@ -50,6 +50,7 @@ OURS = {
     "check_invariants": ("bool", False),
     "collective_timeout_s": ("int | float", 120),
     "offset_sampling_seed_by_dp_rank": ("bool", True),
+    "vocab_size": ("int | None", None),
 }
 ENUMS = {
     config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},

@@ -16,16 +16,27 @@ import traceback
 from typing import Any
 
 import engine_ranks as ranks
+from gloo_ranks import new_groups
 
 from megatron_infer.errors import RankFailure
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
 
-CASES = [
-    (phase, how, victim)
-    for phase in ("prefill", "decode", "suspend", "update")
-    for how in ("SIGKILL", "SIGSTOP")
-    for victim in (1,)
-] + [("decode", "SIGKILL", 0), ("decode", "SIGSTOP", 0), ("step", "SIGKILL", 1), ("follow", "SIGSTOP", 0)]
+Case = tuple[str, str, int, str]
+"""Phase, how, rank, and what divides the model: tp or pp."""
+CASES: list[Case] = [
+    (phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")
+] + [
+    ("decode", "SIGKILL", 0, "tp"),
+    ("decode", "SIGSTOP", 0, "tp"),
+    ("step", "SIGKILL", 1, "tp"),
+    ("follow", "SIGSTOP", 0, "tp"),
+    ("decode", "SIGKILL", 1, "pp"),
+    ("decode", "SIGSTOP", 1, "pp"),
+    ("decode", "STUCK", 1, "pp"),
+    ("decode", "STUCK", 0, "pp"),
+]
+"""STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
 
 
 class Bomb:
@@ -34,7 +45,7 @@ class Bomb:
     def __init__(self, engine: Any, phase: str, how: str) -> None:
         self.engine, self.phase, self.how = engine, phase, how
         layers = engine.parts.adopted._lean
-        layers[1] = _Wired(layers[1], self)
+        layers[-1] = _Wired(layers[-1], self)
         engine.lifecycle.observers.append(self.observe)
 
     def layer_runs(self) -> None:
@@ -46,6 +57,8 @@ class Bomb:
             self.go_off()
 
     def go_off(self) -> None:
+        if self.how == "STUCK":
+            time.sleep(3600)
         os.kill(os.getpid(), getattr(signal, self.how))
 
 
@@ -61,10 +74,14 @@ class _Wired:
         return self._layer.run(*args)
 
 
-def play(rank: int, folder: str, case: tuple[str, str, int], timeout_s: float) -> None:
-    phase, how, victim = case
+def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
+    phase, how, victim, layout = case
     ranks.start_rank(rank, 2, folder)
-    model = ranks.part_of_model("attention", folder, rank, 2)
+    if layout == "tp":
+        model = ranks.part_of_model("attention", folder, rank, 2)
+    else:
+        new_groups(pipeline_model_parallel_size=2)
+        model = tiny_gpt(**ranks.GPT, pipeline_model_parallel_size=2, pre_process=rank == 0, post_process=rank == 1)
     engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False)
     engine.generate([list(range(9))], SamplingParams(max_tokens=3, ignore_eos=True))
     bomb = Bomb(engine, phase, how) if rank == victim else None
@@ -88,12 +105,13 @@ def play(rank: int, folder: str, case: tuple[str, str, int], timeout_s: float) -
         result = {"error": str(failure), "rank": failure.rank, "phase": failure.phase}
     result["at"] = time.time()
     result["seconds"] = time.monotonic() - started
-    with open(f"{folder}/result", "w", encoding="utf-8") as file:
+    with open(f"{folder}/result.{rank}.tmp", "w", encoding="utf-8") as file:
         json.dump(result, file)
+    os.rename(f"{folder}/result.{rank}.tmp", f"{folder}/result.{rank}")
 
 
-def run_case(case: tuple[str, str, int], timeout_s: float) -> dict[str, Any]:
-    victim = case[2]
+def run_case(case: Case, timeout_s: float) -> dict[str, Any]:
+    how, victim = case[1:3]
     folder = tempfile.mkdtemp()  # not a context: a forked rank would leave it, too
     pids = []
     for rank in range(2):
@@ -116,12 +134,17 @@ def run_case(case: tuple[str, str, int], timeout_s: float) -> dict[str, Any]:
         time.sleep(0.02)
     exited = time.time()
     ended = time.monotonic() - began
+    while how == "STUCK" and not os.path.exists(f"{folder}/result.{victim}") and time.time() < exited + 2 * timeout_s:
+        time.sleep(0.02)
     for pid in (pids[victim], *([survivor] if code is None else [])):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     try:
-        with open(f"{folder}/result", encoding="utf-8") as file:
+        with open(f"{folder}/result.{1 - victim}", encoding="utf-8") as file:
             result = json.load(file)
+        if how == "STUCK":
+            with open(f"{folder}/result.{victim}", encoding="utf-8") as file:
+                result["victim"] = json.load(file)["error"]
     except FileNotFoundError:  # it never came to an end
         result = {"error": None, "seconds": None}
     shutil.rmtree(folder)

@@ -13,7 +13,7 @@ import pytest
 TIMEOUT_S = 2.0
 SLACK_S = 2.5
 """For noticing: a pulse's interval, a slice of a wait, and a busy machine."""
-EXIT_S = 10.0
+EXIT_S = 15.0
 """For the interpreter to end after that, on a busy machine: nothing may wait for the rank that is gone."""
 
 
@@ -26,10 +26,12 @@ def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=260)
     assert done.returncode == 0, done.stderr
     for result in json.loads((tmp_path / "out").read_text()):
-        phase, how, victim = result["case"]
-        print(f"{how} of rank {victim} in {phase}: {result['seconds']} s: {result['error']}")
+        phase, how, victim, layout = result["case"]
+        print(f"{layout}: {how} of rank {victim} in {phase}: {result['seconds']} s: {result['error']}")
         assert result["error"] is not None, (result, done.stderr)
         assert result["rank"] == victim and phase in result["phase"], result
-        limit = SLACK_S + (TIMEOUT_S if how == "SIGSTOP" else 0)
+        limit = SLACK_S + {"SIGKILL": 0, "SIGSTOP": 1, "STUCK": 4}[how] * TIMEOUT_S
+        if how == "STUCK":  # a message that is missed, then two ranks waited for
+            assert f"rank {victim} of the engine failed" in result["victim"], result
         assert result["seconds"] < limit, result
         assert result["exit"] == 0 and result["exit_seconds"] < EXIT_S, (result, done.stderr)

@@ -15,6 +15,7 @@ import torch
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import (
+    AdoptionError,
     ConfigError,
     InvalidPrompt,
     LockstepError,
@@ -223,8 +224,6 @@ def check_saved_requests(engine: Engine, rank: int, folder: str) -> None:
     path = Path(folder, "requests")
     if rank == 0:
         engine.save_requests(path)
-        with refused(NotImplementedError, "kv=False"):
-            engine.save_requests(path, kv=True)
     expected = run_to_end(engine)
     engine.load_requests(path)
     assert run_to_end(engine) == expected
@@ -251,6 +250,33 @@ def check_options(model: torch.nn.Module, rank: int) -> None:
 
         alone = torch.distributed.new_group([rank], use_local_synchronization=True)
         DynamicInferenceEngine(model, InferenceConfig(pg_collection=ProcessGroupCollection(tp=alone)))
+
+
+def check_vocabulary(model: torch.nn.Module, rank: int) -> None:
+    """A trainer's padding, which any gradient may have made likely, is never drawn, scored or taken in."""
+    true, weight = 101, model.output_layer.weight
+    before = weight.detach().clone()
+    first = model.output_layer.output_size_per_partition * rank
+    with torch.no_grad():
+        weight[max(0, true - first) :] *= 30
+    drawn: dict[int | None, set[int]] = {}
+    for vocab_size in (None, true):
+        engine = ranks.make_engine(model, vocab_size=vocab_size)
+        kinds = [GREEDY, SamplingParams(max_tokens=12, seed=3, ignore_eos=True, logprobs=5, prompt_logprobs=5)]
+        outputs = engine.generate([PROMPT, PROMPT], kinds)
+        samples = [output.outputs[0] for output in outputs]
+        drawn[vocab_size] = {token for sample in samples for token in sample.token_ids}
+        scored = [*samples[1].logprobs, *outputs[1].prompt_logprobs[1:]]
+        drawn[vocab_size] |= {token for entry in scored for token in entry}
+        if vocab_size is not None:
+            with pytest.raises(InvalidPrompt if rank == 0 else RequestError, match=r"token id 101 .*\(0 to 100\)"):
+                engine.generate([[true]])
+        engine.parts.team.lockstep.close()
+    assert max(drawn[None]) >= true > max(drawn[true]), drawn
+    with torch.no_grad():
+        weight.copy_(before)
+    with refused(AdoptionError, "vocab_size=129", "128 rows"):
+        ranks.make_engine(model, vocab_size=129)
 
 
 def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
@@ -285,6 +311,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     engine.parts.team.lockstep.close()
     check_planted_divergence(model, rank)
     check_options(model, rank)
+    check_vocabulary(model, rank)
     check_one_sided_failure(model, rank)  # last: it breaks the gloo groups
 
 

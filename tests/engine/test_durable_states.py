@@ -17,7 +17,7 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.context.layout import StateShape
 from megatron_infer.context.store import StateStore
 from megatron_infer.durable import format as file_format
-from megatron_infer.durable.blocks import KVReturn, check_places, collect, describe, difference
+from megatron_infer.durable.blocks import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.durable.records import Columns, Inline, SavedKV, decode_group, encode_group
 from megatron_infer.errors import SnapshotError
 from megatron_infer.schedule.params import SamplingParams
@@ -96,6 +96,11 @@ class Scheduler:
         return True
 
 
+def collected(requests, store):
+    memory = collect(requests, store, attends=store.block_bytes > 0, recurrent=True)
+    return memory.saved, memory.tensors
+
+
 def tokens_of(store, lease, count):
     """Keys and values of a sequence, [layers, 2, count, K, H]."""
     return store.kv_cache[:, :, lease.blocks].flatten(2, 3)[:, :, :count]
@@ -105,7 +110,7 @@ def tokens_of(store, lease, count):
 @pytest.mark.parametrize("num_layers", [2, 0], ids=["hybrid", "pure Mamba"])
 def test_saved_states_come_back_into_other_rows(tmp_path, num_layers, block_size):
     store, requests = make_store(num_layers, seed=1), workers()
-    saved, tensors = collect(requests, store)
+    saved, tensors = collected(requests, store)
     assert list(saved) == ["a", "b"]
     assert [kv.state for kv in saved.values()] == [0, 1]
     assert ("blocks" in tensors) == (num_layers > 0) and tensors["states"].shape == (2, STATE.slot_bytes)
@@ -115,10 +120,10 @@ def test_saved_states_come_back_into_other_rows(tmp_path, num_layers, block_size
     manifest, tensors = file_format.read(tmp_path / "requests")
     assert difference(HYBRID, manifest["kv"]) is None
     other = make_store(num_layers, block_size=block_size)
-    returning = KVReturn(tensors, Scheduler(block_size, 6), other)
+    returning = KVReturn(tensors, Scheduler(block_size, 6), other, block_size=4)
     back = [request("a", 0), request("b", 0)]
     for one in back:
-        check_places(saved[one.id], tensors)
+        check_places(saved[one.id], num_places(None, tensors))
         assert returning.take_back(one, saved[one.id])
     for one, source in zip(back, requests, strict=False):
         assert one.lease.row != source.lease.row
@@ -132,9 +137,9 @@ def test_saved_states_come_back_into_other_rows(tmp_path, num_layers, block_size
 
 def test_without_room_nothing_is_written():
     store = make_store(seed=1)
-    saved, tensors = collect(workers(), store)
+    saved, tensors = collected(workers(), store)
     other = make_store()
-    assert not KVReturn(tensors, Scheduler(4, 0), other).take_back(request("a", 0), saved["a"])
+    assert not KVReturn(tensors, Scheduler(4, 0), other, block_size=4).take_back(request("a", 0), saved["a"])
     assert not other.read_states(range(7)).any() and not other.kv_cache.any()
 
 
@@ -161,14 +166,17 @@ def test_a_model_with_states_and_one_without_are_not_the_same():
 
 
 def test_a_state_or_block_that_the_file_lacks_is_an_error():
-    _, tensors = collect(workers(), make_store(seed=1))
-    check_places(SavedKV(num_tokens=3, blocks=[0, 3], state=1), tensors)
+    _, tensors = collected(workers(), make_store(seed=1))
+    counts = num_places(None, tensors)
+    check_places(SavedKV(num_tokens=3, blocks=[0, 3], state=1), counts)
     with pytest.raises(ValueError, match=r"states \[2\] of 2"):
-        check_places(SavedKV(num_tokens=3, blocks=[0], state=2), tensors)
+        check_places(SavedKV(num_tokens=3, blocks=[0], state=2), counts)
     with pytest.raises(ValueError, match=r"blocks \[4\] of 4"):
-        check_places(SavedKV(num_tokens=3, blocks=[0, 4], state=1), tensors)
+        check_places(SavedKV(num_tokens=3, blocks=[0, 4], state=1), counts)
     with pytest.raises(ValueError, match=r"states \[0\] of 0"):
-        check_places(SavedKV(num_tokens=3, blocks=[], state=0), {})
+        check_places(SavedKV(num_tokens=3, blocks=[], state=0), num_places(None, {}))
+    with pytest.raises(ValueError, match="4 blocks, 5 are named"):
+        num_places({"num_blocks": 5, "shape": {}}, tensors)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +216,10 @@ def test_a_file_that_lost_its_blocks_is_refused_whole(attention, tmp_path):
     attention.save_requests(path, kv=True)
     manifest, tensors = file_format.read(path)
     file_format.write(path, manifest, {**tensors, "blocks": tensors["blocks"][:1].clone()})
-    with pytest.raises(SnapshotError, match=r"cannot be understood .*blocks \[1"):
+    with pytest.raises(SnapshotError, match=r"cannot be understood .*1 blocks, \d+ are named"):
+        make_engine(make_model()).load_requests(path)
+    file_format.write(path, manifest, {name: tensor for name, tensor in tensors.items() if name != "blocks"})
+    with pytest.raises(SnapshotError, match=r"cannot be understood .*0 blocks, \d+ are named"):
         make_engine(make_model()).load_requests(path)
 
 

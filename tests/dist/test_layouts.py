@@ -1,0 +1,253 @@
+"""Four ranks in every mixed layout give what one process gives, whatever the scheduler does on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engine_ranks as ranks
+import pytest
+import torch
+from gloo_ranks import new_groups, run_on_ranks
+from test_expert_engine import REPLICATED, expert_of
+from test_hybrid_tensor_parallel import share
+from test_sequence_parallel import check_rounds, descend, rounds, training_batch
+
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import RankFailure
+from megatron_infer.models.specs import gpt_spec
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+
+TOLERANCE = 1e-5
+SETTINGS = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
+SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}
+
+
+def gpt(experts: dict[str, Any] | None = None, *, stage: int = 0, **sizes: Any) -> torch.nn.Module:
+    def spec(config: Any) -> Any:
+        return gpt_spec(config, pp_rank=stage)
+
+    return tiny_gpt(spec=spec, num_layers=2, **SETTINGS, **(experts or {}), **sizes)
+
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "gpt": gpt,
+    "moe": lambda **sizes: gpt(EXPERTS | SHARED, **sizes),
+    "hybrid": lambda stage=0, **sizes: tiny_hybrid("M*EM*-", **SETTINGS, **sizes),
+}
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "TP2 x PP2": {TP: 2, PP: 2},
+    "EP2 x PP2": {EP: 2, PP: 2},
+    "TP2 x EP2": {TP: 2, EP: 2},
+    "DP2 x TP2": {TP: 2},
+}
+BUSY = {
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "prefix_caching_eviction_policy": "lru",
+    "prefix_caching_mamba_gb": 0.01,
+    "max_tokens": 48,
+    "pool_blocks": 14,
+    "paused_blocks": 4,
+    "preemption_mode": "swap",
+    "swap_buffer_size_gb": 0.01,
+}
+"""A prompt takes some steps, and its requests want twice as many blocks as there are."""
+OVERLAPPED = BUSY | {"overlap": True, "preemption_mode": "recompute"}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "TP2 x PP2": {"gpt": BUSY, "moe": OVERLAPPED, "hybrid": BUSY | {"overlap": True}},
+    "EP2 x PP2": {"moe": BUSY, "hybrid": OVERLAPPED},
+    "TP2 x EP2": {"moe": OVERLAPPED, "hybrid": BUSY},
+    "DP2 x TP2": {"gpt": OVERLAPPED, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
+}
+"""Each with EVENTS on the way."""
+EVENTS: dict[int, Callable[[DynamicInferenceEngine], Any]] = {
+    3: lambda engine: (engine.suspend("persist"), engine.resume()),
+    5: lambda engine: (engine.pause("keep"), engine.unpause()),
+    8: lambda engine: (engine.suspend("offload"), engine.resume()),
+    11: lambda engine: (engine.pause("retract"), engine.unpause()),
+    14: lambda engine: (engine.suspend("recompute"), engine.resume()),
+    17: lambda engine: engine.reset_prefix_cache(),
+}
+SPLIT = "TP2 x PP2"
+"""Trained with sequence parallelism too."""
+
+
+def make_engine(model: torch.nn.Module, settings: dict[str, Any]) -> DynamicInferenceEngine:
+    if not any(hasattr(layer, "mixer") for layer in model.decoder.layers):
+        settings = {key: value for key, value in settings.items() if key != "prefix_caching_mamba_gb"}
+    return ranks.make_engine(model, **settings)
+
+
+def play(engine: DynamicInferenceEngine, work: list[Any], order: list[int], *, eventful: bool) -> dict[str, Any]:
+    """The work in two batches, with every event on the way."""
+    leads, done, step = engine.parts.team.groups.is_leader, [], 0
+    late = order[2 * len(order) // 3 :]
+
+    def add(part: list[int]) -> None:
+        for index in part if leads else ():
+            engine.add_request(*work[index], request_id=str(index), stream="final")
+
+    add(order[: -len(late)])
+    if leads and eventful:
+        engine.add_request([9, 8, 7], work[0][1], request_id="gone")
+    while engine.has_unfinished():
+        if step == 6:
+            add(late)
+            if leads and eventful:
+                engine.abort("gone")
+        if eventful and step in EVENTS:
+            EVENTS[step](engine)
+        done += [output for output in engine.step() if output.finished and output.request_id != "gone"]
+        step += 1
+    stats = engine.stats()
+    assert step > max(EVENTS) and stats.num_free_blocks == stats.num_blocks, "a block leaked"
+    return ranks.account(done)
+
+
+def take_part(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """This rank's parameters of the unsharded model, whatever the layout."""
+    groups, layers = model.pg_collection, model.decoder.layers
+    first = layers[0].layer_number - 1
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            expert, tp = expert_of(name), groups.tp
+            if name.startswith("decoder.layers."):
+                number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{int(number) + first}.{rest}"
+            if expert is not None:
+                tp = groups.expt_tp
+                own = model.config.num_moe_experts // groups.ep.size()
+                name = name.replace(f"local_experts.{expert}.", f"local_experts.{expert + own * groups.ep.rank()}.")
+            whole = weights[name]
+            if tp.size() > 1 and not (name.endswith(REPLICATED) and "mixer" not in name):
+                whole = share(name, whole, model, tp.rank(), tp.size())
+            parameter.copy_(whole)
+
+
+def build(kind: str, sizes: dict[str, int], **settings: Any) -> torch.nn.Module:
+    """A model of this rank, of the layout that the groups are in."""
+    from megatron.core import parallel_state
+
+    stage, stages = 0, sizes.get(PP, 1)
+    ends = {}
+    if stages > 1:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        ends = {"pre_process": stage == 0, "post_process": stage == stages - 1}
+    return MODELS[kind](stage=stage, **sizes, **ends, **settings)
+
+
+def check_same(got: dict[str, Any], want: dict[str, Any], where: Any) -> None:
+    for key, (tokens, reason, logprobs) in got.items():
+        assert (tokens, reason) == want[key][:2], (where, key)
+        worst = max(abs(a - b) for a, b in zip(logprobs, want[key][2], strict=True))
+        assert worst < TOLERANCE, (where, key, worst)
+
+
+def check_counters(counters: dict[str, int], mode: str, where: Any) -> None:
+    """What the settings are there for has happened."""
+    assert counters["prefix_hits"] and counters["evicted"], (where, counters)
+    if mode == "swap":
+        assert counters["swapped_out"] and counters["swapped_in"], (where, counters)
+
+
+def on_rank(rank: int, size: int, folder: Path) -> None:
+    work = ranks.workload(WORK)
+    for layout, sizes in LAYOUTS.items():
+        new_groups(**sizes)
+        for kind, settings in RUNS[layout].items():
+            weights, want = torch.load(folder / f"{kind}.pt")
+            model = build(kind, sizes)
+            take_part(model, weights)
+            if layout == "DP2 x TP2":
+                settings = settings | {"pool_blocks": 10, "paused_blocks": 1}  # a replica has half of the requests
+            engine = make_engine(model, settings)
+            groups = engine.parts.team.groups
+            assert groups.engine_size * groups.dp_size == size, groups
+            order = list(range(len(work)))[:: 1 - 2 * groups.dp_rank]  # another one on the second replica
+            got = play(engine, work, order, eventful=True)
+            assert got.keys() == want.keys()
+            check_same(got, want, (layout, kind))
+            check_counters(engine.stats().counters, settings["preemption_mode"], (layout, kind))
+            engine.parts.team.lockstep.close()
+        if layout == SPLIT:
+            check_split(rank, sizes, folder)
+    new_groups(**LAYOUTS[SPLIT])
+    check_one_sided_failure(rank)  # last: it breaks the groups
+
+
+def check_one_sided_failure(rank: int) -> None:
+    """A forward that raises on one rank of a stage: the others of the stage have waited for it in vain."""
+    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=2, check_invariants=False)
+    if rank == 1:
+
+        def raising(*args: Any) -> Any:
+            raise MemoryError("no room")
+
+        engine.parts.adopted._lean[-1] = SimpleNamespace(run=raising)
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
+        engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])
+    assert time.monotonic() - started < 15
+    engine.parts.team.lockstep.close()
+
+
+def check_split(rank: int, sizes: dict[str, int], folder: Path) -> None:
+    """Steps of sequence-parallel training over stages, and generation between them."""
+    for kind in MODELS:
+        model = build(kind, sizes, sequence_parallel=True)
+        take_part(model, torch.load(folder / f"{kind}.pt")[0])
+        got, want = rounds(model, train=train_stage), torch.load(folder / f"{kind}.rounds.pt")
+        for mine, its in zip(got["losses"], want["losses"], strict=True):
+            assert abs(mine - its) < 1e-5, (kind, got["losses"], want["losses"])
+        if rank == 0:
+            check_rounds(got, want, kind)
+
+
+def train_stage(model: torch.nn.Module, step: int, *, split: bool) -> float:
+    """`test_sequence_parallel.train` of a stage of two -> the loss, on every rank."""
+    ids, positions = training_batch(step)
+    stages = torch.distributed.get_process_group_ranks(model.pg_collection.pp)
+    received = torch.empty(len(ids[0]) // 2, len(ids), model.config.hidden_size)
+    model.train()
+    with cpu_shim(1):
+        if model.pre_process:
+            sent = model(ids, positions, None)
+            assert sent.shape == received.shape, "the tokens were not spread over the ranks"
+            torch.distributed.send(sent.detach(), stages[1])
+            torch.distributed.recv(received, stages[1])
+            sent.backward(received)
+            loss = torch.zeros(1)
+        else:
+            torch.distributed.recv(received, stages[0])
+            model.set_input_tensor(received.requires_grad_())
+            loss = model(ids, positions, None, labels=ids.roll(-1, 1)).mean()
+            loss.backward()
+            torch.distributed.send(received.grad, stages[0])
+    descend(model, split=split)
+    loss = loss.detach().reshape(1).clone()
+    torch.distributed.broadcast(loss, stages[1], group=model.pg_collection.pp)
+    return loss.item()
+
+
+WORK = 10
+
+
+@pytest.mark.timeout(280)
+def test_mixed_layouts_give_what_one_process_gives(tmp_path: Path) -> None:
+    """GPT, experts and a hybrid, with chunked prefill, prefix hits, swaps or recomputed evictions, pauses, an abort and
+    suspends in all modes, against one process with room for everything; and sequence-parallel training in between."""
+    torch.set_num_threads(1)
+    for kind, make in MODELS.items():
+        model = make()
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        work = ranks.workload(WORK)
+        want = play(make_engine(model, {}), work, list(range(len(work))), eventful=False)
+        torch.save((weights, want), tmp_path / f"{kind}.pt")
+        torch.save(rounds(model), tmp_path / f"{kind}.rounds.pt")
+    run_on_ranks(on_rank, 4, tmp_path)
