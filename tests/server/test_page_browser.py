@@ -52,6 +52,7 @@ def test_key_is_asked_for_and_kept_in_memory_and_buttons_show_what_is_served(tmp
         wait_until(lambda: page.text("#state") == "ok")
         assert page.shown("#key-form") == []
         wait_until(lambda: page.shown("#controls button") == ["Pause", "Resume"])
+        assert page.run("return document.querySelector(\"[data-path='/wake_up']\").disabled"), "it is awake"
         page.click("[data-path='/pause']")
         wait_until(lambda: page.text("#control-note") == "Pause: done")
         places = "localStorage, sessionStorage, document.cookie, location.href, document.getElementById('key').value"

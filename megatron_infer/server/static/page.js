@@ -72,7 +72,7 @@ function show(status) {
   $("paused").textContent = total("paused");
   $("waiting").textContent = status.waiting + total("waiting");
   measure(status.time, total("output_tokens"));
-  showControls(status.controls);
+  showControls(status.controls, states);
   showReplicas(status.replicas);
 }
 
@@ -164,10 +164,20 @@ function drawBlocks(canvas, blocks) {
 
 // ---------------------------------------------------------------- steering
 
-function showControls(paths) {
+const FITS = { // path -> states of an engine that it leads out of
+  "/pause": ["running"],
+  "/resume": ["paused"],
+  "/sleep": ["running", "paused"],
+  "/wake_up": ["suspended"],
+};
+let steering = false;
+
+function showControls(paths, states) {
   let any = false;
   for (const button of $("controls").querySelectorAll("button")) {
-    button.hidden = !paths.includes(button.dataset.path);
+    const path = button.dataset.path;
+    button.hidden = !paths.includes(path);
+    button.disabled = steering || !states.some((one) => FITS[path].includes(one));
     any ||= !button.hidden;
   }
   $("controls").hidden = !any;
@@ -177,7 +187,7 @@ async function steer(button) {
   const note = $("control-note");
   note.className = "note";
   note.textContent = `${button.textContent} ...`;
-  button.disabled = true;
+  steering = button.disabled = true;
   try {
     const path = button.dataset.path + (button.dataset.query || "");
     const reply = await fetch(path, { method: "POST", headers: headers(), body: "{}" });
@@ -187,7 +197,7 @@ async function steer(button) {
     note.textContent = String(error.message || error);
     note.classList.add("bad");
   }
-  button.disabled = false;
+  steering = false;
   look();
 }
 
