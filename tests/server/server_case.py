@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -56,7 +55,7 @@ def serving(*engines, modules=(), coordinator_options=None, text=True, **setting
 
         def run():
             try:
-                asyncio.run(front.serve(listening, on_ready=lambda url: ready.set()))
+                front.run(listening, on_ready=lambda url: ready.set())
             except BaseException as error:
                 done.error = error
                 raise
