@@ -115,7 +115,7 @@ WRONG = [
     (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs is given without logprobs"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21, the limit here is 5"),
     (CHAT, {"messages": HI, "tools": []}, "does not serve tool calls"),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "does not constrain outputs"),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "xml"),
     (CHAT, {"messages": HI, "functions": []}, "use tools"),
     (CHAT, {"messages": HI, "store": True}, "store"),
     (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),
