@@ -1,4 +1,4 @@
-"""A byte-level vocabulary, tiny random models and requests of structured output, for every test that needs an engine."""
+"""A byte-level vocabulary, a tiny random model and requests of structured output, for tests that need an engine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from structured_case import LANGUAGES, PERSON, check, make_engine, run, told, tokenizer, workload
+from structured_case import LANGUAGES, PERSON, check, make_engine, run, tokenizer, told, workload
 
 from megatron_infer.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import RequestError
@@ -19,8 +19,8 @@ FEATURES = {
     "evicting": {"pool_blocks": 16},
     "swapping": {"pool_blocks": 16, "preemption_mode": "swap", "swap_buffer_size_gb": 0.02},
     "ugly": {
-        "pool_blocks": 18,
-        "paused_blocks": 7,
+        "pool_blocks": 12,
+        "paused_blocks": 2,
         "overlap": True,
         "enable_chunked_prefill": True,
         "max_tokens": 24,

@@ -1,4 +1,4 @@
-"""A row of structured output draws what its language allows: exactly, in any company, on any split of the vocabulary."""
+"""A row of structured output draws what its language allows: exactly that, in any company."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_a_token_is_allowed_exactly_where_the_text_stays_a_prefix_of_the_languag
             assert got <= want and bool(got) == bool(want), text
             if got != want:  # one text must follow: it is spelled in one way
                 spellings = sorted({pieces[i] for i in want}, key=len)
-                assert all(longer.startswith(piece) for piece, longer in zip(spellings, spellings[1:])), text
+                assert all(longer.startswith(piece) for piece, longer in zip(spellings, spellings[1:], strict=False)), (
+                    text
+                )
             if not want:
                 break
             drawn = int(rng.choice(sorted(got)))
@@ -181,7 +183,7 @@ def test_tokens_that_leave_the_language_are_an_error_and_no_endless_text():
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     request = request_of(tokenizer, {"regex": "ab"})
     request.tokens += tokenizer.encode("x")
-    with pytest.raises(GrammarFailed, match="structured output: .*"):
+    with pytest.raises(GrammarFailed, match="structured output: "):
         grammars.advance(request)
     assert allowed(grammars.masks([request])) == set()
 
@@ -195,7 +197,7 @@ def test_a_request_that_comes_back_is_matched_from_its_first_token():
 
 
 REFUSED = [
-    ({"json_schema": {"type": "strin"}}, "json_schema: Invalid type: strin"),
+    ({"json_schema": {"type": "thing"}}, "json_schema: Invalid type: thing"),
     ({"json_schema": {"type": "array", "uniqueItems": True}}, 'json_schema: Unimplemented keys: ."uniqueItems"'),
     ({"json_schema": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
     ({"json_schema": {"$ref": "#/nowhere"}}, "/nowhere"),
