@@ -90,7 +90,7 @@ def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
             arguments = msgspec.json.decode(arguments or "{}")  # what a model wrote need not be JSON
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 
 def _mark() -> str:

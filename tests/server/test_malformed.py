@@ -12,6 +12,7 @@ from megatron_infer.testing.echo import EchoEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
+F = {"type": "function", "function": {"name": "f"}}
 
 
 def turn(**fields):

@@ -24,7 +24,7 @@ CASES = [
     ("deepseek_r1", "<|assistant|><think>\n", "One.</think>Two", "One.", "Two"),
     ("deepseek_r1", "<|assistant|>", "One <thin", "One <thin", ""),
     ("deepseek_r1", "<|assistant|></think>", "One", "", "One"),
-    ("deepseek_r1", "<|assistant|>", " \n<thi", " \n<thi".lstrip("\r\n"), ""),
+    ("deepseek_r1", "<|assistant|>", " \n<th", " \n<th".lstrip("\r\n"), ""),
     ("qwen3", "<|assistant|>\n", "<think>\nSo.\n</think>\n\nYes </think> no", "So.", "Yes </think> no"),
     ("qwen3", "<|assistant|>\n", "\n <think>So</think>", "So", ""),
     ("qwen3", "<|assistant|>\n<think>\n", "So.\n\n</think>\n\nYes", "So.", "Yes"),
@@ -32,7 +32,7 @@ CASES = [
     ("qwen3", "<|assistant|>\n", " Yes, <think> is a tag", "", " Yes, <think> is a tag"),
     ("qwen3", "<|assistant|>\n", "<think>Cut off </thin", "Cut off </thin", ""),
     ("qwen3", "<|assistant|>\n", "<think></think>Yes", "", "Yes"),
-    ("qwen3", "<|assistant|>\n", "<thi", "", "<thi"),
+    ("qwen3", "<|assistant|>\n", "<th", "", "<th"),
     ("qwen3", "<|assistant|>\n", "<think>a\n<\n", "a\n<", ""),
     ("granite", "", "Here is my thought process: a. Here's my response: b", " a. ", " b"),
     ("granite", "", "Here is my answer", "", "Here is my answer"),
@@ -50,7 +50,17 @@ def test_every_way_of_cutting_a_text_gives_the_same_thoughts_and_answer(name, pr
 
 def test_any_text_at_all_is_told_the_same_for_every_cut():
     draw = random.Random(3)
-    fragments = ["<think>", "</think>", "\n", " ", "a", "<", "Here's my response:", "Here is my thought process:", "b\n\n"]
+    fragments = [
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        "a",
+        "<",
+        "Here's my response:",
+        "Here is my thought process:",
+        "b\n\n",
+    ]
     for _ in range(500):
         text = "".join(draw.choices(fragments, k=draw.randrange(1, 10)))
         text = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.3 else text

@@ -98,8 +98,9 @@ def test_every_way_of_cutting_a_text_gives_the_same_message(name, text, content,
 def test_any_text_at_all_is_the_same_message_for_every_cut():
     """Texts of the formats' own marks and fragments in any order: mostly no calls, never an error."""
     draw = random.Random(7)
-    fragments = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "```json", "```", ADD, QUOTE, "[", "]",
-                 "{", "}", '"', "\\", ",", ":", " ", "\n", "f", '"name"', '"arguments"', "add", "[ARGS]", "null", "; "]  # fmt: skip
+    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"]
+    words = ["f", "add", "null", '"name"', '"arguments"', " ", "\n", ",", ":", "; ", "[", "]", "{", "}", '"', "\\"]
+    fragments = [*marks, *words, ADD, QUOTE]
     num_calls = 0
     for _ in range(600):
         text = "".join(draw.choices(fragments, k=draw.randrange(1, 14)))
