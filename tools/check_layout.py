@@ -44,6 +44,7 @@ LAYERS: dict[str, int] = {
     "engine": 4,
     "outputs": 4,
     "carried": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,

@@ -168,7 +168,9 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
     )
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
-    assert not unchanged  # a field added to SamplingParams needs its flag, and its place above
+    assert unchanged == ["pooling"]  # a field added to SamplingParams needs its flag, and its place above
+    command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
+    assert llm.engine.added[-1].params.pooling == "mean"
 
 
 def test_a_wrong_flag_is_told_before_the_model_loads(monkeypatch):
