@@ -30,6 +30,8 @@ class Ledger:
         self._groups: dict[str, Group] = {}
         self._members: dict[str, tuple[Group, Sample]] = {}
         self._watched: set[str] = set()
+        self.num_structured = 0
+        """Open accounts of structured output."""
         self.on_retire: Callable[[Group], None] | None = None
         """Told of every account that is closed, before its last output is handed out."""
 
@@ -82,6 +84,7 @@ class Ledger:
         """Take an account in, a new one or a loaded one -> whether its samples want work per token."""
         assert group.id not in self._groups, f"request {group.id!r} has an account already"
         self._groups[group.id] = group
+        self.num_structured += group.params.structured is not None
         params, samples = group.params, group.samples
         per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
         per_token = per_token or params.carries
@@ -98,6 +101,7 @@ class Ledger:
             self.on_retire(group)
         output = group.output()
         del self._groups[group.id]
+        self.num_structured -= group.params.structured is not None
         for sample in group.samples:
             del self._members[sample.request.id]
             self._watched.discard(sample.request.id)

@@ -17,6 +17,7 @@ from megatron_infer.forward.pooling import Pooled, pool
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
@@ -162,19 +163,29 @@ class ModelRunner:
         dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
         return torch.empty((num_tokens, shape.num_layers, shape.top_k), dtype=dtype, device=self._device.torch)
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn on this rank, or heard of."""
+        return True
+
     def then(self, action: Callable[[], None]) -> None:
         """Do this once the steps launched so far have done what they do on the host."""
         action()
 
     @torch.inference_mode()
-    def sample(self, flight: Flight) -> None:
+    def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
         """Draw the step's tokens on the device and start their way to the host."""
         if flight.logits_SV is None:
             return
         batch = flight.batch
         out = self._sampler.sample(
             flight.logits_SV,
-            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
+            SampleInputs(
+                rows=batch.sample_rows,
+                positions=batch.sample_positions,
+                token_pool=self.builder.token_pool,
+                masks=masks,
+            ),
         )
         self.builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)

@@ -25,6 +25,7 @@ from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScor
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 
 log = logging.getLogger("megatron_infer")
@@ -94,9 +95,14 @@ class StageRunner(ModelRunner):
             flight.computed.exception()
         return flight
 
-    def sample(self, flight: Flight) -> None:
+    def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
         assert isinstance(flight, StageFlight)
-        flight.arrived = self._inbox.submit(partial(self._draw if self.link.is_last else self._hear, flight))
+        then = partial(self._draw, flight, masks) if self.link.is_last else partial(self._hear, flight)
+        flight.arrived = self._inbox.submit(then)
+
+    @property
+    def draws(self) -> bool:
+        return self.link.is_last
 
     def then(self, action: Callable[[], None]) -> None:
         self._lane.submit(action)
@@ -155,11 +161,11 @@ class StageRunner(ModelRunner):
         notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
         link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_stage=flight.failed_stage)
 
-    def _draw(self, flight: StageFlight) -> Drawn:
+    def _draw(self, flight: StageFlight, masks: TokenMasks | None) -> Drawn:
         """On the last stage: draw, and tell everyone."""
         if flight.failed_stage is None:
             try:
-                super().sample(flight)
+                super().sample(flight, masks)
                 drawn = Flight.read(flight)
             except Exception as error:
                 self._note_failure(flight, error)

@@ -59,6 +59,7 @@ class Replica:
         self._changes = prefix_changes_of(engine)
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
+        self._preparing: dict[int, wire.Cancel | None] = {}  # wait for their grammars, perhaps cancelled meanwhile
         self._incarnation = self._welcomed_as = 0  # what the engine's thread knows of, and the talking one
         self._num_foreign = 0
         self._facts: Facts = facts_of(engine)
@@ -82,7 +83,7 @@ class Replica:
                 if self.engine.can_step():
                     self._step()
                 self._flush(time.monotonic())
-                if self._draining and not self._requests:
+                if self._may_end():
                     reason = "it has drained"
                     return
             if self._failure is not None:
@@ -153,7 +154,7 @@ class Replica:
         """Apply what has come, waiting while there is nothing to compute -> False when it is time to end."""
         while not self._stopping:
             with self._wake:
-                if not self._inbox and not self.engine.can_step() and not (self._draining and not self._requests):
+                if not self._inbox and not self.engine.can_step() and not self._may_end():
                     self._wake.wait(HOLD_S if self._held() else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
@@ -161,9 +162,12 @@ class Replica:
                 self._apply(came, message)
             if messages:
                 self._look()
-            if self.engine.can_step() or self._held() or self._draining:
+            if self.engine.can_step() or self._held() or self._may_end():
                 return not self._stopping
         return False
+
+    def _may_end(self) -> bool:
+        return self._draining and not self._requests and not self._preparing
 
     def _apply(self, came: float, message: wire.Message | int | None) -> None:
         if isinstance(message, int):
@@ -206,14 +210,24 @@ class Replica:
     def _begin(self, run: wire.Run) -> None:
         try:
             request = ServedRequest(run, params_of(run))
+            preparing = request.prepare(self.engine)
+            if preparing is not None:  # it comes again, so that steps go on meanwhile
+                self._preparing.setdefault(run.number)
+                preparing.add_done_callback(lambda _: self._post(run))
+                return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
-            refused = wire.Output(run.number, run.incarnation, [], True, refused=wire.failure_of(error))
-            self.link.send(refused)
+            self._preparing.pop(run.number, None)
+            self.link.send(wire.Output(run.number, run.incarnation, [], True, refused=wire.failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
+        cancel = self._preparing.pop(run.number, None)
+        if cancel is not None:
+            self._cancel(cancel)
 
     def _cancel(self, cancel: wire.Cancel) -> None:
+        if cancel.number in self._preparing:
+            self._preparing[cancel.number] = cancel
         request = self._numbers.get(cancel.number)
         if request is None:
             return
@@ -328,3 +342,4 @@ class Replica:
                 self.engine.abort(request_id)
         self._requests.clear()
         self._numbers.clear()
+        self._preparing.clear()

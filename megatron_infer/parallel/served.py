@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -163,6 +164,12 @@ class ServedRequest:
     @property
     def id(self) -> str:
         return f"{self.run.incarnation}.{self.run.number}"
+
+    def prepare(self, engine: Any) -> Future[Any] | None:
+        """What the engine would wait for at `begin`, if it is not done; None: nothing."""
+        prepare = getattr(engine, "prepare", None)
+        future: Future[Any] | None = None if prepare is None else prepare(self.params)
+        return None if future is None or future.done() else future
 
     def begin(self, engine: Any) -> None:
         """Put it into the engine. Raises what the engine refuses it with."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import sys
+from array import array
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from msgspec import Meta
 
 from megatron_infer.embeddings import params_for, vector_of
@@ -89,6 +90,11 @@ class Embeddings:
         return [await self._service.encode(text, add_special=add_special) for text in given]
 
 
-def _shown(vector: np.ndarray, encoding: str | None) -> Any:
+def _shown(vector: list[float], encoding: str | None) -> Any:
     """base64: of little-endian fp32."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()
+    if encoding != "base64":
+        return vector
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode()

@@ -16,9 +16,8 @@ NOT_SERVED: dict[str, str] = {
     "parallel_tool_calls": "parallel_tool_calls: tool calls are served at /v1/chat/completions only",
     "functions": "functions: use tools",
     "function_call": "function_call: use tool_choice",
-    "response_format": "response_format: this server does not constrain outputs",
-    "guided_json": "guided_json: use response_format",
-    "guided_regex": "guided_regex: use response_format",
+    "guided_whitespace_pattern": "guided_whitespace_pattern: use structured_outputs with disable_any_whitespace",
+    "guided_decoding_backend": "guided_decoding_backend: there is one, llguidance; leave it out",
     "reasoning_effort": "reasoning_effort: give what the model's template knows in chat_template_kwargs",
     "audio": "audio: this server makes text",
     "prediction": "prediction: predicted outputs are not served",
@@ -63,6 +62,8 @@ class Draft:
     """How calls are written for a chat template that knows no tools."""
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
+    structured: tuple[str, dict[str, Any]] | None = None
+    """(a field, what it asks of the answer: fields of StructuredOutput), for a rule of `structured` to settle."""
     make_splitter: Callable[[], Splitter] = PlainSplitter
     """One for each sample of a chat, made when `prompt_end` is known."""
     prompt_end: str = ""

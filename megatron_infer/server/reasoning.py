@@ -24,6 +24,8 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
 
         def make() -> Splitter:
             end = _continued(body, form) if body.continue_final_message else draft.prompt_end
+            if draft.sampling.get("structured") is not None:
+                end = form.ends[0]  # held to a form from the first letter: no thoughts
             return ReasoningSplitter(ReasoningParser(form, end), make_inner())
 
         draft.make_splitter = make

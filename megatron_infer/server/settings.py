@@ -48,6 +48,10 @@ class ServerConfig:
     """Stop texts of a request, and stop token ids beyond the model's own."""
     max_stop_chars: int = 1024
     """Characters of one stop text."""
+    max_schema_bytes: int = 64 << 10
+    """Bytes of a schema, pattern, grammar or list of choices (response_format and its like)."""
+    max_schema_depth: int = 32
+    """Levels of objects and lists within each other in a schema."""
     request_timeout_s: float = 600.0
     """Time for a call from its body to its last byte; over it, its requests are aborted."""
     keep_alive_s: float = 15.0
@@ -64,7 +68,8 @@ class ServerConfig:
             object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
-        for name in ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars"):
+        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        for name in (*sizes, "max_schema_bytes", "max_schema_depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_logprobs", "max_stop", "drain_timeout_s"):

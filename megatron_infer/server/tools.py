@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule.structured import check_schema
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import Draft, ExtraField
 from megatron_infer.server.registry import App
@@ -17,6 +19,7 @@ from megatron_infer.server.schemas import Body
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_grammar import call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, Piece, format_of
 
 MAX_TOOLS = 128
@@ -66,7 +69,7 @@ class ToolRule:
     """What the fields on tools make of a chat."""
 
     def __init__(self, tokenizer: Tokenizer | None, settings: ServerConfig) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._settings = tokenizer, settings
         self._form = form_of(tokenizer, settings)
 
     async def settle(self, body: Any, draft: Draft) -> None:
@@ -78,38 +81,73 @@ class ToolRule:
                 if getattr(body, name) not in (None, "none"):
                     raise bad_request(f"{name} goes with tools; give both or none", name)
             return
-        names = self._names(body.tools)
+        names = _names(body.tools)
         if choice == "none":
             return
-        if choice not in (None, "auto"):
-            self._refuse_forced(choice, names)
         if self._form is None:
             text = "tools: the chat template teaches calls in a format that is not known here; start with"
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
         keep_special(self._tokenizer, draft, (self._form.opening, self._form.closing), "tools")
         draft.tools = [_plain(tool) for tool in body.tools]
-        only_one = body.parallel_tool_calls is False
+        only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
+        if choice in (None, "auto"):
+            _check_free(body.tools, draft)
+        else:
+            self._force(self._form, choice, body.tools, draft, only_one=only_one)
         draft.make_splitter = partial(ToolSplitter, self._form, frozenset(names), only_one=only_one)
 
-    def _names(self, tools: list[Tool]) -> list[str]:
-        names = [tool.function.name for tool in tools]
-        for place, tool in enumerate(tools):
-            where = f"tools[{place}].function"
-            if tool.function.name in names[:place]:
-                raise bad_request(f"{where}.name: {tool.function.name!r} stands there twice", f"{where}.name")
-            if tool.function.strict:
-                text = f"{where}.strict: arguments are not held to their schema here; give no strict: true"
-                raise bad_request(text, f"{where}.strict")
-        return names
+    def _force(self, form: CallFormat, choice: Any, tools: list[Tool], draft: Draft, *, only_one: bool) -> None:
+        """Have the answer be calls: of any tool, or of the chosen one."""
+        if isinstance(choice, Chosen):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+            if not tools:
+                text = f"tool_choice: there is no {choice.function.name!r} among tools"
+                raise bad_request(text, "tool_choice")
+        for tool in tools:
+            try:
+                check_schema(tool.function.parameters or {}, max_depth=self._settings.max_schema_depth)
+            except RequestError as error:
+                raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
+        described = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
+        special = {
+            mark: id for mark in (form.opening, form.closing) if (id := _special_id(self._tokenizer, mark)) is not None
+        }
+        draft.structured = ("tools", {"grammar": call_grammar(form, described, only_one=only_one, special=special)})
 
-    def _refuse_forced(self, choice: Any, names: list[str]) -> None:
-        text = "tool_choice: calls cannot be forced here; give auto or none"
-        raise bad_request(text, "tool_choice")
+
+def _names(tools: list[Tool]) -> list[str]:
+    names = [tool.function.name for tool in tools]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            where = f"tools[{place}].function.name"
+            raise bad_request(f"{where}: {name!r} stands there twice", where)
+    return names
+
+
+def _check_free(tools: list[Tool], draft: Draft) -> None:
+    """Raises ApiError 400 where the model may choose to call and something would be promised of the text."""
+    for place, tool in enumerate(tools):
+        if tool.function.strict:
+            where = f"tools[{place}].function.strict"
+            text = (
+                "arguments are held to their schema where calls are forced only (tool_choice: required, or a function)"
+            )
+            raise bad_request(f"{where}: {text}; give one, or no strict: true", where)
+    if draft.sampling.get("structured") is not None:
+        text = (
+            "tools: the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
+        )
+        raise bad_request(text, "tools")
+
+
+def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
+    id = None if tokenizer is None or not mark else tokenizer.token_id(mark)
+    return id if tokenizer is not None and id in tokenizer.special_ids else None
 
 
 def keep_special(tokenizer: Tokenizer | None, draft: Draft, marks: tuple[str, ...], field: str) -> None:
     """Have special tokens in the text where marks are such. Raises ApiError 400 where they are asked to be left out."""
-    if tokenizer is None or not any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks if mark):
+    if all(_special_id(tokenizer, mark) is None for mark in marks):
         return
     if draft.sampling.get("skip_special_tokens"):
         text = f"skip_special_tokens: the marks that {field} are told by are special tokens of this model; leave it out"

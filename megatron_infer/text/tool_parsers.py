@@ -38,13 +38,20 @@ class CallFormat:
     id_length: int | None = None
     """Letters and digits of a call's id where templates insist on a number of them."""
 
+    @property
+    def between(self) -> str:
+        """Text between two calls."""
+        if self.is_listed:
+            return ", "
+        return "; " if self.key == "parameters" else "\n"
+
     def write(self, calls: list[str]) -> str:
         """The text of calls, each given as a JSON object."""
-        if not self.is_marked:
-            return ("; " if self.key == "parameters" else "\n").join(calls)
         if self.is_listed:
-            return f"{self.opening}[{', '.join(calls)}]{self.closing}"
-        return "\n".join(f"{self.opening}\n{call}\n{self.closing}" for call in calls)
+            return f"{self.opening}[{self.between.join(calls)}]{self.closing}"
+        if self.is_marked:
+            calls = [f"{self.opening}\n{call}\n{self.closing}" for call in calls]
+        return self.between.join(calls)
 
 
 FORMATS: dict[str, CallFormat] = {}

@@ -124,7 +124,7 @@ WRONG = [
     (CHAT, {"messages": HI, "parallel_tool_calls": True}, "parallel_tool_calls goes with tools"),
     (CHAT, {"messages": HI, "tools": [F], "tool_choice": "any"}, "Invalid enum value 'any'"),
     (CHAT, {"messages": HI, "tools": [F], "tool_choice": {"type": "function"}}, "missing required field `function`"),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "does not constrain outputs"),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "xml"),
     (CHAT, {"messages": HI, "functions": []}, "use tools"),
     (CHAT, {"messages": HI, "store": True}, "store"),
     (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),
