@@ -155,7 +155,7 @@ class DynamicInferenceEngine(EngineControls):
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
-        return None if params.structured is None else self.parts.intake.grammars.compile(params.structured)
+        return None if params.structured is None else self.parts.intake.grammars.cache.compile(params.structured)
 
     def _queue(
         self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str

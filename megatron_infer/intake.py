@@ -145,7 +145,7 @@ class Intake:
         elif params.bad_token_ids is not None and len(set(params.bad_token_ids)) >= self.limits.vocab_size:
             raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
         if params.structured is not None:
-            self.grammars.check(params.structured)
+            self.grammars.cache.check(params.structured)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
         """The request's n sequences, leader first; the leader brings the others as its siblings. salt: `salt_of`."""

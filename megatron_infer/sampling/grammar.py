@@ -1,35 +1,27 @@
-"""Structured output: grammars compiled once, a matcher a request, masks of what may come next. Over llguidance.
+"""Structured output: a matcher a request, masks of what may come next, and whether anything may.
 
-    compile (a thread of the pool, cached) --> template --copy--> matcher of a request --its tokens--> mask, or complete
+    GrammarCache --template, copied--> matcher of a request --its tokens--> mask, or complete
 
 A matcher follows from the request's tokens alone: whoever comes back, from wherever, is matched anew from its first.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-from collections import OrderedDict
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.errors import InferenceError
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.schedule.request import Request
-from megatron_infer.schedule.structured import StructuredOutput
-from megatron_infer.text.grammar import grammar_vocabulary
+from megatron_infer.text.grammar import GrammarCache, one_line
 
-COMPILE_TIMEOUT_S = 30.0
-"""Most a caller waits for a grammar; what it may cost is limited by llguidance's fuel, about a second."""
-MAX_KEPT = 256
-"""Compiled grammars, and refusals, that are kept: the least recently used go."""
-PARALLEL_FROM = 8
-"""Masks of fewer rows are made one after the other."""
+NUM_TIMED, PARALLEL_S = 4, 0.005
+"""So many masks are made one after the other; if the rest would take longer than this, threads share it."""
 
 
 class GrammarFailed(InferenceError):
@@ -46,64 +38,12 @@ class _Match:
 
 
 class Grammars:
-    """Structured output of one engine (or of a server that checks what it passes on).
-
-    `compile` and `check` may be called from any thread, the rest from the engine's.
-    """
+    """The matchers of one engine's requests; for the engine's thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
-        self._vocabulary_lock = threading.Lock()
-        self._vocabulary: Any = None
+        self.cache = GrammarCache(tokenizer, vocab_size)
         self._executor: Any = None
         self._matches: dict[str, _Match] = {}
-
-    # ------------------------------------------------------------------ grammars
-
-    def compile(self, wanted: StructuredOutput) -> Future[Any]:
-        """Begin to compile, in a thread; the result is for `Grammars` alone. Fails with RequestError."""
-        with self._lock:
-            found = self._compiled.get(wanted)
-            if found is not None:
-                self._compiled.move_to_end(wanted)
-                return found
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(2, thread_name_prefix="megatron-infer-grammar")
-            future = self._threads.submit(self._compile, wanted)
-            self._compiled[wanted] = future
-            while len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-        return future
-
-    def check(self, wanted: StructuredOutput) -> None:
-        """Wait for a grammar. Raises RequestError where it cannot be compiled, or not in COMPILE_TIMEOUT_S."""
-        self._template(wanted)
-
-    def _template(self, wanted: StructuredOutput) -> Any:
-        try:
-            return self.compile(wanted).result(COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            raise RequestError(f"{wanted.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller") from None
-
-    def _compile(self, wanted: StructuredOutput) -> Any:
-        with self._vocabulary_lock:
-            if self._vocabulary is None:
-                self._vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            text = _grammar_text(wanted)
-        except Exception as error:  # of kinds of the library's own, for grammars that it cannot read
-            raise RequestError(f"{wanted.kind}: {_one_line(str(error))}") from None
-        template = LLMatcher(self._vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if template.is_error():
-            raise RequestError(f"{wanted.kind}: {_one_line(template.get_error())}")
-        return template
-
-    # ------------------------------------------------------------------ matching
 
     def masks(self, sampled: Sequence[Request]) -> TokenMasks | None:
         """Masks of a step's sampled positions; every token of their requests must be known here.
@@ -140,14 +80,14 @@ class Grammars:
         match = self._match(request)
         self._consume(match)
         if match.matcher.is_error():
-            raise GrammarFailed(f"structured output: {_one_line(match.matcher.get_error())}")
+            raise GrammarFailed(f"structured output: {one_line(match.matcher.get_error())}")
         return bool(match.matcher.is_stopped())
 
     def _match(self, request: Request) -> _Match:
         found = self._matches.get(request.id)
         if found is None or found.request is not request:
             assert request.params.structured is not None, f"{request.id} draws freely"
-            template = self._template(request.params.structured)
+            template = self.cache.template(request.params.structured)
             found = self._matches[request.id] = _Match(request, template.deep_copy())
         return found
 
@@ -159,14 +99,18 @@ class Grammars:
 
     def _num_words(self, request: Request) -> int:
         self._match(request)  # which makes the vocabulary
-        return -(-int(self._vocabulary.vocab_size) // 32)
+        return -(-int(self.cache.vocabulary.vocab_size) // 32)
 
     def _fill(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
-        if len(jobs) < PARALLEL_FROM:
-            for matcher, row in jobs:
-                mask = bits_GW[row]
-                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            return
+        begun = time.perf_counter()
+        for done, (matcher, row) in enumerate(jobs):
+            if done == NUM_TIMED and (time.perf_counter() - begun) * (len(jobs) - done) > PARALLEL_S * done:
+                self._fill_in_threads(jobs[done:], bits_GW)
+                return
+            mask = bits_GW[row]
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def _fill_in_threads(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -181,7 +125,7 @@ class Grammars:
             return
         stop_ids = match.request.stop_ids
         ends = matcher.is_accepting()
-        for token in self._vocabulary.eos_tokens:
+        for token in self.cache.vocabulary.eos_tokens:
             if token not in stop_ids:
                 _put(mask_W, token, False)
         for token in stop_ids:
@@ -199,33 +143,3 @@ def _put(mask_W: np.ndarray, token: int, allowed: bool) -> None:
         bytes_B[token >> 3] |= 1 << (token & 7)
     else:
         bytes_B[token >> 3] &= 0xFF ^ (1 << (token & 7))
-
-
-def _grammar_text(wanted: StructuredOutput) -> str:
-    """In llguidance's own form; raises whatever llguidance raises."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    text: str
-    if wanted.regex is not None:
-        text = LLMatcher.grammar_from_regex(wanted.regex)
-    elif wanted.grammar is not None:
-        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
-    elif wanted.choice is not None:
-        text = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in wanted.choice))
-    else:
-        schema = '{"type": "object"}' if wanted.json_object else str(wanted.json_schema)
-        if json.loads(schema) is False:
-            raise ValueError("false is the schema that nothing meets")
-        if json.loads(schema) is True:
-            schema = "{}"
-        # A schema's own "x-guidance" must not make keywords count for nothing.
-        how = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=how)
-    return text
-
-
-def _one_line(text: str) -> str:
-    """An error of the library as one line of bounded length."""
-    shown = " ".join(text.split())
-    return shown if len(shown) <= 400 else shown[:400] + " ..."

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Meta
 
 from megatron_infer.errors import RequestError
-from megatron_infer.sampling.grammar import Grammars
 from megatron_infer.schedule.structured import StructuredOutput, check_schema, check_size
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import Draft, ExtraField
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.text.grammar import GrammarCache
 
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[list[Text], Meta(min_length=1)]
@@ -70,7 +70,7 @@ class Fields:
 
     def __init__(self, service: Service, settings: ServerConfig) -> None:
         self._service, self._settings = service, settings
-        self._grammars = Grammars(service.tokenizer, 0)
+        self._grammars = GrammarCache(service.tokenizer, 0)
 
     def all(self) -> list[ExtraField]:
         kinds: list[tuple[str, Any, Callable[[Any], dict[str, Any]]]] = [

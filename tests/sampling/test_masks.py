@@ -13,11 +13,13 @@ from sampling_oracle import make_request
 from vocabularies import byte_level, sentencepiece
 
 from megatron_infer.errors import RequestError
+from megatron_infer.sampling import grammar
 from megatron_infer.sampling.grammar import GrammarFailed, Grammars
 from megatron_infer.sampling.masks import TokenMasks, forbidden
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
 from megatron_infer.schedule.structured import StructuredOutput
+from megatron_infer.text.grammar import GrammarCache
 
 LANGUAGES = {
     "finite": ({"choice": ["hello", "hell", "he said", "日本", "é"]}, None),
@@ -211,7 +213,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("language, message", REFUSED, ids=[json.dumps(one)[:40] for one, _ in REFUSED])
 def test_what_cannot_be_enforced_is_refused_by_name(language, message):
-    grammars = Grammars(byte_level(), 0)
+    grammars = GrammarCache(byte_level(), 0)
     for _ in range(2):  # a refusal is kept, too
         with pytest.raises(RequestError, match=message):
             grammars.check(StructuredOutput(**language))
@@ -219,4 +221,19 @@ def test_what_cannot_be_enforced_is_refused_by_name(language, message):
 
 def test_without_a_tokenizer_it_is_refused():
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        Grammars(None, 100).check(StructuredOutput(json_object=True))
+        GrammarCache(None, 100).check(StructuredOutput(json_object=True))
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_threads_make_the_same_masks(patience, monkeypatch):
+    monkeypatch.setattr(grammar, "PARALLEL_S", patience)
+    tokenizer = byte_level()
+    languages = [{"regex": f"[a-{last}]+"} for last in "bcdefghijklm"]
+    requests = [request_of(tokenizer, language) for language in languages]
+    for row, request in enumerate(requests):
+        request.id = str(row)
+    masks = Grammars(tokenizer, tokenizer.vocab_size).masks([make_request([1]), *requests])
+    assert masks.index.tolist() == list(range(1, 13))
+    for row, last in enumerate("bcdefghijklm"):
+        spelled = "".join(tokenizer.token_str(i) for i in sorted(allowed(masks, row)))
+        assert set(spelled) == {chr(one) for one in range(ord("a"), ord(last) + 1)}

@@ -7,16 +7,17 @@ import re
 import threading
 import time
 
+import httpx
 import openai
 import pydantic
 import pytest
-from server_case import post, serving, stream, tokenizer
+from server_case import post, serving, stream, tokenizer, wait_for
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.sampling import grammar
 from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.text.grammar import GrammarCache
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -164,7 +165,7 @@ def test_wrong_forms_are_refused_by_name_while_other_streams_flow(case):
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch):
-    whole, begun, go = grammar.Grammars._compile, threading.Event(), threading.Event()
+    whole, begun, go = GrammarCache._compile, threading.Event(), threading.Event()
 
     def slow(self, wanted):
         if wanted.regex == "slow{3}":
@@ -172,7 +173,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch)
             assert go.wait(30)
         return whole(self, wanted)
 
-    monkeypatch.setattr(grammar.Grammars, "_compile", slow)
+    monkeypatch.setattr(GrammarCache, "_compile", slow)
     replies = []
     thread = threading.Thread(
         target=lambda: replies.append(post(case, COMPLETIONS, prompt="x", max_tokens=9, guided_regex="slow{3}"))
@@ -188,7 +189,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch)
 def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_aborts(case, monkeypatch):
     """The server knows the grammar; the engine has it to compile yet."""
     engine = case.engines[0]
-    grammars = engine.parts.intake.grammars
+    grammars = engine.parts.intake.grammars.cache
     go, whole = threading.Event(), grammars._compile
 
     def slow(wanted):
@@ -205,9 +206,16 @@ def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_abo
     thread.start()
     time.sleep(0.3)
     assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200 and not replies
+    with pytest.raises(httpx.ReadTimeout):  # a client that goes away
+        gone = {"prompt": "x", "max_tokens": 200, "guided_regex": "gone*", "ignore_eos": True}
+        httpx.post(f"{case.url}{COMPLETIONS}", json=gone, timeout=0.5)
+    time.sleep(0.3)
     go.set()
     thread.join(30)
     assert replies[0].json()["choices"][0]["text"] == "late"
+    wait_for(lambda: not len(engine.ledger))
+    (replica,) = case.replicas
+    assert not replica._preparing and not replica._requests
 
 
 def test_the_openapi_document_shows_the_fields(case):
