@@ -15,6 +15,7 @@ from megatron_infer.cli import generate
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs import Logprob
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.structured import StructuredOutput
 
 
 def lines(path) -> list[dict]:
@@ -135,7 +136,8 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
         "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
-        "--return-sampled-logprobs --return-support --return-routing --no-skip-special-tokens --no-detokenize"
+        "--return-sampled-logprobs --return-support --return-routing --no-skip-special-tokens --no-detokenize "
+        "--choice yes --choice no"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
     params = llm.engine.added[0].params
@@ -165,10 +167,11 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         return_routing=True,
         skip_special_tokens=False,
         detokenize=False,
+        structured=StructuredOutput(choice=("yes", "no")),
     )
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
-    assert unchanged == ["pooling"]  # a field added to SamplingParams needs its flag, and its place above
+    assert unchanged == ["pooling"]  # which goes with one token; a field added to SamplingParams needs its flag, and its place above
     command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
     assert llm.engine.added[-1].params.pooling == "mean"
 
