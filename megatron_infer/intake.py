@@ -164,12 +164,17 @@ class Intake:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cache=CacheUse(allowed=params.prompt_logprobs is None and not params.return_routing, salt=salt),
+                cache=CacheUse(allowed=_may_share(params), salt=salt),
             )
             for index in range(params.n)
         ]
         members[0].siblings = tuple(members[1:])
         return members
+
+
+def _may_share(params: SamplingParams) -> bool:
+    """Whether a cached prefix may stand for positions of the prompt: not where something of each is asked for."""
+    return params.prompt_logprobs is None and not params.return_routing and params.pooling != "mean"
 
 
 def salt_of(prompt: Prompt) -> str:

@@ -45,6 +45,7 @@ LAYERS: dict[str, int] = {
     "outputs": 4,
     "token_support": 3,
     "carried": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,

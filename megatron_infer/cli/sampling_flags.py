@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.params import POOLINGS, SamplingParams
 from megatron_infer.schedule.structured import StructuredOutput
 
 
@@ -43,6 +43,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     flag("return_sampled_logprobs", "log probability of each token, raw and as drawn", action="store_true")
     flag("return_support", "how many ids each token was drawn among", action="store_true")
     flag("return_routing", "the experts of every position (--output writes them)", action="store_true")
+    how = "the prompt's hidden states as one vector (--output writes it; needs --max-tokens 1)"
+    flag("pooling", how, choices=POOLINGS)
     flag("skip_special_tokens", "leave special tokens out of the text (default)", action=argparse.BooleanOptionalAction)
     flag("detokenize", "turn tokens into text (default)", action=argparse.BooleanOptionalAction)
     _add_structured_options(parser)

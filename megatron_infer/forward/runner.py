@@ -13,6 +13,7 @@ from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.forward.pooling import Pooled, pool
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
@@ -55,6 +56,7 @@ class Drawn:
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
     cause: str = ""
     """What raised, where that was on this rank; `error` is every rank's."""
+    pooled: list[Pooled] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class Flight:
     """Made by the forward."""
     logits_SV: Tensor | None = None
     prompt_scores: list[PromptScores] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
     carried: CarriedBatch | None = None
     routed_TLK: Tensor | None = None
@@ -86,7 +89,7 @@ class Flight:
         """Wait for the device and give the tokens."""
         routing = None if self.routing is None else as_ids(self.routing.wait())
         if self._tokens is None or self._bad is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing)
+            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
         bad = self._bad.wait()
         return Drawn(
             StepResult(self._tokens.wait().tolist()),
@@ -95,6 +98,7 @@ class Flight:
             self.prompt_scores,
             self.carried,
             routing,
+            pooled=self.pooled,
         )
 
 
@@ -147,6 +151,7 @@ class ModelRunner:
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+        flight.pooled = pool(plan, hidden_TD)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""

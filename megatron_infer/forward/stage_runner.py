@@ -20,6 +20,7 @@ import torch
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
+from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
 from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
@@ -186,8 +187,8 @@ class StageRunner(ModelRunner):
         tokens[bad] = 0
         if len(tokens):
             self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
-        logprobs, carried, routing, scores = _heard(flight.plan, message.extra)
-        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing)
+        logprobs, carried, routing, scores, pooled = _heard(flight.plan, message.extra)
+        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing, pooled=pooled)
 
     @torch.inference_mode()
     def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
@@ -214,9 +215,9 @@ def _scored(plan: Plan) -> Iterator[Slice]:
 
 
 def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
-    """Logprobs, what tokens carry, routing and prompt scores as arrays; none when nobody asked."""
+    """Logprobs, what tokens carry, routing, prompt scores and pooled states as arrays; none when nobody asked."""
     logprobs, carried, routing, arrays = drawn.logprobs, drawn.carried, drawn.routing, []
-    if logprobs is None and carried is None and routing is None and not drawn.prompt_scores:
+    if logprobs is None and carried is None and routing is None and not drawn.prompt_scores and not drawn.pooled:
         return []
     vocab_size = 0 if carried is None else carried.vocab_size
     has = [logprobs is not None, carried is not None, routing is not None]
@@ -231,15 +232,15 @@ def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
         arrays.append(routing)
     for scores in drawn.prompt_scores:
         arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return arrays
+    return [*arrays, *(pooled.values_D.cpu().numpy() for pooled in drawn.pooled)]
 
 
 def _heard(
     plan: Plan, arrays: Sequence[np.ndarray]
-) -> tuple[LogprobBatch | None, CarriedBatch | None, np.ndarray | None, list[PromptScores]]:
+) -> tuple[LogprobBatch | None, CarriedBatch | None, np.ndarray | None, list[PromptScores], list[Pooled]]:
     """What `_told` said, on another rank."""
     if not arrays:
-        return None, None, None, []
+        return None, None, None, [], []
     at, logprobs, carried, routing = 1, None, None, None
     has_logprobs, has_carried, has_routing, vocab_size = arrays[0].tolist()
     if has_logprobs:
@@ -258,5 +259,9 @@ def _heard(
     for piece in _scored(plan):
         scores.append(PromptScores(piece.request, piece.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
         at += 4
+    pooled = []
+    for piece, _ in pooled_slices(plan):
+        pooled.append(pooled_as(piece, torch.from_numpy(arrays[at])))
+        at += 1
     assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
-    return logprobs, carried, routing, scores
+    return logprobs, carried, routing, scores, pooled

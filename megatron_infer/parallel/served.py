@@ -213,6 +213,7 @@ class ServedRequest:
             prompt,
             output.num_cached_tokens,
             prompt_logprobs,
+            wire.floats_to_bytes(output.pooled) if output.finished else None,
         )
 
     def hold(self, news: wire.Output) -> wire.Output:
@@ -306,6 +307,7 @@ def _merged(first: wire.Output, second: wire.Output) -> wire.Output:
         first.prompt if second.prompt is None else second.prompt,
         max(first.num_cached, second.num_cached),
         first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        second.pooled,
     )
 
 

@@ -12,7 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server import chat, completions, health, models, openapi, structured, tokenize
+from megatron_infer.server import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    models,
+    openapi,
+    reasoning,
+    structured,
+    tokenize,
+    tools,
+)
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.guard import Guard
 from megatron_infer.server.registry import App
@@ -26,7 +37,7 @@ class Module(Protocol):
     def register(self, app: App, service: Service, settings: ServerConfig) -> None: ...
 
 
-MODULES: tuple[Module, ...] = (completions, chat, structured, models, tokenize, health)
+MODULES: tuple[Module, ...] = (completions, chat, tools, structured, reasoning, embeddings, models, tokenize, health)
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
 
 

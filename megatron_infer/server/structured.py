@@ -63,6 +63,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
     for route in ("chat", "completions"):
         for extra in fields.all():
             app.fields.add(route, extra)
+        app.fields.add_rule(route, fields.settle)
 
 
 class Fields:
@@ -82,6 +83,12 @@ class Fields:
             ("guided_choice", Texts, lambda value: {"choice": value}),
         ]
         return [ExtraField(name=name, type=kind, apply=self._applied(name, read)) for name, kind, read in kinds]
+
+    async def settle(self, body: Any, draft: Draft) -> None:
+        """What other modules ask of the answer."""
+        if draft.structured is not None:
+            name, asked = draft.structured
+            await self._applied(name, dict)(asked, draft)
 
     def _applied(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, Draft], Awaitable[None]]:
         async def apply(value: Any, draft: Draft) -> None:

@@ -171,7 +171,10 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
     )
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
-    assert not unchanged  # a field added to SamplingParams needs its flag, and its place above
+    # A field added to SamplingParams needs its flag, and its place above.
+    assert unchanged == ["pooling"]  # which goes with a single token
+    command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
+    assert llm.engine.added[-1].params.pooling == "mean"
 
 
 def test_a_wrong_flag_is_told_before_the_model_loads(monkeypatch):
