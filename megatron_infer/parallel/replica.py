@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_infer.context.prefix_changes import PrefixReport
-from megatron_infer.errors import InferenceError, RequestError, TransitionTimeout
+from megatron_infer.errors import InferenceError, RequestError, TransitionTimeout, UnknownRequest
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.link import Link
@@ -27,6 +27,7 @@ from megatron_infer.parallel.served import (
     Facts,
     ServedEngine,
     ServedRequest,
+    can_step,
     facts_of,
     params_of,
     prefix_changes_of,
@@ -54,8 +55,11 @@ class Replica:
         name: str = "",
         key: bytes | None = None,
         timeout_s: float = 10.0,
+        commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
+        """commands: what it obeys beside the engine's own controls, by name (`wire.COMMANDS`)."""
         self.engine = engine
+        self._commands = dict(commands or {})
         self._changes = prefix_changes_of(engine)
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -79,7 +83,7 @@ class Replica:
         reason = "it was stopped"
         try:
             while self._take_messages():
-                if self.engine.can_step():
+                if can_step(self.engine):
                     self._step()
                 self._flush(time.monotonic())
                 if self._draining and not self._requests:
@@ -153,7 +157,7 @@ class Replica:
         """Apply what has come, waiting while there is nothing to compute -> False when it is time to end."""
         while not self._stopping:
             with self._wake:
-                if not self._inbox and not self.engine.can_step() and not (self._draining and not self._requests):
+                if not self._inbox and not can_step(self.engine) and not (self._draining and not self._requests):
                     self._wake.wait(HOLD_S if self._held() else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
@@ -161,7 +165,7 @@ class Replica:
                 self._apply(came, message)
             if messages:
                 self._look()
-            if self.engine.can_step() or self._held() or self._draining:
+            if can_step(self.engine) or self._held() or self._draining:
                 return not self._stopping
         return False
 
@@ -217,7 +221,10 @@ class Replica:
         request = self._numbers.get(cancel.number)
         if request is None:
             return
-        output = self.engine.abort(request.id)
+        try:
+            output = self.engine.abort(request.id)
+        except UnknownRequest:  # a pause has ended it, and the next step hands it out
+            return
         if cancel.silent:
             del self._requests[request.id], self._numbers[cancel.number]
         else:
@@ -231,7 +238,7 @@ class Replica:
                 raise RequestError(f"unknown command {command.command!r}")
             if left <= 0:
                 raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
-            method = getattr(self.engine, command.command, None)
+            method = self._commands.get(command.command) or getattr(self.engine, command.command, None)
             if method is None:
                 raise NotImplementedError(f"{type(self.engine).__name__} has no {command.command}()")
             args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
