@@ -224,7 +224,7 @@ class Generate:
         if asked.body.return_logprob:
             meta |= self._logprobs(asked.body, one)
         if asked.body.return_routed_experts and one.routing is not None:
-            meta["routed_experts"] = base64.b64encode(np.ascontiguousarray(one.routing, np.int32).tobytes()).decode()
+            meta["routed_experts"] = routed_of(one)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
 
     def _logprobs(self, body: GenerateBody, one: CompletionOutput) -> dict[str, Any]:
@@ -241,6 +241,11 @@ class Generate:
         if body.top_logprobs_num:
             found["output_top_logprobs"] = top
         return found
+
+
+def routed_of(one: CompletionOutput) -> str:
+    """int32 [prompt + output - 1, layers, top-k] as base64."""
+    return base64.b64encode(np.ascontiguousarray(one.routing, np.int32).tobytes()).decode()
 
 
 def _reason(one: CompletionOutput) -> dict[str, Any] | None:
