@@ -31,7 +31,7 @@ class Facts:
     num_requests: int
     """Unfinished, whoever sent them."""
     limits: dict[str, int] = field(default_factory=dict)
-    """max_sequence_length (prompt and answer), vocab_size, num_blocks."""
+    """max_sequence_length (prompt and answer), vocab_size, num_blocks, num_ranks (processes of the engine)."""
 
 
 class ServedEngine(Protocol):
@@ -60,6 +60,7 @@ def facts_of(engine: Any) -> Facts:
         facts: Facts = engine.replica_facts()
         return facts
     parts, config = engine.parts, engine.config
+    lockstep = parts.team.lockstep
     return Facts(
         block_size=config.block_size_tokens,
         capacity=parts.sizes.max_requests,
@@ -70,16 +71,23 @@ def facts_of(engine: Any) -> Facts:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.ledger),
-        limits=_limits_of(parts.intake.limits),
+        limits=_limits_of(parts.intake.limits, 1 if lockstep is None else lockstep.size),
     )
 
 
-def _limits_of(limits: Any) -> dict[str, int]:
+def can_step(engine: Any) -> bool:
+    """Whether the engine has a step to do. With weights that are half written it has none: its requests wait."""
+    lifecycle = getattr(engine, "lifecycle", None)
+    return bool(engine.can_step()) and (lifecycle is None or lifecycle.torn is None)
+
+
+def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:
     capacity = limits.num_usable_blocks * limits.block_size + 1
     return {
         "max_sequence_length": min(limits.max_sequence_length, capacity),
         "vocab_size": limits.vocab_size,
         "num_blocks": limits.num_usable_blocks,
+        "num_ranks": num_ranks,
     }
 
 

@@ -54,19 +54,24 @@ class Grammars:
         index = [place for place, request in enumerate(sampled) if request.params.structured is not None]
         if not index:
             return None
-        bits_GW = np.full((len(index), self._num_words(sampled[index[0]])), -1, dtype=np.int32)
-        jobs: list[tuple[Any, int]] = []
         matched: list[tuple[_Match, int]] = []
+        failed: list[int] = []
         for row, place in enumerate(index):
             request = sampled[place]
-            if request.finish_reason is None:  # what is drawn for others is dropped
+            if request.finish_reason is not None:
+                continue  # what is drawn for it is dropped
+            try:
                 match = self._match(request)
                 self._consume(match)
-                jobs.append((match.matcher, row))
                 matched.append((match, row))
-        self._fill(jobs, bits_GW)
+            except InferenceError:  # its grammar went from the cache and cannot be had again
+                failed.append(row)
+        num_words = -(-int(self.cache.vocabulary.vocab_size) // 32)
+        bits_GW = np.full((len(index), num_words), -1, dtype=np.int32)
+        self._fill([(match.matcher, row) for match, row in matched], bits_GW)
         for match, row in matched:
             self._settle_ends(match, bits_GW[row])
+        bits_GW[failed] = 0
         return TokenMasks(np.array(index, dtype=np.int64), bits_GW)
 
     def advance(self, request: Request) -> bool:
@@ -96,10 +101,6 @@ class Grammars:
         if new:
             match.num_seen += len(new)
             match.matcher.consume_tokens(new)
-
-    def _num_words(self, request: Request) -> int:
-        self._match(request)  # which makes the vocabulary
-        return -(-int(self.cache.vocabulary.vocab_size) // 32)
 
     def _fill(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
         begun = time.perf_counter()

@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_infer.errors import ConfigError
 from megatron_infer.server import (
     chat,
     completions,
+    control,
     embeddings,
     health,
     models,
@@ -37,24 +37,37 @@ class Module(Protocol):
     def register(self, app: App, service: Service, settings: ServerConfig) -> None: ...
 
 
-MODULES: tuple[Module, ...] = (completions, chat, tools, structured, reasoning, embeddings, models, tokenize, health)
+MODULES: tuple[Module, ...] = (
+    completions,
+    chat,
+    tools,
+    structured,
+    reasoning,
+    embeddings,
+    models,
+    tokenize,
+    health,
+    control,
+)
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
 
 
 def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Guard:
-    """The application; `modules` register after the package's own. Raises ConfigError for options nobody acts on."""
+    """The application; `modules` register after the package's own."""
     app = App(settings)
     for module in (*MODULES, *modules, openapi):
         module.register(app, service, settings)
-    if settings.control and not any(operation.control for operation in app.operations.values()):
-        raise ConfigError("control is on, but nothing that steers engines is installed; leave it out")
-    inner = Starlette(routes=app.routes(), exception_handlers={HTTPException: _refused})
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return _refused(request, error, app)
+
+    inner = Starlette(routes=app.routes(), exception_handlers={HTTPException: refused})
     inner.router.redirect_slashes = False
     open_paths = {operation.path for operation in app.operations.values() if operation.open}
     return Guard(inner, service, settings, open_paths=frozenset(open_paths))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+def _refused(request: Request, error: Exception, app: App) -> Response:
     """Paths and methods that there are not."""
     assert isinstance(error, HTTPException)
     shown = f"{request.method} {request.url.path[:200]}"
@@ -62,5 +75,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         404: (f"there is no {shown}; GET /openapi.json lists what there is", "unknown_path"),
         405: (f"{shown} is not served", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "refused"))
+    if error.status_code == 404 and request.url.path in app.withheld:
+        text, code = f"{shown} steers the engines: it is served with --control only", "control_off"
     body = msgspec.json.encode(ApiError(error.status_code, text, code=code).body())
     return Response(body, error.status_code, dict(error.headers or {}), media_type="application/json")

@@ -66,10 +66,10 @@ class Chat:
     async def answer(self, call: Call) -> Reply | Events:
         asked = await self._prepare(call.body)
         if asked.body.stream:
-            items = self._stream(asked)
+            items = self._stream(asked, call.id)
             await anext(items)  # refusals are answers with a status of their own
             return Events(items)
-        async with self._service.fly([asked.job]) as flight:
+        async with self._service.fly([asked.job], names=(asked.id, call.id)) as flight:
             (output,) = await flight.results()
         return Reply(self._whole(asked, output))
 
@@ -158,13 +158,13 @@ class Chat:
 
     # ------------------------------------------------------------------ streams
 
-    async def _stream(self, asked: _Asked) -> AsyncGenerator[Any]:
+    async def _stream(self, asked: _Asked, call_id: str) -> AsyncGenerator[Any]:
         """None once the call is accepted, then chunks: each sample's role first, its finish_reason last."""
         number = asked.job.params.n
         readers = [Reader() for _ in range(number)]
         splitters = [asked.draft.make_splitter() for _ in range(number)]
         output: RequestOutput | None = None
-        async with self._service.fly([asked.job], stream=True) as flight:
+        async with self._service.fly([asked.job], stream=True, names=(asked.id, call_id)) as flight:
             await flight.taken(min(1.0, self._settings.keep_alive_s))
             yield None
             for index in range(number):

@@ -68,7 +68,11 @@ class Flight:
     `updates` and `results` raise the first request's error; then the others are of no use to anyone, either.
     """
 
-    def __init__(self, client: AsyncInferenceClient, jobs: Sequence[Job], *, stream: bool) -> None:
+    def __init__(
+        self, client: AsyncInferenceClient, jobs: Sequence[Job], *, stream: bool, names: frozenset[str] = frozenset()
+    ) -> None:
+        """names: what it can be ended by, see `Service.abort`."""
+        self.names = names
         self._client, self._jobs, self._stream = client, jobs, stream
         self._numbers: dict[int, int] = {}
         self._mailbox = Mailbox()
@@ -95,6 +99,15 @@ class Flight:
         self._numbers[index] = self._client.begin(
             prompt, job.params, lambda item: mailbox.put(index, item), stream=self._stream
         )
+
+    def end(self) -> None:
+        """End what is under way; its last outputs, with what it has, come as ever."""
+        for number in self._numbers.values():
+            self._client.end(number)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._numbers)
 
     def _abort(self) -> None:
         for number in self._numbers.values():

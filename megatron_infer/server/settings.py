@@ -33,7 +33,11 @@ class ServerConfig:
     reasoning_parser: str | None = None
     """How the model marks its thoughts: deepseek_r1, qwen3, granite. None: they are content as all else."""
     control: bool = False
-    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key."""
+    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key beyond loopback."""
+    weights_root: str | None = None
+    """Directory below which paths of new weights must lie. None: no weights are read from files."""
+    max_weight_bytes: int = 512 << 20
+    """Bytes of one body of new weights; a larger update comes in several."""
     max_queue: int = 1024
     """Requests that may wait for an engine; further ones are answered 429."""
     max_body_bytes: int = 8 << 20
@@ -69,7 +73,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
         sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
-        for name in (*sizes, "max_schema_bytes", "max_schema_depth"):
+        for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
@@ -86,8 +90,10 @@ class ServerConfig:
                 raise ConfigError(f"{unknown_name(name, value, known)}; there is {', '.join(known)}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key is empty; None means no key")
-        if self.control and self.api_key is None:
-            raise ConfigError("control needs an API key: whoever reaches the port could steer the engines; set api_key")
+        if self.control and self.api_key is None and not self.is_local:
+            raise ConfigError(f"control at {self.host} needs an API key: others could steer the engines; set api_key")
+        if self.weights_root is not None and not Path(self.weights_root).is_dir():
+            raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
 
     @property
     def is_local(self) -> bool:

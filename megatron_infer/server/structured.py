@@ -6,6 +6,7 @@ of it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ from megatron_infer.server.fields import Draft, ExtraField
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
-from megatron_infer.text.grammar import GrammarCache
+from megatron_infer.text.grammar import COMPILE_TIMEOUT_S, GrammarCache, timed_out
 
 Text = Annotated[str, Meta(min_length=1)]
 Texts = Annotated[list[Text], Meta(min_length=1)]
@@ -97,14 +98,16 @@ class Fields:
                     return
                 if draft.sampling.get("structured") is not None:
                     raise RequestError("another field says what the answer must be; give one")
-                draft.sampling["structured"] = await self._service.off_loop(self._checked, asked)
+                wanted = await self._service.off_loop(self._checked, asked)
+                await self._compiled(wanted)
+                draft.sampling["structured"] = wanted
             except RequestError as error:
                 raise bad_request(f"{name}: {error}", name, "invalid_structured_output") from None
 
         return apply
 
     def _checked(self, asked: dict[str, Any]) -> StructuredOutput:
-        """Within the server's limits, and compiled. Raises RequestError."""
+        """Within the server's limits. Raises RequestError."""
         limit = self._settings.max_schema_bytes
         for kind in ("regex", "grammar"):
             if kind in asked:
@@ -116,8 +119,15 @@ class Fields:
             text = str(wanted.json_schema)
             check_size("json_schema", text, max_bytes=limit)
             check_schema(json.loads(text), max_depth=self._settings.max_schema_depth)
-        self._grammars.check(wanted)
         return wanted
+
+    async def _compiled(self, wanted: StructuredOutput) -> None:
+        """Wait for a grammar; in threads of its own, so that texts are encoded meanwhile. Raises RequestError."""
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                await asyncio.shield(asyncio.wrap_future(self._grammars.compile(wanted)))
+        except TimeoutError:
+            raise timed_out(wanted) from None
 
 
 def _of_format(given: ResponseFormat) -> dict[str, Any]:

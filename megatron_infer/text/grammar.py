@@ -76,7 +76,7 @@ class GrammarCache:
         try:
             return self.compile(wanted).result(COMPILE_TIMEOUT_S)
         except TimeoutError:
-            raise RequestError(f"{wanted.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller") from None
+            raise timed_out(wanted) from None
 
     def _compile(self, wanted: StructuredOutput) -> Any:
         with self._vocabulary_lock:
@@ -92,6 +92,10 @@ class GrammarCache:
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
         return template
+
+
+def timed_out(wanted: StructuredOutput) -> RequestError:
+    return RequestError(f"{wanted.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller")
 
 
 def _grammar_text(wanted: StructuredOutput) -> str:

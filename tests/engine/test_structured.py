@@ -62,15 +62,19 @@ def test_no_feature_changes_an_answer(name, alone):
     assert counters["evicted"] > 0 or name in ("overlap", "few rows")
 
 
-@pytest.mark.parametrize("mode", ["recompute", "offload", "persist"])
-def test_a_suspended_request_goes_on_with_its_language(mode, alone):
+@pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])
+def test_a_suspended_or_paused_request_goes_on_with_its_language(mode, alone):
     engine = make_engine(overlap=True)
     ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload()]
     outputs: list = []
     for _ in range(5):
         outputs += engine.step()
-    engine.suspend(mode)
-    engine.resume()
+    if mode in ("keep", "retract"):
+        engine.pause(mode)
+        engine.unpause()
+    else:
+        engine.suspend(mode)
+        engine.resume()
     while engine.has_unfinished():
         outputs += engine.step()
     found = {one.request_id: one for one in outputs}
@@ -136,6 +140,25 @@ def test_what_leaves_nothing_to_draw_is_that_requests_error_alone():
     bad, good = engine.generate([[7], [8]], params)
     assert bad.outputs[0].finish_reason == "error" and "structured output has no token to draw" in str(bad.error)
     assert good.outputs[0].text in ("ac", "bc") and good.error is None
+
+
+def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
+    engine = make_engine(overlap=True)
+    lost = engine.add_request([7], structured(regex="[ab]{30}"), stream="final")
+    kept = engine.add_request([8], structured(regex="[ab]{9}"), stream="final")
+    cache, whole = engine.parts.intake.grammars.cache, engine.parts.intake.grammars.cache.template
+
+    def template(wanted):
+        if wanted.regex == "[ab]{30}":
+            raise RequestError("regex: not compiled within 30 s; make it smaller")
+        return whole(wanted)
+
+    monkeypatch.setattr(cache, "template", template)
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {one.request_id: one for one in engine.step()}
+    assert outputs[lost].outputs[0].finish_reason == "error"
+    assert len(outputs[kept].outputs[0].text) == 9 and outputs[kept].outputs[0].finish_reason == "stop"
 
 
 def test_a_wrong_schema_is_refused_before_it_is_queued():

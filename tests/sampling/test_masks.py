@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -217,6 +219,32 @@ def test_what_cannot_be_enforced_is_refused_by_name(language, message):
     for _ in range(2):  # a refusal is kept, too
         with pytest.raises(RequestError, match=message):
             grammars.check(StructuredOutput(**language))
+
+
+def test_a_grammar_that_takes_too_long_and_a_missing_library_are_refusals(monkeypatch):
+    cache, go = GrammarCache(byte_level(), 0), threading.Event()
+    whole = cache._compile
+    monkeypatch.setattr(cache, "_compile", lambda wanted: go.wait(20) and whole(wanted))
+    monkeypatch.setattr("megatron_infer.text.grammar.COMPILE_TIMEOUT_S", 0.05)
+    with pytest.raises(RequestError, match=r"regex: not compiled within 0.05 s; make it smaller"):
+        cache.check(StructuredOutput(regex="a"))
+    go.set()
+    monkeypatch.setattr("megatron_infer.text.grammar.COMPILE_TIMEOUT_S", 20.0)
+    cache.check(StructuredOutput(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"pip install 'megatron-infer\[structured\]'"):
+        GrammarCache(byte_level(), 0).check(StructuredOutput(regex="a"))
+
+
+def test_compiled_grammars_are_kept_and_the_least_used_go(monkeypatch):
+    monkeypatch.setattr("megatron_infer.text.grammar.MAX_KEPT", 2)
+    cache = GrammarCache(byte_level(), 0)
+    first, second, third = (StructuredOutput(regex=text) for text in "abc")
+    one = cache.template(first)
+    cache.check(second)
+    assert cache.template(first) is one
+    cache.check(third)
+    assert cache.template(first) is one and list(cache._compiled) == [third, first]
 
 
 def test_without_a_tokenizer_it_is_refused():

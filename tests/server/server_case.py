@@ -40,14 +40,20 @@ def tokenizer(template: str = TEMPLATE) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def serving(*engines, modules=(), coordinator_options=None, text=True, encoder=None, **settings):
-    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator."""
+def serving(*engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, **settings):
+    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator.
+
+    commands_of: engine -> what its replica obeys beside the engine's own controls.
+    """
     engines = engines or (EchoEngine(),)
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
-        replicas = [stack.enter_context(replica(one.address, engine, name=f"r{i}")) for i, engine in enumerate(engines)]
+        replicas = []
+        for i, engine in enumerate(engines):
+            commands = None if commands_of is None else commands_of(engine)
+            replicas.append(stack.enter_context(replica(one.address, engine, name=f"r{i}", commands=commands)))
         listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
         encoder = (encoder or tokenizer()) if text else None
         front = Front(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
