@@ -29,11 +29,12 @@ from megatron_infer.forward.runner import Flight, ModelRunner
 from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec
-from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.kernels.select import Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.models.exact import inexact_part
 from megatron_infer.parallel.groups import ParallelGroups
 from megatron_infer.parallel.options import agree_on_config
 from megatron_infer.parallel.team import Team
@@ -263,7 +264,9 @@ def assemble(
     shape = adopted.shape
     agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes
-    chosen = choose(
+    if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
+        raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
+    chosen = (choose_exact if config.batch_invariant else choose)(
         where.torch,
         getattr(torch, shape.dtype),
         specs=adopted.specs,

@@ -195,6 +195,9 @@ class InferenceConfig:
     logprobs_mode: str = "raw"
     """raw: logprobs of the model's distribution. processed: of the one sampled from, after penalties, temperature and
     filters."""
+    batch_invariant: bool = False
+    """Exact mode: a token's log probability has the same bits in any batch, chunk, cache hit or pause, and in a
+    training forward under `models.exact.exact_math`. On a CPU in fp32 or bf16, one rank a replica."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
     and swap act only with swap_buffer_size_gb above 0; auto then takes what is faster by measured speeds."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = {
     "torch": "required",
@@ -217,17 +218,29 @@ def _kernels() -> Iterator[Fact]:
     """What a hybrid model, grouped-query with heads of 64, would run on here, for each dtype of a CPU."""
     import torch
 
+    from megatron_infer.errors import ConfigError
     from megatron_infer.kernels.base import AttendSpec
-    from megatron_infer.kernels.select import choose
+    from megatron_infer.kernels.select import choose, choose_exact
     from megatron_infer.kernels.ssm import SsmSpec
 
     scan = SsmSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
     spec = AttendSpec(num_kv_heads=3, group_size=3, head_dim=64, scale=0.125, rotary_dim=64)
     for dtype in (torch.bfloat16, torch.float32):
         label = str(dtype).removeprefix("torch.")
-        for row in choose("cpu", dtype, specs=[spec], ssm_specs=[scan], block_size=64).rows:
-            why = "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items())
-            yield Fact("kernels", f"{row.operation}, cpu {label}", row.chosen, why)
+        model: dict[str, Any] = {"specs": [spec], "ssm_specs": [scan], "block_size": 64}
+        for row in choose("cpu", dtype, **model).rows:
+            yield Fact("kernels", f"{row.operation}, cpu {label}", row.chosen, _why(row.reasons))
+        try:
+            rows = choose_exact("cpu", dtype, **model).rows
+        except ConfigError as error:
+            yield Fact("kernels", f"exact mode, cpu {label}", "not available", str(error))
+            continue
+        for row in rows:
+            yield Fact("kernels", f"exact mode: {row.operation}, cpu {label}", row.chosen, _why(row.reasons))
+
+
+def _why(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _output(command: list[str]) -> str:

@@ -7,9 +7,9 @@ P positions, B block size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -75,6 +75,13 @@ class Ops(Protocol):
         """RMS norm of y * silu(gate) over each run of group_size channels; without a weight only the product.
 
         gate may be a strided view (last dim contiguous).
+        """
+        ...
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        """function(x): torch code that treats each row by itself, giving [T, *] or several of them.
+
+        Only exact kernels see to it that a row's bits do not depend on how many come along.
         """
         ...
 

@@ -7,7 +7,9 @@ batch (prompts) instead of `enable_gqa`, and `is_causal` rather than a mask for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,9 @@ class TorchOps:
         y_TGX = y.view(y.shape[0], -1, group_size)
         scale = torch.rsqrt_(y_TGX.square().mean(-1, keepdim=True).add_(eps))
         return y_TGX.mul_(scale).flatten(1).mul_(weight).to(y_TM.dtype)
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        return function(x_TX)
 
 
 def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleaved: bool) -> Tensor:

@@ -24,6 +24,7 @@ from megatron_infer.kernels.cpu_native import (
     panel_layout,
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
@@ -171,6 +172,76 @@ def _choose_scan(
             if forced == backend.name:
                 raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused}")
     return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
+
+
+def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
+    """The native kernels for batch-invariant arithmetic; raises ConfigError with the reason where there are none."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"batch_invariant=True: there are exact kernels for a CPU only, the model is on {device.type}"
+        )
+    if (forced := _forced_backend()) not in (None, "native"):
+        raise ConfigError(f"batch_invariant=True needs the native kernels, but {BACKEND_VARIABLE}={forced}; unset it")
+    try:
+        return _native_library(device, dtype)
+    except native_build.NativeUnavailable as error:
+        raise ConfigError(f"batch_invariant=True needs the native kernels: {error}") from None
+
+
+def choose_exact(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    specs: Sequence[AttendSpec],
+    block_size: int,
+    ssm_specs: Sequence[SsmSpec] = (),
+    conv_dtype: torch.dtype | None = None,
+    ssm_dtype: torch.dtype | None = None,
+) -> Chosen:
+    """As `choose`, of kernels whose bits are a function of a position's tokens and the weights alone.
+
+    Raises ConfigError with the reason where one of them is missing: nothing else would keep the promise.
+    """
+    library = exact_library(torch.device(device), dtype)
+    layout = panel_layout(library, dtype)
+    missing = None if layout is not None else f"this CPU has no {dtype} products"
+    packed = packing.PackedLinears(layout=layout, reason=missing)
+    ops, attention = ExactOps(library, dtype, packed), ExactAttention(library, dtype)
+    reasons = {"others": "their sums depend on the batch"}
+    tiles = {"native": "sums the keys of prompt positions in another order than a training forward could"}
+    rows = []
+    for spec in specs:
+        if (refusal := attention.supports(spec, dtype=dtype, block_size=block_size)) is not None:
+            raise ConfigError(f"batch_invariant=True: exact attention {refusal}")
+    if specs or not ssm_specs:
+        rows.append(BackendChoice("attention", attention.name, tiles))
+    scan = None
+    if ssm_specs:
+        scan, states = NativeScan(library, dtype), (conv_dtype or dtype, ssm_dtype or torch.float32)
+        if states[1] is not torch.float32:
+            raise ConfigError(
+                f"batch_invariant=True: SSM states of {states[1]} are rounded wherever a step ends; keep them in "
+                "float32 (mamba_inference_state_config)"
+            )
+        for ssm in ssm_specs:
+            if (refusal := scan.supports(ssm, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1])) is not None:
+                raise ConfigError(f"batch_invariant=True: the exact {SCAN} {refusal}")
+        rows.append(BackendChoice(SCAN, scan.name, reasons))
+    rows += [
+        BackendChoice("norms, activations", ops.name, reasons),
+        BackendChoice("argmax, sampling", "native", reasons),
+        BackendChoice("linear", "native rows" if layout is None else layout.name, reasons),
+    ]
+    return Chosen(
+        ops=ops,
+        attention=attention,
+        scan=scan,
+        packed=packed,
+        argmax=ops.argmax,
+        sampling=NativeSampling(library),
+        checksum=functools.partial(native_checksum, library),
+        rows=rows,
+    )
 
 
 def choose(

@@ -5,6 +5,9 @@ All arithmetic is done in float64 and rounded once, so the other backends can be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +51,9 @@ class ReferenceOps:
             groups = y.unflatten(-1, (-1, group_size))
             y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.double()
         return y.to(y_TM.dtype)
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        return function(x_TX)
 
 
 def rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleaved: bool) -> Tensor:

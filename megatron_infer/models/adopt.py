@@ -7,7 +7,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
-from megatron_infer.kernels.ssm import SsmSpec
+from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanNorm
 from megatron_infer.models.moe import routing_shape
@@ -123,6 +123,15 @@ class AdoptedModel:
         Runs under torch.inference_mode() (no_grad too), in eval mode.
         """
         require_inference(self.live)
+        return self.decode(step, received_TD)
+
+    def decode(
+        self, step: StepInputs, received_TD: Tensor | None = None, *, around: Callable[..., Any] | None = None
+    ) -> Tensor:
+        """`hidden` in any mode: what autograd and dropout make of it is up to the step's kernels and the caller.
+
+        around(run, *arguments) calls each layer's run; None: it is called.
+        """
         if received_TD is None:
             x_TD, residual_TD = self._embed(step), None
         else:
@@ -131,7 +140,11 @@ class AdoptedModel:
         if not self._drives_itself:
             return self._stock_decoder(step, x_TD, residual_TD)
         for layer in self._lean:
-            x_TD, residual_TD = layer.run(step, x_TD, residual_TD)  # type: ignore[union-attr]
+            assert layer is not None
+            if around is None:
+                x_TD, residual_TD = layer.run(step, x_TD, residual_TD)
+            else:
+                x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
         if self._norm is not None:
             return self._norm.run_added(step.ops, x_TD, residual_TD)[0]
         return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
@@ -147,7 +160,13 @@ class AdoptedModel:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
+        if self._tp is not None:
+            hidden_SD = self._tp.spread(hidden_SD)
         return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+
+    def whole_logits(self, logits_SW: Tensor) -> Tensor:
+        """[S, V] on every rank from each one's part; all go on alike with them."""
+        return logits_SW if self._tp is None else self._tp.whole(logits_SW)
 
     @property
     def tp_group(self) -> Any:
@@ -172,6 +191,14 @@ class AdoptedModel:
         """Derive the weights of the Mamba scans again; after every change of the model's parameters."""
         for _, mixer in self._mixers:
             mixer.scan.refresh()
+
+    def live_scan_weights(self, layer: int) -> SsmWeights:
+        """Weights of Mamba layer number `layer` of this rank, derived from its parameters now, for autograd too."""
+        return self._mixers[layer][1].scan.live()
+
+    def foreign_layer(self) -> str | None:
+        """The first layer of the user's own, which our kernels do not run whole; None: there is none."""
+        return next((f"decoder.layers.{i}" for i, lean in enumerate(self._lean) if lean is None), None)
 
     def scan_weights_differ(self) -> str | None:
         """The first parameter that the scans do not see as it is now, by name; None when they are up to date."""

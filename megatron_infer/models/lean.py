@@ -67,8 +67,7 @@ class LeanNorm:
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
         if self.kind == L2:
-            x = x_TD.float()
-            return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x_TD)
+            return ops.rms_norm(x_TD, x_TD.new_ones(x_TD.shape[-1]), self.eps)
         weight = self.parameters["weight"]
         assert weight is not None
         if self.zero_centered:
@@ -83,7 +82,7 @@ class LeanNorm:
             return self.run(ops, x_TD), x_TD.float()
         if self.kind == RMS and not self.zero_centered:
             return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
-        total_TD = residual_TD.add_(x_TD)
+        total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
         return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
@@ -95,15 +94,17 @@ class LeanNorm:
 class LeanLinear:
     """A column- or row-parallel linear on this rank's part of the weight; a row-parallel one adds up over the ranks."""
 
-    __slots__ = ("parameters", "reduce")
+    __slots__ = ("parameters", "reduce", "spread")
 
     def __init__(self, module: torch.nn.Module, name: str, *, tp: Reducer | None) -> None:
         """tp: the ranks that the weight is split over; None: it is whole here."""
         self.reduce: Reducer | None = None
+        self.spread: Reducer | None = None
         if type(module) is RowParallelLinear:
             self.reduce = tp
             whole = not module.input_is_parallel and "takes its whole input (input_is_parallel=False)"
         elif type(module) is ColumnParallelLinear:
+            self.spread = tp
             whole = module.gather_output and "gathers its output (gather_output=True)"
         else:
             raise AdoptionError(
@@ -118,7 +119,7 @@ class LeanLinear:
     def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
         if self.reduce is None:
-            return ops.linear(x_TX, weight, bias)
+            return ops.linear(x_TX if self.spread is None else self.spread.spread(x_TX), weight, bias)
         out = self.reduce.all_reduce(ops.linear(x_TX, weight))
         return out if bias is None else out + bias
 
@@ -147,7 +148,7 @@ class LeanMLP:
     def inner(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The activated middle, [T, F]."""
         middle = self.fc1.run(ops, x_TD)
-        return ops.silu_mul(middle) if self.activation is None else self.activation(middle)
+        return ops.silu_mul(middle) if self.activation is None else ops.rowwise(self.activation, middle)
 
     def weights(self) -> Iterator[Tensor]:
         yield self.fc1.weight()

@@ -140,6 +140,11 @@ class ScanWeights:
                         weights[name] = kept.copy_(fresh)
         self.weights, self._owned = SsmWeights(**weights), owned  # type: ignore[arg-type]
 
+    def live(self) -> SsmWeights:
+        """Derived from the parameters as they are now, taking part in autograd; the same bits as after a refresh."""
+        found = {name: _formula(name, parameters[key]) for name, (parameters, key) in self._sources.items()}
+        return SsmWeights(**found)  # type: ignore[arg-type]
+
     def differs(self) -> str | None:
         """The first parameter that a refresh would take a change of, by name."""
         with torch.no_grad():
@@ -153,9 +158,13 @@ class ScanWeights:
 
 def _derived(name: str, parameter: Tensor | None) -> Tensor | None:
     """fp32 and contiguous; the parameter's own memory where nothing has to change."""
+    return _formula(name, None if parameter is None else parameter.detach())
+
+
+def _formula(name: str, parameter: Tensor | None) -> Tensor | None:
     if parameter is None:
         return None
-    plain = parameter.detach().float().contiguous()
+    plain = parameter.float().contiguous()
     if name == "conv_CW":
         return plain.flatten(1)
     return -torch.exp(plain) if name == "decay_H" else plain

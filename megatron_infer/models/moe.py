@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from megatron_infer.models.reduce import Reducer
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-def gating_logits(router: TopKRouter, x: Tensor) -> Tensor:
+def gating_logits(router: TopKRouter, x: Tensor, linear: Callable[..., Tensor] = F.linear) -> Tensor:
     """[..., D] -> [..., E] in the router's dtype, on whatever device the weights are."""
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, x.dtype)
     bias = router.bias
-    return F.linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
+    return linear(x.to(dtype), router.weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class DeviceAgnosticRouter(TopKRouter):
@@ -106,7 +107,12 @@ class LeanExperts:
         probs_TE, chosen_TE = self._choose(ops, x_TD)
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
-        shared_TD = None if self.shared is None else self._shared(ops, x_TD)
+        if self.reduce is not None:
+            # Each rank goes on with its own part of the experts: autograd adds up what comes back.
+            probs_TE, own_TD = self.reduce.spread(probs_TE), self.reduce.spread(x_TD)
+        else:
+            own_TD = x_TD
+        shared_TD = None if self.shared is None else self._shared(ops, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
@@ -115,7 +121,7 @@ class LeanExperts:
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            inner = lean.inner(ops, x_TD.index_select(0, tokens))
+            inner = lean.inner(ops, own_TD.index_select(0, tokens))
             inner = (inner * weight_T1).to(x_TD.dtype)
             fc2 = lean.fc2.parameters
             out = ops.linear(inner, fc2["weight"], None)
@@ -131,12 +137,12 @@ class LeanExperts:
         router, config = self.router, self.router.config
         # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD)
+        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
-        return self.route(
-            logits_TE,
-            router.topk,
+        route = functools.partial(
+            self.route,
+            topk=router.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
@@ -145,13 +151,17 @@ class LeanExperts:
             expert_bias=router.expert_bias,
             fused=config.moe_router_fusion,
         )
+        return ops.rowwise(route, logits_TE)
 
     def _shared(self, ops: Ops, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
         out_TD = self.shared.run(ops, x_TD)
         if self.shared_module.use_shared_expert_gate:
             # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on how many tokens come along.
-            gate_T1 = ops.linear(x_TD, self.shared_module.gate_weight)
+            weight = self.shared_module.gate_weight
+            if self.shared_with_experts and self.reduce is not None:
+                weight = self.reduce.spread(weight)
+            gate_T1 = ops.linear(x_TD, weight)
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 

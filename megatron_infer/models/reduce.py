@@ -37,14 +37,36 @@ class Reducer:
         return sorted(dist.get_process_group_ranks(self.group))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; x is given up, and may be what comes back."""
+        """The sum over the ranks; x is given up, and may be what comes back.
+
+        Its gradient is the same on every rank: what follows is computed by all of them alike.
+        """
+        return _Sum.apply(self, x) if _recorded(x) else self.sum_of(x)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x itself, the same on all ranks and on the way to each one's own part of a weight: gradients are added up."""
+        return _Spread.apply(self, x) if _recorded(x) else x
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """`all_reduce` without autograd."""
         if self.size > 2 and x.device.type == "cpu":
             return self._sum_in_order(x)
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x_TX: Tensor) -> Tensor:
-        """Everyone's columns side by side, in order of rank -> [T, n * X]."""
+        """Everyone's columns side by side, in order of rank -> [T, n * X].
+
+        Each rank goes on with parts of its own: gradients are added up. Where all go on alike, `whole`.
+        """
+        return self.spread(self.whole(x_TX))
+
+    def whole(self, x_TX: Tensor) -> Tensor:
+        """As `all_gather`, for what every rank computes alike from it: the gradient of a rank's columns is its own."""
+        return _Gather.apply(self, x_TX) if _recorded(x_TX) else self.columns_of(x_TX)
+
+    def columns_of(self, x_TX: Tensor) -> Tensor:
+        """`all_gather` without autograd."""
         parts = [torch.empty_like(x_TX) for _ in range(self.size)]
         dist.all_gather(parts, x_TX.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -62,6 +84,42 @@ class Reducer:
         parts = [torch.empty_like(mine[:share]) for _ in range(self.size)]
         dist.all_gather(parts, _sum(list(mine.split(share))), group=self.group)
         return torch.cat(parts)[: flat.numel()].view(x.shape)
+
+
+def _recorded(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reducer: Reducer, x: Tensor) -> Tensor:
+        return reducer.sum_of(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reducer: Reducer, x: Tensor) -> Tensor:
+        ctx.reducer = reducer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.reducer.sum_of(grads[0].clone(memory_format=torch.contiguous_format))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reducer: Reducer, x: Tensor) -> Tensor:
+        ctx.reducer = reducer
+        return reducer.columns_of(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0].chunk(ctx.reducer.size, dim=-1)[ctx.reducer.rank]
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

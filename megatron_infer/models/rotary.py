@@ -8,6 +8,9 @@ from torch import Tensor
 from megatron_infer.kernels.base import RotaryTable
 from megatron_infer.models.mcore_compat import RotaryEmbedding, cuda_available
 
+TABLE_PIECE = 64
+"""Positions of a table that are computed together: whole vectors, and too few for torch to split over threads."""
+
 
 class DeviceAgnosticRotary(RotaryEmbedding):
     """megatron-core's rotary embedding without the move of its frequencies to CUDA; the same values to the bit."""
@@ -42,5 +45,11 @@ def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.devi
 
     Cast to the activation dtype they are those of the training path, to the bit.
     """
-    table = angles(rotary, num_positions)
-    return RotaryTable(cos_PR=table.cos().to(device), sin_PR=table.sin().to(device))
+    # In pieces of one shape: torch's last bit may depend on an element's place, and with it on the table's length.
+    cos, sin = [], []
+    for begin in range(0, num_positions, TABLE_PIECE):
+        piece = angles(rotary, TABLE_PIECE, begin)
+        cos.append(piece.cos())
+        sin.append(piece.sin())
+    cos_PR, sin_PR = torch.cat(cos)[:num_positions], torch.cat(sin)[:num_positions]
+    return RotaryTable(cos_PR=cos_PR.to(device), sin_PR=sin_PR.to(device))

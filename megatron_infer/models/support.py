@@ -26,7 +26,7 @@ REFUSED_SETTINGS: dict[str, str] = {
     "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder under us; set it to 'none'",
     "heterogeneous_block_specs": "layers of different shapes are not supported",
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
-    "batch_invariant_mode": "our kernels do not promise batch-invariant results yet",
+    "batch_invariant_mode": "it is for megatron-core's CUDA kernels; ours: InferenceConfig(batch_invariant=True)",
     "mtp_num_layers": "multi-token prediction comes with speculative decoding",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",

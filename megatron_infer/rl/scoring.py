@@ -5,6 +5,7 @@ Legend: B sequences, S positions, V this rank's part of the vocabulary, D hidden
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_infer.config import ModelShape
 from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.models.exact import exact_math
 from megatron_infer.parallel.groups import ParallelGroups
 
 
@@ -23,8 +25,9 @@ class Scorer:
     Every rank of the model calls it with the same sequences and has all scores.
     """
 
-    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups) -> None:
-        self._model, self._shape, self._groups = model, shape, groups
+    def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
+        """exact: scores have the bits of an engine with batch_invariant=True, by `models.exact.exact_math`."""
+        self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
 
     def check(self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int) -> None:
         """Raise for what cannot be scored."""
@@ -53,11 +56,26 @@ class Scorer:
         micro_batch_tokens: int,
     ) -> list[Tensor]:
         """forward(ids_BS, positions_BS, None): of the model or of a wrapper -> fp32 [len - 1] for each sequence."""
+        if self._exact:
+            with exact_math(self._model) as math:
+                scores = functools.partial(math.token_logprobs, temperature=temperature)
+                return self._score(forward, sequences, scores, micro_batch_tokens)
+        scores = functools.partial(self._scores, temperature=temperature)
+        return self._score(forward, sequences, scores, micro_batch_tokens)
+
+    def _score(
+        self,
+        forward: Callable[..., Tensor],
+        sequences: Sequence[Sequence[int]],
+        scores: Callable[[Tensor, Tensor], Tensor],
+        micro_batch_tokens: int,
+    ) -> list[Tensor]:
+        """scores(logits, targets): log probabilities of the targets."""
         device = next(self._model.parameters()).device
         found: list[Tensor | None] = [None] * len(sequences)
         for places in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):
             ids_BS = self._padded([sequences[place] for place in places], device)
-            scores_BS = self._micro_batch(forward, ids_BS, temperature)
+            scores_BS = self._micro_batch(forward, ids_BS, scores)
             for row, place in enumerate(places):
                 found[place] = scores_BS[row, : len(sequences[place]) - 1]
         return [scores for scores in found if scores is not None]
@@ -72,7 +90,9 @@ class Scorer:
             ids_BS[row, : len(sequence)] = torch.tensor(sequence)
         return ids_BS.to(device)
 
-    def _micro_batch(self, forward: Callable[..., Tensor], ids_BS: Tensor, temperature: float) -> Tensor:
+    def _micro_batch(
+        self, forward: Callable[..., Tensor], ids_BS: Tensor, scores: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """fp32 [B, S - 1]."""
         groups, model = self._groups, self._model
         batch, length = ids_BS.shape
@@ -86,7 +106,7 @@ class Scorer:
             model.set_input_tensor(received)
         out = forward(ids_BS, positions_BS, None)
         if groups.is_last_stage:
-            scores_BS = self._scores(out[:, :-1], ids_BS[:, 1:], temperature)
+            scores_BS = scores(out[:, :-1], ids_BS[:, 1:])
         else:
             dtype = model.config.pipeline_dtype or model.config.params_dtype
             dist.send(out.to(dtype).contiguous(), dst=stages[groups.pp_rank + 1], group=groups.pp)

@@ -84,7 +84,9 @@ class RolloutSession:
         finally:
             self._switch.release()
         parts = self.engine.parts
-        self._scorer = Scorer(self.model, shape=parts.shape, groups=parts.team.groups)
+        self._scorer = Scorer(
+            self.model, shape=parts.shape, groups=parts.team.groups, exact=parts.config.batch_invariant
+        )
         self._roll = Rollout(self.engine)
         self._place = Place.OUTSIDE
         self._report: MemoryReport | None = None
@@ -177,6 +179,7 @@ class RolloutSession:
 
         By the forward that trains, in eval mode, of logits / temperature; with `grad` they can be differentiated (not
         over pipeline stages). micro_batch_tokens: padded tokens of a forward at most, above which a sequence is alone.
+        With batch_invariant=True they have the bits of the engine's log probabilities (its raw ones at temperature 1).
         Every rank of the model has all scores. In any block, and outside.
         """
         sequences = [list(sequence) for sequence in sequences]

@@ -43,6 +43,7 @@ OURS = {
     "overlap": ("bool", False),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
+    "batch_invariant": ("bool", False),
     "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),

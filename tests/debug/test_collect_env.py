@@ -10,6 +10,7 @@ import pytest
 
 from megatron_infer.cli.main import main
 from megatron_infer.debug import collect_env
+from megatron_infer.kernels import select
 
 SECTIONS = ["versions", "cpu", "memory", "compilers", "gpu", "torch", "environment", "kernels"]
 
@@ -19,6 +20,17 @@ def test_report_covers_every_section_and_none_failed():
     assert list(collect_env.as_dict(facts)) == SECTIONS
     assert [fact for fact in facts if fact.name == "failed"] == []
     assert {fact.name for fact in facts} >= {"python", "torch", "megatron-core", "features", "threads"}
+
+
+def test_exact_mode_says_what_was_chosen_or_why_there_is_none(monkeypatch):
+    def rows():
+        return {fact.name: fact for fact in collect_env._kernels()}
+
+    found = [name for name in rows() if name.startswith("exact mode")]
+    assert all(any(dtype in name for name in found) for dtype in ("float32", "bfloat16"))
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "torch")
+    assert rows()["exact mode, cpu float32"].value == "not available"
+    assert select.BACKEND_VARIABLE in rows()["exact mode, cpu float32"].note
 
 
 def test_kernels_say_what_was_chosen_for_each_dtype():

@@ -2,70 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from cut_case import PROMPT, TOTAL, Sequences
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_native import NativePagedAttention
 
-BLOCK = 16
-PROMPT, TOTAL = 300, 620
 Cut = tuple[int, int]
 """(start, number of tokens) of a row."""
-
-
-class Sequences:
-    """Two sequences with fixed queries, keys and values; only the first is looked at, the second is company."""
-
-    def __init__(self, dtype: torch.dtype, spec: AttendSpec) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.dtype, self.spec = dtype, spec
-        heads = (spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
-        self.fused = torch.randn(2, TOTAL, *heads, generator=generator).to(dtype)
-        self.fused[:, :, 0, -1, :16] = 0  # dims in which a masked value could show, however small its weight
-        self.fused[:, PROMPT - 1 :, 0, -1, :8] = 1
-        angle = torch.rand(TOTAL, spec.rotary_dim, generator=generator) * 6.28
-        self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        blocks = -(-TOTAL // BLOCK)
-        self.table = torch.randperm(2 * blocks, generator=generator).to(torch.int32).view(2, blocks)
-        self.cache = torch.full((1, 2, 2 * blocks, BLOCK, spec.num_kv_heads, spec.head_dim), 3.0, dtype=dtype)
-
-    def attend(self, backend: NativePagedAttention, *, decode: list[int], slices: list[tuple[int, int, int]]) -> Tensor:
-        """One step: `decode` holds sequences' positions in order, `slices` (sequence, start, n) -> out of the step."""
-        rows = [(i, start, 1) for i, start in enumerate(decode)] + slices
-        q_len = np.array([n for _, _, n in rows], np.int32)
-        which = torch.tensor([row for row, _, n in rows for _ in range(n)])
-        positions = torch.tensor([start + j for _, start, n in rows for j in range(n)])
-        prompt = [0 if i < len(decode) else min(max(PROMPT - s, 0), n) for i, (_, s, n) in enumerate(rows)]
-        kv_len = np.array([start + n for _, start, n in rows], np.int32)
-        cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32)
-        table_row = np.array([row for row, _, _ in rows], np.int32)
-        backend.plan(
-            StepMetadata(
-                num_tokens=len(positions),
-                num_rows=len(rows),
-                num_decode=len(decode),
-                q_len=q_len,
-                kv_len=kv_len,
-                cu_q=cu_q,
-                table_row=table_row,
-                num_prompt_queries=np.array(prompt, np.int32),
-                q_len_R=torch.from_numpy(q_len),
-                kv_len_R=torch.from_numpy(kv_len),
-                cu_q_R1=torch.from_numpy(cu_q),
-                table_row_R=torch.from_numpy(table_row),
-                block_table=self.table,
-                positions_T=positions,
-                kv_pos_T=self.table[which, positions // BLOCK].long() * BLOCK + positions % BLOCK,
-                cos_TR=self.cos[positions],
-                sin_TR=self.sin[positions],
-            )
-        )
-        fused = self.fused[which, positions]
-        group = self.spec.group_size
-        return backend.run(fused[:, :, :group], fused[:, :, -2], fused[:, :, -1], self.cache, layer=0, spec=self.spec)
 
 
 def compute(

@@ -62,7 +62,7 @@ static void score(const Q* q, const T* const* keys, int64_t head_offset, int beg
                 for (int g = 0; g < G; ++g) qv[g] = load(q + g * dim + i);
                 for (int r = 0; r < kKeys; ++r) {
                     vf kv = load(key[r] + i);
-                    for (int g = 0; g < G; ++g) acc[g * kKeys + r] += qv[g] * kv;
+                    for (int g = 0; g < G; ++g) acc[g * kKeys + r] = fma_of(qv[g], kv, acc[g * kKeys + r]);
                 }
             }
         } else {
@@ -108,7 +108,7 @@ static void mix(const T* const* keys, ptrdiff_t to_value, int begin, int end, in
         vf v[NV];
         for (int i = 0; i < NV; ++i) v[i] = load(value + i * W);
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < NV; ++i) sum[g][i] += weights[g][t] * v[i];
+            for (int i = 0; i < NV; ++i) sum[g][i] = fma_of(splat(weights[g][t]), v[i], sum[g][i]);
     }
     for (int g = 0; g < G; ++g)
         for (int i = 0; i < NV; ++i) store(acc + g * dim + from + i * W, sum[g][i]);

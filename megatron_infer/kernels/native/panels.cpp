@@ -20,7 +20,7 @@ struct Product<float> {
     static constexpr int pair = 1;
     using Vec = vf;
     static Vec weights(const float* p) { return load(p); }
-    static vf add(vf acc, Vec w, const float* x) { return acc + w * *x; }
+    static vf add(vf acc, Vec w, const float* x) { return fma_of(w, splat(*x), acc); }
 };
 #if MI_BF16_DOT
 template <>

