@@ -44,6 +44,7 @@ LAYERS: dict[str, int] = {
     "engine": 4,
     "outputs": 4,
     "carried": 4,
+    "figures": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
@@ -94,6 +95,11 @@ PURE = (
     "context.layout",
     "context.stages",
     "metrics.core",
+    "metrics.books",
+    "metrics.catalog",
+    "metrics.figures",
+    "metrics.meter",
+    "metrics.serving",
     "parallel.__init__",
     "parallel.router",
 )

@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server import chat, completions, health, models, openapi, tokenize
+from megatron_infer.server import chat, completions, health, metrics, models, openapi, tokenize
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.guard import Guard
+from megatron_infer.server.record import Recorder
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
@@ -26,7 +27,7 @@ class Module(Protocol):
     def register(self, app: App, service: Service, settings: ServerConfig) -> None: ...
 
 
-MODULES: tuple[Module, ...] = (completions, chat, models, tokenize, health)
+MODULES: tuple[Module, ...] = (completions, chat, models, tokenize, health, metrics)
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
 
 
@@ -37,8 +38,9 @@ def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Mo
         module.register(app, service, settings)
     if settings.control and not any(operation.control for operation in app.operations.values()):
         raise ConfigError("control is on, but nothing that steers engines is installed; leave it out")
-    inner = Starlette(routes=app.routes(), exception_handlers={HTTPException: _refused})
-    inner.router.redirect_slashes = False
+    routed = Starlette(routes=app.routes(), exception_handlers={HTTPException: _refused})
+    routed.router.redirect_slashes = False
+    inner = routed if settings.record is None else Recorder(routed, settings.record)
     open_paths = {operation.path for operation in app.operations.values() if operation.open}
     return Guard(inner, service, settings, open_paths=frozenset(open_paths))
 

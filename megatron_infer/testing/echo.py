@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -17,6 +17,8 @@ from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.context.prefix import root_of, salted
 from megatron_infer.context.prefix_changes import PrefixChanges
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest, WrongState
+from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.served import Facts
@@ -62,6 +64,8 @@ class _Request:
     salt: str
     samples: list[_Sequence]
     aborted: bool = False
+    has_begun: bool = False
+    came: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
@@ -94,6 +98,7 @@ class EchoEngine:
         self.prefix_changes = PrefixChanges(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.meter = EngineMeter()
         self.weight_version = 0
         self.state = "running"
         self._policy, self._alpha = policy, alpha
@@ -127,6 +132,22 @@ class EchoEngine:
             "num_blocks": self.context.pool.num_blocks,
             "num_free_blocks": self.context.num_free_blocks,
         }
+
+    def figures(self) -> EngineFigures:
+        pool = self.context.pool
+        return EngineFigures(
+            state=self.state,
+            weight_version=self.weight_version,
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_paused=0,
+            capacity=self.context.num_rows,
+            blocks_used=pool.num_blocks - pool.num_free,
+            blocks_cached=pool.num_cached,
+            blocks_paused=0,
+            blocks_free=pool.num_free - pool.num_cached,
+            **self.meter.as_figures(),
+        )
 
     def add_request(
         self,
@@ -208,6 +229,7 @@ class EchoEngine:
             time.sleep(seconds)
         outputs: dict[str, RequestOutput] = {}
         touched: dict[str, _Request] = {}
+        drawn: list[str] = []
         for request, one in self._running:
             token = one.state % VOCAB
             one.tokens.append(token)
@@ -217,8 +239,15 @@ class EchoEngine:
             if one.finished:
                 self._release(one)
             touched[request.id] = request
+            drawn.append(f"{request.id} {id(one)}")
         self._running = [pair for pair in self._running if not pair[1].finished]
+        self.meter.tokens(drawn, time.monotonic())
         for request in touched.values():
+            if not request.has_begun:
+                request.has_begun = True
+                cached = request.samples[0].num_cached
+                waited = time.monotonic() - request.came
+                self.meter.first_token(waited, prompt=len(request.prompt), cached=cached)
             outputs[request.id] = self._output(request)
         return list(outputs.values())
 
@@ -273,6 +302,9 @@ class EchoEngine:
             outputs.append(CompletionOutput(index=index, text=text, token_ids=new, finish_reason=reason))
         if request.finished:
             del self._requests[request.id]
+            ids = [f"{request.id} {id(one)}" for one in request.samples]
+            outcome = "abort" if request.aborted else "length"
+            self.meter.end(outcome, time.monotonic() - request.came, ids)
         return RequestOutput(
             request_id=request.id,
             prompt=None,
