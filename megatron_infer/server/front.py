@@ -90,6 +90,8 @@ class Front:
         self._settings, self._coordinator, self._key = settings, coordinator, key
         self._tokenizer, self._model, self._fleet = tokenizer, model, fleet
         self._ending: asyncio.Task[None] | None = None
+        self.metrics_url: str | None = None
+        """Where metrics are served without a key; None: at /metrics alone, or by another process."""
         self.was_forced = False
         """Whether it was told a second time, and nothing was waited for."""
         self._running: tuple[asyncio.AbstractEventLoop, _Server, Service] | None = None
@@ -105,6 +107,7 @@ class Front:
             Service(client, self._tokenizer, self._settings, model=self._model, fleet=self._fleet) as service,
         ):
             exporting = _exporter(service, self._settings)
+            self.metrics_url = getattr(exporting, "url", None)
             server = _Server(_uvicorn_config(create_app(service, self._settings, modules=self._modules)))
             loop = asyncio.get_running_loop()
             self._running = (loop, server, service)
