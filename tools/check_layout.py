@@ -43,6 +43,7 @@ LAYERS: dict[str, int] = {
     "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
+    "token_support": 3,
     "carried": 4,
     "figures": 4,
     "parallel": 4,

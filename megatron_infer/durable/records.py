@@ -20,9 +20,10 @@ from torch import Tensor
 from megatron_infer.carried import Carried
 from megatron_infer.errors import InferenceError
 from megatron_infer.intake import TextCodec
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput, TokenSupport
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import CacheUse, FinishReason, History, Request, Status, VersionSpan
+from megatron_infer.token_support import TokenSupport
 from megatron_infer.tracking import Group, Sample
 
 Logprobs = Sequence[Mapping[int, Logprob] | None]

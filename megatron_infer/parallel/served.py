@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from megatron_infer.context.prefix_changes import PrefixChanges
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestOutput
@@ -270,6 +268,8 @@ def _carried(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
     raw, processed, support, routing = one.raw_logprobs, one.processed_logprobs, one.support, one.routing
     among = None
     if support is not None:
+        import numpy as np
+
         lengths, words = np.diff(support.offsets[first:]), support.ids[support.offsets[first] :]
         among = (support.vocab_size, lengths.tobytes(), words.tobytes())
     return (

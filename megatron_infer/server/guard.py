@@ -14,6 +14,7 @@ from starlette.responses import Response
 from megatron_infer.metrics.serving import CLIENT_LEFT, ServerMeter
 from megatron_infer.server.auth import KeyCheck
 from megatron_infer.server.errors import ApiError
+from megatron_infer.server.limits import discard
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
@@ -64,6 +65,8 @@ class _GuardedCall:
     async def run(self, inner: Any, receive: Any, refusal: ApiError | None) -> None:
         try:
             if refusal is not None:
+                if self._scope["method"] == "POST":
+                    await discard(receive)
                 await self._refuse(refusal, receive)
             else:
                 await inner(self._scope, receive, self._tagged)
@@ -79,7 +82,7 @@ class _GuardedCall:
 
     async def _refuse(self, error: ApiError, receive: Any) -> None:
         self._scope["state"]["error"] = error.message
-        headers = {**error.headers, "Connection": "close"}  # the body is not read
+        headers = {**error.headers, "Connection": "close"}
         reply = Response(msgspec.json.encode(error.body()), error.status, headers, media_type="application/json")
         await reply(self._scope, receive, self._tagged)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,8 @@ from megatron_infer.server.errors import ApiError
 
 BODY_S = 60.0
 """Time for a body to come."""
+
+DISCARD_S, DISCARD_BYTES = 5.0, 64 << 20
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -41,6 +44,7 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, *, limit: int
 async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
+        await discard(receive)
         raise _too_large(limit, f"{int(announced):,}")
     parts, total = [], 0
     while True:
@@ -50,10 +54,25 @@ async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int) -> by
         part = message.get("body", b"")
         total += len(part)
         if total > limit:
+            if message.get("more_body", False):
+                await discard(receive)
             raise _too_large(limit, f"more than {limit:,}")
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def discard(receive: Receive) -> None:
+    """Read a body that nobody wants, as far as that is worth it: a client that is still sending when the connection is
+    closed does not see why."""
+    total = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while total < DISCARD_BYTES:
+                message = await receive()
+                total += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _too_large(limit: int, got: str) -> ApiError:

@@ -96,6 +96,7 @@ WRONG = [
     (COMPLETION, b'{"prompt": ' + b"[" * 50_000, "prompt"),
     (CHAT, b'{"messages": [], "chat_template_kwargs": {"a": ' + b"[" * 50_000, ""),
     (COMPLETION, b'{"prompt": "' + b"x" * 70_000 + b'"}', "the limit is 65,536 (max_body_bytes)"),
+    (COMPLETION, b'{"prompt": "' + b"x" * 3_000_000 + b'"}', "the limit is 65,536 (max_body_bytes)"),
     (CHAT, {}, "messages: it must be given"),
     (CHAT, {"messages": []}, "length >= 1"),
     (CHAT, {"messages": "Hi"}, "messages: Expected `array`"),
