@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.metrics.catalog import COORDINATOR, ENGINE, SERVER, Spec
+from megatron_infer.metrics.catalog import COORDINATOR, ENGINE, MISMATCH, SERVER, Spec
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
-TABLES = {"engine": ENGINE, "server": SERVER, "coordinator": COORDINATOR}
+TABLES = {"engine": ENGINE, "mismatch": MISMATCH, "server": SERVER, "coordinator": COORDINATOR}
 P = "megatron_infer_"
 WINDOW = "[$__rate_interval]"
 
@@ -24,7 +24,8 @@ def table(specs: dict[str, Spec]) -> str:
     lines = ["| name | type | unit | labels | meaning |", "|---|---|---|---|---|"]
     for spec in specs.values():
         labels = ", ".join(f"`{label}`" for label in spec.labels)
-        lines.append(f"| `{spec.full_name}` | {spec.kind} | {spec.unit} | {labels} | {spec.help} |")
+        meaning = spec.help.replace("|", "\\|")
+        lines.append(f"| `{spec.full_name}` | {spec.kind} | {spec.unit} | {labels} | {meaning} |")
     return "\n".join(lines)
 
 
@@ -100,7 +101,7 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (
         "Mismatch with the trainer",
         "short",
-        {"KL {{replica}}": f"{P}engine_mismatch_kl", "outside {{replica}}": f"{P}engine_mismatch_share_outside"},
+        {"KL {{replica}}": f"{P}mismatch_kl_k3_nats", "outside {{replica}}": f"{P}mismatch_share_outside"},
     ),
     (
         "Health",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.metrics.core import Counter, Family, Gauge, Histogram, Registry
-from megatron_infer.metrics.figures import BucketCounts, EngineFigures
+from megatron_infer.metrics.figures import BucketCounts, EngineFigures, Reading
 
 PREFIX = "megatron_infer_"
 STATES = ("running", "paused", "suspended", "changing")
@@ -58,14 +58,33 @@ ENGINE = _specs(
     ("engine_ttft_seconds", "histogram", "seconds", "From a request's arrival at the engine to its first token"),
     ("engine_itl_seconds", "histogram", "seconds", "Between two tokens of a sequence"),
     ("engine_e2e_seconds", "histogram", "seconds", "From arrival to the end, of requests that were completed"),
-    ("engine_mismatch_tokens_total", "counter", "tokens", "Tokens scored against the training forward"),
-    ("engine_mismatch_alarms_total", "counter", "alarms", "Times that the mismatch was over its limit"),
-    ("engine_mismatch_kl", "gauge", "nats", "KL of sampler and trainer over the latest window"),
-    ("engine_mismatch_logprob_error", "gauge", "nats", "Mean absolute difference of log probabilities"),
-    ("engine_mismatch_share_outside", "gauge", "share", "Tokens whose probability ratio is out of range"),
-    ("engine_mismatch_max_ratio", "gauge", "ratio", "Largest probability ratio of a token, or its inverse"),
 )
 """Of an engine; behind a coordinator with the label replica."""
+MISMATCH = _specs(
+    ("mismatch_num_tokens", "gauge", "tokens", "Drawn tokens that were scored by the trainer's forward"),
+    ("mismatch_num_samples", "gauge", "samples", "Samples they belong to"),
+    (
+        "mismatch_num_stale_tokens",
+        "gauge",
+        "tokens",
+        "Tokens of chosen samples drawn by, or from keys of, other weights",
+    ),
+    ("mismatch_num_unscored_samples", "gauge", "samples", "Chosen samples without log probabilities"),
+    ("mismatch_abs_diff_mean_nats", "gauge", "nats", "Mean of |log p_train - log p_rollout|"),
+    ("mismatch_abs_diff_max_nats", "gauge", "nats", "Largest of them"),
+    ("mismatch_kl_k1_nats", "gauge", "nats", "KL(rollout || train), estimator k1"),
+    ("mismatch_kl_k3_nats", "gauge", "nats", "KL(rollout || train), estimator k3; never negative"),
+    ("mismatch_token_mult_prob_error", "gauge", "ratio", "Mean of exp(|d|); 1 where both agree"),
+    ("mismatch_ratio_mean", "gauge", "ratio", "Mean of exp(d)"),
+    ("mismatch_share_outside", "gauge", "share", "Tokens with exp(d) outside 0.9 .. 1.1"),
+    ("mismatch_num_processed_tokens", "gauge", "tokens", "Tokens compared behind the sampler, too"),
+    ("mismatch_processed_abs_diff_mean_nats", "gauge", "nats", "Mean difference there"),
+    ("mismatch_processed_abs_diff_max_nats", "gauge", "nats", "Largest of them"),
+    ("mismatch_sampler_excess_mean_nats", "gauge", "nats", "Mean of those differences beyond |d| of the same token"),
+    ("mismatch_seconds", "gauge", "seconds", "Spent on scoring"),
+    ("mismatch_weight_version", "gauge", "version", "Of the weights that both sides have"),
+)
+"""Of the latest window of a mismatch meter that was given the engine's `EngineMeter.registry`."""
 SERVER = _specs(
     ("http_requests_total", "counter", "calls", "Calls by route and status; 499: left", ("method", "route", "code")),
     ("http_request_seconds", "histogram", "seconds", "From a call's head to its last byte", ("route",)),
@@ -103,7 +122,7 @@ COORDINATOR = _specs(
     ("worker_up", "gauge", "1", "1 while the engine's process serves", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Times its process was started again", ("worker",)),
 )
-SPECS = ENGINE | SERVER | COORDINATOR
+SPECS = ENGINE | MISMATCH | SERVER | COORDINATOR
 
 
 class Sheet:
@@ -169,8 +188,7 @@ def engine_families(figures: EngineFigures, **labels: str) -> list[Family]:
     for name, buckets in (("ttft", f.ttft), ("itl", f.itl), ("e2e", f.e2e)):
         if buckets is not None:
             _fill(sheet.histogram(f"engine_{name}_seconds", buckets.bounds, **labels), buckets)
-    _put_mismatch(f, gauge, count)
-    return sheet.families()
+    return [*sheet.families(), *_of_others(f.beside, labels)]
 
 
 def _plain_counts(f: EngineFigures) -> dict[str, int]:
@@ -188,16 +206,15 @@ def _plain_counts(f: EngineFigures) -> dict[str, int]:
     }
 
 
-def _put_mismatch(f: EngineFigures, gauge: Callable[..., None], count: Callable[..., None]) -> None:
-    m = f.mismatch
-    if m is None:
-        return
-    count("engine_mismatch_tokens_total", m.num_tokens)
-    count("engine_mismatch_alarms_total", m.num_alarms)
-    gauge("engine_mismatch_kl", m.kl)
-    gauge("engine_mismatch_logprob_error", m.mean_abs_logprob_error)
-    gauge("engine_mismatch_share_outside", m.share_outside)
-    gauge("engine_mismatch_max_ratio", m.max_ratio)
+def _of_others(readings: Iterable[Reading], labels: Mapping[str, str]) -> list[Family]:
+    registry = Registry()
+    for one in readings:
+        shown = {**dict(one.labels), **labels}
+        if one.kind == "counter":
+            registry.counter(one.name, one.help, **shown).inc(one.value)
+        else:
+            registry.gauge(one.name, one.help, **shown).set(one.value)
+    return list(registry.collect())
 
 
 def _fill(histogram: Histogram, buckets: BucketCounts) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_infer.metrics.core import Histogram
+from megatron_infer.metrics.core import Histogram, Labels, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +28,25 @@ class BucketCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchFigures:
-    """How far the log probabilities that tokens were drawn with are from a training forward's, over what was scored."""
+class Reading:
+    """A counter or gauge that somebody beside the engine keeps, as the mismatch meter does."""
 
-    num_tokens: int
-    """Tokens scored so far."""
-    kl: float
-    """Mean of the k3 estimate of KL(sampler || trainer) over the latest window, in nats."""
-    mean_abs_logprob_error: float
-    share_outside: float
-    """Share of tokens whose probability ratio is outside the tolerated range."""
-    max_ratio: float
-    """Largest ratio (or its inverse) of a token."""
-    num_alarms: int = 0
+    name: str
+    """In full."""
+    kind: str
+    help: str
+    value: float
+    labels: Labels = ()
+
+    @classmethod
+    def all_of(cls, registry: Registry) -> tuple[Reading, ...]:
+        """Every counter and gauge of a registry, as it stands; histograms are left out."""
+        return tuple(
+            cls(name=family.name, kind=family.kind, help=family.help, value=metric.value, labels=labels)
+            for family in list(registry.collect())
+            for labels, metric in list(family.series.items())
+            if not isinstance(metric, Histogram)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +98,8 @@ class EngineFigures:
     ttft: BucketCounts | None = None
     itl: BucketCounts | None = None
     e2e: BucketCounts | None = None
-    mismatch: MismatchFigures | None = None
-    """None while nothing is scored."""
+    beside: tuple[Reading, ...] = ()
+    """What others keep in `EngineMeter.registry`: figures of mismatch."""
 
     @property
     def num_blocks(self) -> int:
@@ -111,6 +117,8 @@ class EngineFigures:
             one = known.get(name)
             if one is not None:
                 known[name] = BucketCounts(bounds=tuple(one["bounds"]), counts=tuple(one["counts"]), total=one["total"])
-        if known.get("mismatch") is not None:
-            known["mismatch"] = MismatchFigures(**known["mismatch"])
+        known["beside"] = tuple(
+            Reading(**{**one, "labels": tuple((name, value) for name, value in one["labels"])})
+            for one in known.get("beside", ())
+        )
         return cls(**known)

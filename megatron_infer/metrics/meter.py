@@ -7,8 +7,8 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_infer.metrics.core import Histogram
-from megatron_infer.metrics.figures import BucketCounts, MismatchFigures
+from megatron_infer.metrics.core import Histogram, Registry
+from megatron_infer.metrics.figures import BucketCounts, Reading
 
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10, 60)
@@ -28,8 +28,8 @@ class EngineMeter:
         self.ended: Tally[str] = Tally(dict.fromkeys(OUTCOMES, 0))
         self.transitions: Tally[str] = Tally(suspend=0, resume=0)
         self.transition_seconds = {"suspend": 0.0, "resume": 0.0}
-        self.mismatch: MismatchFigures | None = None
-        """Set by whoever scores tokens against the training forward."""
+        self.registry = Registry()
+        """For who looks at the engine from beside, as a mismatch meter does: shown with the engine's own."""
         self._last: dict[str, float] = {}
 
     def first_token(self, seconds: float, *, prompt: int, cached: int) -> None:
@@ -78,7 +78,7 @@ class EngineMeter:
             "ttft": BucketCounts.of(self.ttft),
             "itl": BucketCounts.of(self.itl),
             "e2e": BucketCounts.of(self.e2e),
-            "mismatch": self.mismatch,
+            "beside": Reading.all_of(self.registry),
         }
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.metrics.catalog import SPECS, engine_families
-from megatron_infer.metrics.figures import EngineFigures, MismatchFigures
+from megatron_infer.metrics.catalog import MISMATCH, SPECS, engine_families
+from megatron_infer.metrics.core import Registry
+from megatron_infer.metrics.figures import EngineFigures
 from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.metrics.serving import ServerMeter
 
@@ -28,7 +29,8 @@ def metric_docs():
 
 def figures(**changes):
     meter = EngineMeter()
-    meter.mismatch = MismatchFigures(num_tokens=1, kl=0.0, mean_abs_logprob_error=0.0, share_outside=0.0, max_ratio=1.0)
+    for spec in MISMATCH.values():
+        meter.registry.gauge(spec.full_name, spec.help).set(1.0)
     values = dict.fromkeys(("num_waiting", "num_running", "num_paused", "capacity", "blocks_used"), 0)
     values |= dict.fromkeys(("blocks_cached", "blocks_paused", "blocks_free"), 0)
     return EngineFigures(state="running", weight_version=0, **{**values, **meter.as_figures(), **changes})
@@ -53,9 +55,18 @@ def test_everything_in_the_catalog_is_exported_with_its_labels_and_nothing_else(
     for spec in SPECS.values():
         family = found[spec.full_name]
         assert (family.kind, family.help) == (spec.kind, spec.help)
-        labels = {name for key in family.series for name, _ in key} - ({"replica"} if "engine_" in spec.name else set())
+        labels = {name for key in family.series for name, _ in key} - (
+            {"replica"} if spec.name.startswith(("engine_", "mismatch_")) else set()
+        )
         assert labels == set(spec.labels), spec.name
         assert spec.name.endswith("_total") == (spec.kind == "counter")
+
+
+def test_a_mismatch_meter_gives_what_the_catalog_says():
+    rl = pytest.importorskip("megatron_infer.rl.meter_figures")
+    registry = Registry()
+    rl.MismatchFigures().set_gauges(registry)
+    assert {family.name for family in registry.collect()} == {spec.full_name for spec in MISMATCH.values()}
 
 
 def test_docs_have_the_tables_of_the_catalog(metric_docs):

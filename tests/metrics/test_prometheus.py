@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.catalog import engine_families
-from megatron_infer.metrics.figures import EngineFigures, MismatchFigures
+from megatron_infer.metrics.figures import EngineFigures
 from megatron_infer.metrics.prometheus import PrometheusExporter, exposition
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
@@ -147,11 +148,19 @@ def test_suspends_paused_blocks_and_versions_show_while_they_last(model):
     engine.set_weight_version(7)
     series = scrape(engine)
     assert series["engine_weight_version"] == 7 and series["engine_state/running"] == 1
-    assert "engine_mismatch_kl" not in series
-    engine.ledger.meter.mismatch = MismatchFigures(
-        num_tokens=10, kl=0.01, mean_abs_logprob_error=0.02, share_outside=0.1, max_ratio=1.5
-    )
-    assert scrape(engine)["engine_mismatch_kl"] == 0.01
+
+
+def test_what_others_keep_is_shown_with_the_engines_own(model):
+    engine = make_engine(model)
+    registry = engine.ledger.meter.registry
+    registry.gauge("megatron_infer_mismatch_kl_k3_nats", "KL", layer="attention").set(0.01)
+    registry.counter("megatron_infer_mismatch_alarms_total", "alarms").inc(2)
+    series = scrape(engine)
+    assert series["mismatch_kl_k3_nats/attention"] == 0.01 and series["mismatch_alarms_total"] == 2
+    figures = EngineFigures.from_dict(json.loads(json.dumps(engine.figures().to_dict())))
+    assert figures == engine.figures()
+    (family,) = [one for one in engine_families(figures, replica="a") if one.name.endswith("kl_k3_nats")]
+    assert list(family.series) == [(("layer", "attention"), ("replica", "a"))]
 
 
 def test_hybrid_engine_shows_its_state_slots():
