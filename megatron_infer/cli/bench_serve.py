@@ -103,10 +103,15 @@ def run(args: argparse.Namespace) -> int:
         **summaries[middle],
         "rounds": [one["output_tokens_per_s"] for one in summaries],
     }
-    if rates:
+    if offline is not None:
         through = statistics.median(one["output_tokens_per_s"] for one in summaries)
         offline_rate = statistics.median(rates)
-        report["offline"] = {"output_tokens_per_s": offline_rate, "share": through / offline_rate, "rounds": rates}
+        report["offline"] = {
+            "output_tokens_per_s": offline_rate,
+            "share": through / offline_rate,
+            "rounds": rates,
+            "other_load": offline.other_load,
+        }
     print(render(report))
     if args.json is not None:
         _write(args.json, json.dumps(report, indent=1) + "\n")
@@ -271,11 +276,14 @@ class _Offline:
         note(f"loading {name} ...")
         self._engine, self._run, self._params = LLM(name).engine, run_engine, SamplingParams
         self._workload = workload
+        self.other_load = 0.0
+        """Cores that others kept busy meanwhile, at most."""
 
     def rate(self) -> float:
         """Output tokens per second."""
         self._engine.reset_prefix_cache()
         result = self._run(self._engine, self._params, self._workload)
+        self.other_load = max(self.other_load, result.other_load or 0.0)
         return sum(map(len, result.outputs)) / result.seconds
 
 
@@ -343,6 +351,8 @@ def render(report: dict[str, Any]) -> str:
             f"without HTTP           {offline['output_tokens_per_s']:,.1f} output tokens/s; "
             f"the server reaches {100 * offline['share']:.1f} %"
         )
+        if offline["other_load"] > 0.2:
+            lines.append(f"others kept {offline['other_load']:.1f} cores busy meanwhile: no figure to keep")
     lines += [f"{code}: {message}" for code, message in report["messages"].items()]
     return "\n".join(lines)
 

@@ -138,6 +138,30 @@ def test_percentiles_are_those_of_complete_answers_alone():
     assert report["codes"] == {"200": 1, "in_stream": 1} and report["messages"] == {"in_stream": "it failed"}
 
 
+def test_offline_engine_does_the_same_work_in_turns(server, capsys, tmp_path, monkeypatch):
+    done = []
+
+    class Offline:
+        other_load = 0.5
+
+        def __init__(self, name, workload):
+            self.name, self.workload = name, workload
+
+        def rate(self):
+            done.append((self.name, self.workload))
+            return 1e6 * len(done)
+
+    monkeypatch.setattr(bench_serve, "_Offline", Offline)
+    argv = ("--num-requests", "4", *QUICK, "--rounds", "3", "--compare-offline", "tiny")
+    code, report, shown = bench(capsys, tmp_path, server.url, *argv)
+    assert code == 0 and [name for name, _ in done] == ["tiny"] * 3
+    (work,) = {id(work): work for _, work in done}.values()
+    assert work.num_output_tokens == report["output_tokens"] and work.num_input_tokens == report["prompt_tokens"]
+    assert report["offline"]["output_tokens_per_s"] == 2e6
+    assert report["offline"]["share"] == pytest.approx(sorted(report["rounds"])[1] / 2e6)
+    assert "the server reaches 0." in shown and "others kept 0.5 cores busy" in shown
+
+
 def test_mistakes_are_told_before_anything_is_sent(capsys, tmp_path, monkeypatch):
     def said(*argv):
         code = main(["bench-serve", *argv])
