@@ -110,8 +110,8 @@ class ModelRunner:
         device: Device,
         ops: Ops,
     ) -> None:
-        self.store, self.builder, self._model = store, builder, model
-        self._sampler, self._device, self._ops = sampler, device, ops
+        self.store, self.builder, self.sampler, self._model = store, builder, sampler, model
+        self._device, self._ops = device, ops
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         """What requests can be told of their tokens' experts; None: nothing."""
 
@@ -128,7 +128,7 @@ class ModelRunner:
         self._set_rows(flight.plan)
         self.store.run_moves(moves)
         flight.batch = self.builder.build(flight.plan, table_writes)
-        if self._sampler.params.num_routing:
+        if self.sampler.params.num_routing:
             self._make_room_for_routing(flight)
 
     def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
@@ -150,7 +150,7 @@ class ModelRunner:
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""
         shape, batch = self.routing, flight.batch
-        if shape is not None and (self._sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
+        if shape is not None and (self.sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
             flight.routed_TLK = batch.routing_TLK = self._room_for_routing(batch.num_tokens, shape)
 
     def _room_for_routing(self, num_tokens: int, shape: RoutingShape) -> Tensor:
@@ -167,7 +167,7 @@ class ModelRunner:
         if flight.logits_SV is None:
             return
         batch = flight.batch
-        out = self._sampler.sample(
+        out = self.sampler.sample(
             flight.logits_SV,
             SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
         )
@@ -178,11 +178,11 @@ class ModelRunner:
         """Sampling parameters of rows that changed hands in this plan."""
         for request in plan.returned:
             assert request.lease is not None, f"{request.id} came back without a lease"
-            self._sampler.params.set(request.lease.row, request)
+            self.sampler.params.set(request.lease.row, request)
         for piece in plan.prefill:
             for request in (piece.request, *piece.forks) if piece.first else piece.forks:
                 assert request.lease is not None, f"{request.id} is planned without a lease"
-                self._sampler.params.set(request.lease.row, request)
+                self.sampler.params.set(request.lease.row, request)
 
     def _score_prompts(self, plan: Plan, hidden_TD: Tensor) -> list[PromptScores]:
         """Prompt log probabilities of the slices whose requests asked; the last position scores no prompt token."""
@@ -202,8 +202,8 @@ class ModelRunner:
                 lambda hidden: self._model.logits(hidden, self._ops),
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
-                vocab_size=self._sampler.vocab_size,
-                score=self._sampler.score,
+                vocab_size=self.sampler.vocab_size,
+                score=self.sampler.score,
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
