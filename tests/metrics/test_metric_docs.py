@@ -14,6 +14,7 @@ from megatron_infer.metrics.core import Registry
 from megatron_infer.metrics.figures import EngineFigures
 from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.metrics.serving import ServerMeter
+from megatron_infer.rl.meter_figures import MismatchFigures
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = re.compile("_(bucket|count|sum)$")
@@ -63,9 +64,8 @@ def test_everything_in_the_catalog_is_exported_with_its_labels_and_nothing_else(
 
 
 def test_a_mismatch_meter_gives_what_the_catalog_says():
-    rl = pytest.importorskip("megatron_infer.rl.meter_figures")
     registry = Registry()
-    rl.MismatchFigures().set_gauges(registry)
+    MismatchFigures().set_gauges(registry)
     assert {family.name for family in registry.collect()} == {spec.full_name for spec in MISMATCH.values()}
 
 
