@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "token_support": 3,
     "carried": 4,
     "figures": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,

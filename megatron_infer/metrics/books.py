@@ -52,6 +52,10 @@ class Books:
         self._books.setdefault(source, _Book()).take(born, families)
         self._books.move_to_end(source)
 
+    def know(self, source: str) -> None:
+        """It is there, be it without a report yet."""
+        self._books.setdefault(source, _Book())
+
     def set_present(self, sources: Iterable[str]) -> None:
         """Who is there; of the others counts are kept and gauges are not shown."""
         self._present = set(sources)

@@ -95,13 +95,14 @@ class ServerMeter:
                 return
             names = _names(stats["replicas"])
             for name, replica in names.items():
+                self._books.know(name)
                 figures = replica["stats"].get("figures")
                 if figures:
                     known = EngineFigures.from_dict(figures)
                     self._books.take(name, known.born, engine_families(known, replica=name))
             self._books.set_present(names)
             sheet = Sheet()
-            for name, is_there in {**self._books.sources, **dict.fromkeys(names, True)}.items():
+            for name, is_there in self._books.sources.items():
                 sheet.gauge("replica_up", replica=name).set(float(is_there))
             for name, replica in names.items():
                 for status in ("running", "waiting"):

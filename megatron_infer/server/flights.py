@@ -70,7 +70,17 @@ class Flight:
     `updates` and `results` raise the first request's error; then the others are of no use to anyone, either.
     """
 
-    def __init__(self, client: AsyncInferenceClient, jobs: Sequence[Job], *, stream: bool, meter: ServerMeter) -> None:
+    def __init__(
+        self,
+        client: AsyncInferenceClient,
+        jobs: Sequence[Job],
+        *,
+        stream: bool,
+        meter: ServerMeter,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        """names: what it can be ended by, see `Service.abort`."""
+        self.names = names
         self._client, self._jobs, self._stream, self._meter = client, jobs, stream, meter
         self._watches: dict[int, RequestWatch] = {}
         self._numbers: dict[int, int] = {}
@@ -102,6 +112,15 @@ class Flight:
             mailbox.put(index, item)
 
         self._numbers[index] = self._client.begin(prompt, job.params, sink, stream=self._stream)
+
+    def end(self) -> None:
+        """End what is under way; its last outputs, with what it has, come as ever."""
+        for number in self._numbers.values():
+            self._client.end(number)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._numbers)
 
     def _abort(self) -> None:
         for watch in self._watches.values():

@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
-        one = socket.socket(family, kind)
+        one = socket.socket(family, kind, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where TCP is named
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(address)
         one.listen(2048)

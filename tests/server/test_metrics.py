@@ -103,7 +103,7 @@ def test_counts_never_go_back_when_a_replica_is_killed_and_comes_again():
     with serving() as case:
         first = Child(case.coordinator.address, "echo", "worker", step_s=0.001)
         try:
-            wait_for(lambda: scrape(case).get("replica_up/worker") == 1, 30)
+            wait_for(lambda: scrape(case).get("replica_up/worker") == scrape(case).get("replica_up/r0") == 1, 30)
             case.replicas[0].drain()  # all goes to the process
             wait_for(lambda: scrape(case)["replica_up/r0"] == 0)
             for _ in range(4):
