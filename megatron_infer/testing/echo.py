@@ -67,6 +67,7 @@ class _Request:
     salt: str
     samples: list[_Sequence]
     logprobs: bool = False
+    pooled: list[float] | None = None
     aborted: bool = False
     has_begun: bool = False
     came: float = field(default_factory=time.monotonic)
@@ -161,7 +162,7 @@ class EchoEngine(EchoControls):
         request_id: str | None = None,
         stream: Any = "delta",
     ) -> str:
-        """Queue a prompt of token ids. Only the number of tokens, n, seed and temperature of `params` act."""
+        """Queue a prompt of token ids. Only the number of tokens, n, seed, temperature and pooling of `params` act."""
         params = SamplingParams() if params is None else params
         salt = ""
         if isinstance(prompt, Mapping):
@@ -199,7 +200,8 @@ class EchoEngine(EchoControls):
                     num_sent=len(tokens),
                 )
             )
-        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None)
+        pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
+        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, pooled)
         self._requests[request_id] = request
         self._waiting.extend((request, one) for one in samples if not one.finished)
 
@@ -325,4 +327,5 @@ class EchoEngine(EchoControls):
             finished=request.finished,
             metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
             num_cached_tokens=request.samples[0].num_cached,
+            pooled=request.pooled if request.finished else None,
         )

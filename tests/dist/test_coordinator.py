@@ -203,8 +203,8 @@ def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_t
         with pytest.raises(wire.ControlFailed, match="r0: unpause\\(\\) while the engine is running") as caught:
             client.unpause()
         assert set(caught.value.results) >= {"r0", "r1"}
-        with pytest.raises(wire.ControlFailed, match="EchoEngine has no suspend"):
-            client.suspend()
+        with pytest.raises(wire.ControlFailed, match="EchoEngine has no check_weights"):
+            client.control("check_weights")
         with pytest.raises(ConfigError, match="unknown command 'shutdown'"):
             client.control("shutdown")
 

@@ -69,6 +69,7 @@ TABLE = [
     ("POST", "/generate", {"input_ids": [1], "sampling_params": SHORT}, DRAWS),
     ("POST", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}, DRAWS),
     ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1}, DRAWS),
+    ("POST", "/v1/embeddings", {"input": [1]}, DRAWS),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, DRAWS),
 ]
 
