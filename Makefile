@@ -1,9 +1,10 @@
-# make demo | install | test | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | install | test | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # One worker per core pays off: a good part of the suite waits for imports and model builds.
+# Files in their own order: the other one, by number of tests, puts the long distributed tests, one a file, last and alone.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -16,7 +17,12 @@ TORCH_SPEC := torch==$(TORCH)$(if $(filter Linux,$(shell uname -s)),+cpu)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false \
 	HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 
-.PHONY: install demo test lint format bench clean
+# How many seeds `make rl-demo` trains with, one after the other; a few minutes each on two idle cores.
+SEEDS ?= 1
+RL_DEMO ?= rl-demo
+RL_DEMO_ARGS ?=
+
+.PHONY: install demo rl-demo test lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -37,8 +43,22 @@ $(VENV)/.smollm2: $(VENV)/.installed
 demo: $(VENV)/.smollm2
 	$(BIN)/python -m megatron_infer.cli.demo
 
+# What plots and records a run; the training itself needs nothing more than the package.
+$(VENV)/.plot: $(VENV)/.installed requirements/plot.txt
+	$(PIP) install -q -c $(CONSTRAINTS) -r requirements/plot.txt
+	@touch $@
+
+# --save-every 0: a checkpoint is 1.9 GB
+rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
+	rm -rf $(RL_DEMO)
+	for seed in $$(seq 0 $$(($(SEEDS) - 1))); do \
+		WANDB_SILENT=true $(BIN)/python examples/grpo.py --seed $$seed --out-dir $(RL_DEMO)/seed$$seed --save-every 0 \
+			--wandb offline $(RL_DEMO_ARGS) || exit 1; \
+	done
+	$(BIN)/python examples/grpo_report.py $(RL_DEMO)/seed* --curve $(RL_DEMO)/curve.png
+
 test: $(VENV)/.smollm2
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -57,4 +77,4 @@ bench: $(VENV)/.smollm2
 		--vs transformers --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,6 +152,10 @@ class DynamicInferenceEngine(EngineControls):
             )
         text, ids = self.parts.intake.tokenize(prompt)
         return self._queue(request_id, text, ids, params, stream, salt_of(prompt))
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
+        return None if params.structured is None else self.parts.intake.grammars.cache.compile(params.structured)
 
     def _queue(
         self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.pooling import Pooled, PoolLog
 from megatron_infer.forward.runner import Drawn, PromptScores
 from megatron_infer.intake import TextCodec
 from megatron_infer.outputs import RequestMetrics, RequestOutput
@@ -29,6 +30,8 @@ class Ledger:
         self._groups: dict[str, Group] = {}
         self._members: dict[str, tuple[Group, Sample]] = {}
         self._watched: set[str] = set()
+        self.num_structured = 0
+        """Open accounts of structured output."""
         self.on_retire: Callable[[Group], None] | None = None
         """Told of every account that is closed, before its last output is handed out."""
 
@@ -72,6 +75,7 @@ class Ledger:
             samples=samples,
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            pooling=None if params.pooling is None else PoolLog(params.pooling, len(ids)),
         )
         group.event("ADD_ENGINE")
         self.enter(group)
@@ -80,6 +84,7 @@ class Ledger:
         """Take an account in, a new one or a loaded one -> whether its samples want work per token."""
         assert group.id not in self._groups, f"request {group.id!r} has an account already"
         self._groups[group.id] = group
+        self.num_structured += group.params.structured is not None
         params, samples = group.params, group.samples
         per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
         per_token = per_token or params.carries
@@ -96,6 +101,7 @@ class Ledger:
             self.on_retire(group)
         output = group.output()
         del self._groups[group.id]
+        self.num_structured -= group.params.structured is not None
         for sample in group.samples:
             del self._members[sample.request.id]
             self._watched.discard(sample.request.id)
@@ -130,6 +136,8 @@ class Ledger:
         """A committed step -> outputs with news. Stop strings found here end their request in the scheduler."""
         if drawn.prompt_scores:
             self._take_prompt_scores(drawn.prompt_scores)
+        for pooled in drawn.pooled:
+            self._take_pooled(pooled)
         now = time.monotonic()
         for piece in plan.prefill:
             member = self._members.get(piece.request.id)
@@ -223,6 +231,11 @@ class Ledger:
         member = self._members.get(request.id)
         if member is not None and member[1].carried is not None:
             member[1].carried.take_routing(start, rows)
+
+    def _take_pooled(self, pooled: Pooled) -> None:
+        member = self._members.get(pooled.request.id)
+        if member is not None and member[0].pooling is not None:
+            member[0].pooling.take(pooled.start, pooled.end, pooled.values_D.cpu().numpy())
 
     def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
         for scores in scored:

@@ -43,7 +43,9 @@ LAYERS: dict[str, int] = {
     "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
+    "token_support": 3,
     "carried": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,

@@ -37,7 +37,7 @@ class WandbSink:
         check_writer(writer)
         self.writer = writer
         self.offset = 0
-        self._has_rollouts = False
+        self._families: set[str] = set()
         if writer is not None:
             self.offset = _last_step(writer)
             writer.define_metric(STEP_METRIC)
@@ -45,11 +45,19 @@ class WandbSink:
 
     def write_rollout(self, values: Mapping[str, float]) -> None:
         """One row of `RolloutStats.as_metrics()`, over the weight version."""
+        self._write_family("rollout", values)
+
+    def write_mismatch(self, values: Mapping[str, float]) -> None:
+        """One row of `MismatchFigures.as_metrics()`, over the weight version."""
+        self._write_family("mismatch", values)
+
+    def _write_family(self, name: str, values: Mapping[str, float]) -> None:
+        """A row of numbers named `name`/..., one of which is the weight version."""
         if self.writer is None:
             return
-        if not self._has_rollouts:
-            self.writer.define_metric("rollout/*", step_metric="rollout/weight_version")
-            self._has_rollouts = True
+        if name not in self._families:
+            self.writer.define_metric(f"{name}/*", step_metric=f"{name}/weight_version")
+            self._families.add(name)
         self.writer.log(dict(values))
 
     def write(self, snapshot: StepSnapshot) -> None:

@@ -88,6 +88,7 @@ def build_model(
         model.true_kv_groups = true_groups  # checkpoint: the others are zeros
     model = model.to(device=device, dtype=dtype)
     _keep_routers_exact(model)
+    _mark_parts(model)
     if not isinstance(source, ModelPlan):
         source.load_into(model, _shard(model, tensor_parallel))
     return model.eval()
@@ -278,6 +279,23 @@ def _hybrid(plan: ModelPlan, config: TransformerConfig, **arguments: Any) -> Mam
 def _set_frequencies(model: GPTModel | MambaModel, plan: ModelPlan) -> None:
     inverse = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = rotary_frequencies(plan).to(inverse.device)
+
+
+def _mark_parts(model: torch.nn.Module) -> None:
+    """Say which parameters are parts of larger ones, as megatron-core's initialisation would: without it its optimizer
+    takes them for copies that every rank has, and its gradient norm counts those of the first rank alone."""
+    from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            parts = [(module.weight, 1)]  # the bias is whole
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            parts = [(module.weight, 0), (getattr(module, "bias", None), 0)]
+        else:
+            continue
+        for parameter, dim in parts:
+            if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
 
 
 def _keep_routers_exact(model: torch.nn.Module) -> None:

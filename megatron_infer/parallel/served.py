@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import numpy as np
 
 from megatron_infer.context.prefix_changes import PrefixChanges
 from megatron_infer.errors import InferenceError, RequestError
@@ -172,6 +171,12 @@ class ServedRequest:
     def id(self) -> str:
         return f"{self.run.incarnation}.{self.run.number}"
 
+    def prepare(self, engine: Any) -> Future[Any] | None:
+        """What the engine would wait for at `begin`, if it is not done; None: nothing."""
+        prepare = getattr(engine, "prepare", None)
+        future: Future[Any] | None = None if prepare is None else prepare(self.params)
+        return None if future is None or future.done() else future
+
     def begin(self, engine: Any) -> None:
         """Put it into the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
@@ -216,6 +221,7 @@ class ServedRequest:
             prompt,
             output.num_cached_tokens,
             prompt_logprobs,
+            wire.floats_to_bytes(output.pooled) if output.finished else None,
         )
 
     def hold(self, news: wire.Output) -> wire.Output:
@@ -275,6 +281,8 @@ def _carried(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
     raw, processed, support, routing = one.raw_logprobs, one.processed_logprobs, one.support, one.routing
     among = None
     if support is not None:
+        import numpy as np
+
         lengths, words = np.diff(support.offsets[first:]), support.ids[support.offsets[first] :]
         among = (support.vocab_size, lengths.tobytes(), words.tobytes())
     return (
@@ -307,6 +315,7 @@ def _merged(first: wire.Output, second: wire.Output) -> wire.Output:
         first.prompt if second.prompt is None else second.prompt,
         max(first.num_cached, second.num_cached),
         first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        second.pooled,
     )
 
 

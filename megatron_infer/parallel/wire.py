@@ -235,6 +235,8 @@ class Output(_Message):
     """Token ids of a prompt that came as text, with the first output."""
     num_cached: int = 0
     prompt_logprobs: list[list[tuple[int, float, int | None, str | None]] | None] | None = None
+    pooled: bytes | None = None
+    """fp32, with the last output."""
 
 
 class Abort(_Message):

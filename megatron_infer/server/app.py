@@ -11,7 +11,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_infer.server import chat, completions, control, health, models, openapi, tokenize
+from megatron_infer.server import (
+    chat,
+    completions,
+    control,
+    embeddings,
+    health,
+    models,
+    openapi,
+    reasoning,
+    structured,
+    tokenize,
+    tools,
+)
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.guard import Guard
 from megatron_infer.server.registry import App
@@ -25,7 +37,18 @@ class Module(Protocol):
     def register(self, app: App, service: Service, settings: ServerConfig) -> None: ...
 
 
-MODULES: tuple[Module, ...] = (completions, chat, models, tokenize, health, control)
+MODULES: tuple[Module, ...] = (
+    completions,
+    chat,
+    tools,
+    structured,
+    reasoning,
+    embeddings,
+    models,
+    tokenize,
+    health,
+    control,
+)
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
 
 

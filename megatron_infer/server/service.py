@@ -183,18 +183,18 @@ class Service:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def check(self, job: Job, *, name: str = "max_tokens") -> None:
-        """Raises ApiError for a job that the engines would refuse or could not do as asked."""
+    async def check(self, job: Job, *, field: str = "prompt") -> None:
+        """Raises ApiError for a job that the engines would refuse or could not do as asked. field: the prompt's."""
         facts, num_prompt = await self.facts(), len(job.prompt_ids)
         if num_prompt == 0:
-            raise bad_request("the prompt is empty (0 tokens); give at least one", "prompt", "empty_prompt")
+            raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
         asked = job.params.max_tokens
         if num_prompt + (asked or 1) > facts.max_length:
-            raise context_overflow(facts.max_length, num_prompt, asked or 1)
+            raise context_overflow(facts.max_length, num_prompt, asked or 1, field=field)
         wrong = next((i for i in job.prompt_ids if not 0 <= i < facts.vocab_size), None)
         if wrong is not None:
             message = f"token id {wrong} is outside the vocabulary (0 to {facts.vocab_size - 1})"
-            raise bad_request(message, "prompt", "invalid_token_id")
+            raise bad_request(message, field, "invalid_token_id")
 
     @asynccontextmanager
     async def fly(

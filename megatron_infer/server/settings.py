@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.text.reasoning import REASONING
+from megatron_infer.text.tool_parsers import FORMATS
 
 ENV_PREFIX = "MEGATRON_INFER_"
 
@@ -26,6 +28,10 @@ class ServerConfig:
     """Key that every caller must show as "Authorization: Bearer KEY". None: whoever reaches the port is served."""
     served_model_name: tuple[str, ...] = ()
     """Names the model goes by in requests, the first one in replies. Empty: the name it was loaded by."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, mistral, granite, json; auto: as its chat template says."""
+    reasoning_parser: str | None = None
+    """How the model marks its thoughts: deepseek_r1, qwen3, granite. None: they are content as all else."""
     control: bool = False
     """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key beyond loopback."""
     weights_root: str | None = None
@@ -46,6 +52,10 @@ class ServerConfig:
     """Stop texts of a request, and stop token ids beyond the model's own."""
     max_stop_chars: int = 1024
     """Characters of one stop text."""
+    max_schema_bytes: int = 64 << 10
+    """Bytes of a schema, pattern, grammar or list of choices (response_format and its like)."""
+    max_schema_depth: int = 32
+    """Levels of objects and lists within each other in a schema."""
     request_timeout_s: float = 600.0
     """Time for a call from its body to its last byte; over it, its requests are aborted."""
     keep_alive_s: float = 15.0
@@ -62,15 +72,8 @@ class ServerConfig:
             object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
-        for name in (
-            "max_queue",
-            "max_body_bytes",
-            "max_prompts",
-            "max_n",
-            "token_threads",
-            "max_stop_chars",
-            "max_weight_bytes",
-        ):
+        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
@@ -79,6 +82,12 @@ class ServerConfig:
         for name in ("request_timeout_s", "keep_alive_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be more than 0")
+        for name, value, known in (
+            ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
+            ("reasoning_parser", self.reasoning_parser, [*REASONING]),
+        ):
+            if value is not None and value not in known:
+                raise ConfigError(f"{unknown_name(name, value, known)}; there is {', '.join(known)}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:

@@ -204,10 +204,8 @@ def test_errors_are_the_clients_own_classes(client, case):
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
-    with pytest.raises(openai.BadRequestError, match="tools: this server does not serve tool calls"):
-        client.chat.completions.create(
-            model="tiny", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(openai.BadRequestError, match="audio: this server makes text"):
+        client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"audio": {}})
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,285 @@
+"""GRPO on one live megatron-core model: it answers, is rewarded, is trained, and answers again; no second copy.
+
+    python examples/grpo.py --out-dir run                                     minutes on a CPU; curve in run/curve.png
+    torchrun --nproc-per-node 2 examples/grpo.py --model smollm2 --tp 2       the same on two processes
+    python examples/grpo.py --rollout-lag 1 --partial-rollouts --kv-cache-management-mode offload
+    python examples/grpo.py --out-dir run --resume --steps 40                 go on from the checkpoint in run
+
+A step: the model answers each prompt several times; a rule rewards the answers (grpo_task.py); an answer's advantage is
+its reward against its group's mean; PPO's clipped objective makes the better ones likelier. The engine tells with which
+probability it drew each token, so whatever the trainer computes otherwise (rounding, newer weights) is corrected by
+importance weights, cut at --max-weight.
+Sources: GRPO arXiv:2402.03300, PPO arXiv:1707.06347, cut weights after IMPALA arXiv:1802.01561.
+"""
+
+from __future__ import annotations
+
+from megatron_infer.waiting import limit_spinning
+
+limit_spinning()  # before torch is imported
+
+# ruff: noqa: E402
+import argparse
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import grpo_task as task
+import torch
+from generate import place, tokenizer_of
+from grpo_options import check, check_resumed, identity, options
+from grpo_report import Log, Stopwatch, line, open_wandb
+from grpo_trainer import Reference, Trainer, load, make_trainer, put_back, save
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_infer import SamplingParams
+from megatron_infer.config import machine_config
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.forward.device import Device, choose_dtype
+from megatron_infer.kernels.threads import apply_cpu_settings
+from megatron_infer.models.build import build_model
+from megatron_infer.models.plan_shape import shape_of
+from megatron_infer.models.sources import open_source
+from megatron_infer.parallel.groups import build_groups
+from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.rl.rollout import Rollout, RolloutProgress
+from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.session import RolloutSession
+
+EVALUATION = 10**6
+"""The step whose seeds evaluations draw with; no run gets that far."""
+
+
+def main() -> int:
+    args = options(__doc__)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        check(args, world)
+        learn(args, rank)
+    except (InferenceError, NotImplementedError) as error:  # every rank has it; one of them says it
+        if rank == 0 or "RankFailure" in type(error).__name__:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+def learn(args: argparse.Namespace, rank: int) -> None:
+    checkpoint, is_first = args.out_dir / "checkpoint", rank == 0
+    begun = load(checkpoint, rank=rank) if args.resume else None
+    run: dict[str, Any] = {"step": 0, "before": None, "rows": []} if begun is None else begun["run"]
+    if begun is not None:
+        check_resumed(args, run["options"], run["step"])
+    session, trainer, reference = set_up(args, first_step=run["step"])
+    if begun is not None:
+        put_back(begun, model=session.model, trainer=trainer)
+        session.update_weights()
+    log = Log(args.out_dir, run["rows"], writer=open_wandb(args)) if is_first else None
+    before = run["before"] if begun is not None else evaluate(session, args)
+    if is_first:
+        print(f"mean reward over all {len(task.QUESTIONS)} questions: {before:.3f}")
+    supply = Supply(args, first_step=run["step"])
+    bar = tqdm(range(run["step"], args.steps), initial=run["step"], total=args.steps, unit="step", disable=None)
+    for step in bar if is_first else range(run["step"], args.steps):
+        watch = Stopwatch()
+        with session.generating() as roll:
+            watch.lap("switch")
+            groups = supply.draw(roll, step, lambda told: bar.set_postfix_str(f"{told.num_tokens} tokens drawn"))
+            watch.lap("generate")
+        rewards = rewarded(groups)
+        told = {"step": step, "reward": sum(rewards) / len(rewards)} | account(groups, session.weight_version)
+        watch.lap("other")
+        with session.training():
+            watch.lap("switch")
+            told |= train_on(session, trainer, groups, args, reference)
+            watch.lap("train")
+        session.update_weights()
+        watch.lap("switch")
+        run["rows"].append(told | watch.taken())
+        if log is not None:
+            log.add(run["rows"][-1])
+            bar.set_description(f"reward {told['reward']:.2f}")
+            tqdm.write(line(run["rows"][-1]), file=sys.stdout)
+        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+            run |= {"step": step + 1, "before": before, "options": identity(args)}
+            save(checkpoint, rank=rank, model=session.model, trainer=trainer, run=run)
+    after = evaluate(session, args)
+    if log is not None:
+        print(f"mean reward over all {len(task.QUESTIONS)} questions: {before:.3f} before, {after:.3f} after")
+        log.finish(before=before, after=after, options=vars(args))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession, Trainer, Reference | None]:
+    """The model with its optimizer around it and its engine inside."""
+    device = Device(place())
+    if not device.is_cuda:
+        apply_cpu_settings()
+    torch.manual_seed(args.seed)
+    source = open_source(args.model)
+    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device), tokenizer_of(source)
+    if tokenizer is None:
+        raise ConfigError(f"{args.model} has no tokenizer, and the task is made of text")
+    groups = build_groups(tensor_parallel=args.tp)
+    model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups)
+    reference = Reference(model) if args.kl else None
+    trainer = make_trainer(args.optimizer, model, lr=args.lr)
+    wanted = {
+        "pg_collection": groups,
+        "buffer_size_gb": 0.25,
+        "logprobs_mode": "processed",
+        "seed": args.seed * EVALUATION + first_step,  # of prompts that bring no seed of their own
+        "kv_cache_management_mode": args.kv_cache_management_mode,
+    }
+    shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
+    config = machine_config(wanted, shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
+    session = RolloutSession(trainer.model, config, tokenizer, eos_ids=plan.eos_ids, model_name=source.name)
+    return session, trainer, reference
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+class Supply:
+    """Groups to train on, up to `--rollout-lag` batches of which are drawn before the step that takes them."""
+
+    def __init__(self, args: argparse.Namespace, *, first_step: int) -> None:
+        self._args, self._next = args, first_step
+        self._ready: deque[RolloutGroup] = deque()
+        self._queue: RolloutQueue | None = None
+
+    def draw(self, roll: Rollout, step: int, on_progress: Callable[[RolloutProgress], None]) -> list[RolloutGroup]:
+        """The groups of `step`."""
+        args, count = self._args, self._args.prompts_per_step
+        if args.partial_rollouts:  # the first that finish; the others stay in the engine while the weights change
+            if self._queue is None:
+                batches = (task.batch(coming, count, args.seed) for coming in range(step, args.steps))
+                params = replace(sampling(args, step, 1)[0], seed=None)
+                self._queue = RolloutQueue(
+                    roll, chain.from_iterable(batches), params, groups_per_step=count, lag=args.rollout_lag
+                )
+            return self._queue.next_batch()
+        prompts, params = [], []
+        while self._next <= min(step + args.rollout_lag, args.steps - 1):
+            prompts += task.batch(self._next, count, args.seed)
+            params += sampling(args, self._next, count)
+            self._next += 1
+        if prompts:
+            self._ready += roll.generate(prompts, params, on_progress=on_progress)
+        return [self._ready.popleft() for _ in range(count)]
+
+
+def sampling(args: argparse.Namespace, step: int, count: int) -> list[SamplingParams]:
+    """Each prompt of each step has a seed of its own: a resumed run draws what one in a piece would."""
+    common = {"n": args.group_size, "max_tokens": args.max_tokens, "temperature": args.temperature}
+    first = (args.seed * (EVALUATION + 1) + step) * 1000
+    return [SamplingParams(**common, logprobs=0, seed=first + number) for number in range(count)]
+
+
+def rewarded(groups: list[RolloutGroup]) -> list[float]:
+    """Every sample's reward, written onto the sample as well."""
+    for group in groups:
+        for sample in group.samples:
+            sample.reward = task.reward(sample.text, sample.finish_reason, group.info["answer"])
+    return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+
+
+def account(groups: list[RolloutGroup], version: int) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    ages = [age for sample in samples for age in sample.staleness(version)]
+    return {
+        "right": sum(sample.reward > 0 for sample in samples) / len(samples),
+        "length": sum(sample.num_drawn for sample in samples) / len(samples),
+        "staleness": sum(ages) / len(ages),
+    }
+
+
+def evaluate(session: RolloutSession, args: argparse.Namespace) -> float:
+    """Mean reward of `--group-size` answers to every question."""
+    with session.generating() as roll:
+        rewards = rewarded(roll.generate(task.whole(), sampling(args, EVALUATION, len(task.QUESTIONS))))
+    return sum(rewards) / len(rewards)
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+def advantages(group: RolloutGroup) -> Tensor:
+    """For each sample: its reward against its group's mean, in standard deviations."""
+    rewards = torch.tensor([sample.reward for sample in group.samples])
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def objective(
+    scores: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, *, clip: float, max_weight: float
+) -> Tensor:
+    """Loss of each token.
+
+    Log probabilities of the drawn tokens: `scores` by the weights now, `old` by those before this step's first update,
+    `behaviour` by the distribution they were drawn from. old against behaviour is the correction, scores against old
+    what PPO clips.
+    """
+    weight = (old - behaviour).exp().clamp(max=max_weight)
+    ratio = (scores - old).exp()
+    return -weight * torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def train_on(
+    session: RolloutSession,
+    trainer: Trainer,
+    groups: list[RolloutGroup],
+    args: argparse.Namespace,
+    reference: Reference | None,
+) -> dict[str, float]:
+    """`--epochs` updates from these groups -> what there is to say about them."""
+    # Where all rewards are the same there is nothing to learn.
+    lessons = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+    num_tokens = sum(group.num_tokens for group in lessons)
+    anchors: list[Tensor] = []
+    if reference is not None:
+        with reference.in_place(), torch.no_grad():
+            anchors = [scores_of(session, group, args) for group in lessons]
+    olds: list[Tensor] = []
+    ratios, told = [torch.ones(1)], {"trained_groups": float(len(lessons)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
+    for epoch in range(args.epochs if lessons else 0):
+        trainer.zero_grad()
+        for place_, group in enumerate(lessons):
+            scores = scores_of(session, group, args, grad=True)
+            behaviour = torch.tensor([p for sample in group.samples for p in sample.logprobs], device=scores.device)
+            drawn = torch.tensor([m for sample in group.samples for m in sample.loss_mask], device=scores.device)
+            lengths = torch.tensor([len(sample.token_ids) for sample in group.samples])
+            advantage = advantages(group).repeat_interleave(lengths).to(scores.device)
+            if epoch == 0:
+                olds.append(scores.detach())
+                ratios.append((olds[place_] - behaviour)[drawn > 0].exp().cpu())
+            loss = objective(scores, olds[place_], behaviour, advantage, clip=args.clip, max_weight=args.max_weight)
+            if reference is not None:
+                away = anchors[place_] - scores
+                kl = away.exp() - away - 1  # never negative: http://joschu.net/blog/kl-approx.html
+                loss = loss + args.kl * kl
+                told["kl"] += (kl.detach() * drawn).sum().item() / num_tokens / args.epochs
+            loss = (loss * drawn).sum() / num_tokens
+            loss.backward()
+            told["loss"] += loss.item() / args.epochs
+        told["grad_norm"] = trainer.step()
+    ratio = torch.cat(ratios[1:] or ratios)
+    outside = ((ratio < 0.9) | (ratio > 1.1)).float().mean().item()
+    return told | {"ratio_mean": ratio.mean().item(), "ratio_max": ratio.max().item(), "ratio_outside": outside}
+
+
+def scores_of(session: RolloutSession, group: RolloutGroup, args: argparse.Namespace, *, grad: bool = False) -> Tensor:
+    """Log probabilities of all tokens behind the prompt, sample after sample, by the forward that trains."""
+    scores = session.score([sample.ids for sample in group.samples], temperature=args.temperature, grad=grad)
+    return torch.cat([score[-len(sample.token_ids) :] for score, sample in zip(scores, group.samples, strict=True)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The training side of examples/grpo.py: optimizers around a megatron-core model, its first weights, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_infer.errors import ConfigError
+
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+
+
+class Trainer(Protocol):
+    """A model with its optimizer. Gradients of several backward passes add up until `step`."""
+
+    model: torch.nn.Module
+    """As the training forward takes it: with its wrapper."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> float:
+        """Update the weights -> norm of the gradient before it was clipped."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def make_trainer(kind: str, model: torch.nn.Module, *, lr: float) -> Trainer:
+    """kind: "megatron" or "torch"."""
+    return MegatronTrainer(model, lr=lr) if kind == "megatron" else TorchTrainer(model, lr=lr)
+
+
+class MegatronTrainer:
+    """megatron-core's DDP and Adam: master weights and gradients in fp32, whatever the model's dtype."""
+
+    def __init__(self, model: Any, *, lr: float) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        dtype = next(model.parameters()).dtype
+        with on_cpu():
+            self.model = DistributedDataParallel(
+                model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+            )
+            settings = OptimizerConfig(
+                optimizer="adam",
+                lr=lr,
+                weight_decay=0.0,
+                adam_beta1=BETAS[0],
+                adam_beta2=BETAS[1],
+                clip_grad=CLIP,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+            )
+            self._optimizer = get_megatron_optimizer(settings, [self.model])
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        with on_cpu():
+            self._optimizer.zero_grad()
+
+    def step(self) -> float:
+        with on_cpu():
+            self.model.finish_grad_sync()
+            _, norm, _ = self._optimizer.step()
+        return float(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        with on_cpu():
+            return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with on_cpu():
+            self._optimizer.load_state_dict(state)
+
+
+class TorchTrainer:
+    """torch's AdamW on fp32 copies of the parameters, in one process: it knows nothing of other ranks' gradients."""
+
+    def __init__(self, model: torch.nn.Module, *, lr: float) -> None:
+        self.model = model
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._masters = [parameter.detach().float().clone() for parameter in self._parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=lr, betas=BETAS, weight_decay=0.0)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> float:
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, CLIP)
+        self._optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                parameter.copy_(master)
+        return norm.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer.state_dict(), "masters": self._masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        for master, saved in zip(self._masters, state["masters"], strict=True):
+            master.copy_(saved)
+
+
+def on_cpu() -> contextlib.AbstractContextManager[None]:
+    """megatron-core's optimizer takes a CUDA device for granted; without one torch answers in its stead."""
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    return cpu_shim()
+
+
+class Reference:
+    """The weights that a model began with, to be scored with later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has its first weights within the block."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, kept in zip(self._model.parameters(), self._weights, strict=True):
+            present = parameter.clone()
+            parameter.copy_(kept)
+            kept.copy_(present)
+
+
+def save(folder: Path, *, rank: int, model: torch.nn.Module, trainer: Trainer, run: dict[str, Any]) -> None:
+    """This rank's weights and optimizer, the generator's state and `run`; a file is there whole or as it was."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "model": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "trainer": trainer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "run": run,
+    }
+    path = file_of(folder, rank)
+    torch.save(content, path.with_suffix(".new"))
+    torch.distributed.barrier()  # all ranks have written before any of them replaces what was there
+    os.replace(path.with_suffix(".new"), path)
+
+
+def load(folder: Path, *, rank: int) -> dict[str, Any]:
+    """What `save` wrote; runs no code from the file. Raises ConfigError."""
+    path = file_of(folder, rank)
+    try:
+        return torch.load(path, weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"--resume: there is no {path}; leave --resume out to begin, or give the --out-dir"
+        ) from error
+    except (OSError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
+        raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
+
+
+def put_back(content: dict[str, Any], *, model: torch.nn.Module, trainer: Trainer) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(content["model"][name])
+    trainer.load_state_dict(content["trainer"])
+    torch.set_rng_state(content["rng"])
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.pt"

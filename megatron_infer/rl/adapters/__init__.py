@@ -1,0 +1,1 @@
+"""The shapes in which other training loops expect an engine: TRL, Megatron-RL, vLLM's colocated LLM."""

@@ -1,0 +1,155 @@
+"""Rollouts of TRL's GRPOTrainer by a megatron-core model: `GRPOTrainer(..., rollout_func=EngineRollout(engine))`.
+
+TRL trains a transformers model. The engine's model is the same one in megatron-core's form; it gets the trainer's
+weights, in place, before the first rollout after each optimizer step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.config import InferenceConfig, KVCacheManagementMode
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.lifecycle import EngineState
+from megatron_infer.models.build import build_model
+from megatron_infer.models.hf_config import plan_from_config
+from megatron_infer.outputs import CompletionOutput
+from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.weights import apply
+from megatron_infer.schedule.params import SamplingParams
+
+
+def engine_for(
+    model: Any, config: InferenceConfig | None = None, *, dtype: str | torch.dtype | None = None
+) -> DynamicInferenceEngine:
+    """An engine with a megatron-core model of a transformers model's shape; it takes ids and has no weights yet.
+
+    dtype: None is that of `model`. The config's logprobs_mode should be "processed", as with None here: importance
+    weights need the distribution that tokens were drawn from.
+    """
+    plan = plan_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
+    device = next(model.parameters()).device
+    live = build_model(plan, dtype=model.dtype if dtype is None else dtype, device=device)
+    config = InferenceConfig(logprobs_mode="processed") if config is None else config
+    return DynamicInferenceEngine(live, config, eos_ids=plan.eos_ids, device=str(device))
+
+
+class EngineRollout:
+    """A rollout_func of TRL 1.x: (prompts, trainer) -> prompt_ids, completion_ids, logprobs.
+
+    Each process of the trainer has an engine of its own. Prompts are rendered by the trainer's tokenizer and template;
+    neighbours that are the same become one request with several samples, whose prompt is computed once. Sampling is
+    what the trainer's config says, with `sampling` (fields of SamplingParams) over it.
+    TRL itself uses the log probabilities for its importance correction only with use_vllm=True.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        suspend: KVCacheManagementMode | str | None = None,
+    ) -> None:
+        """suspend: how the engine's memory is given back between rollouts; None keeps it."""
+        self.engine = engine
+        self.report: UpdateReport | None = None
+        """Of the last weights that were taken over."""
+        self._sampling = {} if sampling is None else dict(sampling)
+        self._suspend = None if suspend is None else KVCacheManagementMode(suspend)
+        self._step: int | None = None
+        SamplingParams.from_dict(self._sampling)  # an unknown field is refused here rather than in the first rollout
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        self._wake(trainer)
+        runs = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids(prompts, trainer))]
+        common = sampling_of(trainer) | self._sampling
+        params = [SamplingParams.from_dict(common | {"n": count}) for _, count in runs]
+        outputs = self.engine.generate([list(ids) for ids, _ in runs], params)
+        failed = next((output.error for output in outputs if output.error is not None), None)
+        if failed is not None:
+            raise InferenceError(f"a rollout failed: {failed}") from failed
+        if self._suspend is not None:
+            self.engine.suspend(self._suspend)
+        samples = [(output, sample) for output in outputs for sample in output.outputs]
+        return {
+            "prompt_ids": [list(output.prompt_token_ids) for output, _ in samples],
+            "completion_ids": [list(sample.token_ids) for _, sample in samples],
+            "logprobs": [_logprobs(sample) for _, sample in samples],
+        }
+
+    def _wake(self, trainer: Any) -> None:
+        """Take over the trainer's weights if it has made a step, before the cache takes its memory again."""
+        if self.engine.state is EngineState.SUSPENDED:
+            self.engine.resume({"weights"})
+        if self._step != trainer.state.global_step:
+            self.report = apply(self.engine, weights_of(trainer))
+            self._step = trainer.state.global_step
+        if self.engine.state is EngineState.SUSPENDED:
+            self.engine.resume()
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """The trainer's weights as they are, under Hugging Face names."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "peft_config"):
+        raise NotImplementedError(
+            "a PEFT model's adapters are not merged for the engine; train the whole model, or call "
+            "merge_and_unload() before"
+        )
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
+    """As the trainer's own generation reads them: texts, or conversations through the template."""
+    tokenizer = trainer.processing_class
+    found: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            found.append(tuple(tokenizer(prompt)["input_ids"]))
+            continue
+        rendered = tokenizer.apply_chat_template(
+            prompt,
+            tools=trainer.tools or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )
+        found.append(tuple(rendered["input_ids"]))
+    return found
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """Fields of SamplingParams as the trainer's config has them. Raises ConfigError for what has no counterpart."""
+    own = trainer.args.generation_kwargs or {}
+    if own:
+        raise ConfigError(
+            f"the trainer's generation_kwargs ({', '.join(own)}) are for transformers' generate(); give "
+            "EngineRollout(sampling=...)"
+        )
+    return {
+        "max_tokens": trainer.max_completion_length,
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k or 0,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def _logprobs(sample: CompletionOutput) -> list[float]:
+    if sample.logprobs is None:
+        raise ConfigError("sampling={'logprobs': None}: a rollout_func has to return log probabilities; leave it out")
+    return [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+
+
+def _dict_of(config: Any) -> dict[str, Any] | None:
+    return None if config is None else config.to_dict()

@@ -1,0 +1,113 @@
+"""An LLM with the surface that colocated training loops know from vLLM.
+
+llm.sleep(level=2)                          the trainer has the memory
+llm.wake_up(tags=["weights"])
+llm.update_weights(named_tensors)           in place, one derived copy rebuilt once, cached prefixes never matched again
+llm.wake_up(tags=["kv_cache"])
+llm.generate(prompts, params, use_tqdm=False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_infer.config import KVCacheManagementMode
+from megatron_infer.errors import ConfigError, WrongState, unknown_name
+from megatron_infer.intake import Prompt
+from megatron_infer.lifecycle import EngineState
+from megatron_infer.llm import LLM
+from megatron_infer.outputs import RequestOutput
+from megatron_infer.rl.report import UpdateReport
+from megatron_infer.rl.weights import apply
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.suspension import GRAPHS, KV_CACHE, WEIGHTS
+
+LEVELS = (0, 1, 2)
+TAGS = {"weights": {WEIGHTS}, "kv_cache": {KV_CACHE, GRAPHS}}
+"""vLLM's tag -> ours: captured graphs come and go with the cache."""
+
+
+class ColocateLLM(LLM):
+    """`LLM` that sleeps while a trainer works, and takes weights as they come.
+
+    Unfinished requests survive every level: their keys and values are computed anew where those were dropped.
+    """
+
+    _needs_weights = False
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> None:
+        """Stop, and give memory back.
+
+        level 0: stand still with all memory; 1: drop the cache, weights go to the host (where they are on a device);
+        2: as 1, and the weights are given up, so that update_weights() has to come before the next answer.
+        tags: of "weights" and "kv_cache", for levels 1 and 2; None: both.
+        """
+        if level not in LEVELS:
+            raise ConfigError(
+                f"sleep level is {level!r}, it is one of 0 (stand still), 1 (free memory), 2 (weights too)"
+            )
+        if level == 0:
+            if tags is not None:
+                raise ConfigError("sleep(level=0) frees nothing; leave out tags, or take level 1")
+            if self.engine.state is EngineState.RUNNING:
+                self.engine.pause()
+            return
+        wanted = _tags(tags)
+        self.engine.suspend(KVCacheManagementMode.RECOMPUTE, wanted)
+        self._needs_weights |= level == 2 and (wanted is None or WEIGHTS in wanted)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory back: all of it, or `tags` now and the others later. Answers come once everything is back."""
+        wanted = _tags(tags)
+        if self.engine.state is EngineState.SUSPENDED:
+            self.engine.resume(wanted)
+        if self.engine.state is EngineState.PAUSED:
+            self.engine.unpause()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine.state is not EngineState.RUNNING
+
+    def update_weights(self, weights: Any, *, version: int | None = None) -> UpdateReport:
+        """Write weights into the model: (name, tensor) pairs under Hugging Face or megatron-core names, a mapping, or a
+        path. All of them: an incomplete update raises WeightUpdateError. In any state but with weights asleep on the
+        host."""
+        report = apply(self.engine, weights, version=version)
+        self._needs_weights = False
+        return report
+
+    def load_weights(self, weights: Any) -> None:
+        """The name that a model runner's `load_weights` goes by."""
+        self.update_weights(weights)
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing computed before is matched by a later prompt. An update of the weights has the same effect."""
+        self.engine.reset_prefix_cache()
+        return True
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`, with a progress bar unless told otherwise. Raises WrongState while asleep."""
+        if self._needs_weights:
+            raise WrongState(
+                "generate() after sleep(level=2) gave the weights up; call update_weights() first",
+                state=self.engine.state.value,
+            )
+        return super().generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _tags(tags: Iterable[str] | None) -> set[str] | None:
+    if tags is None:
+        return None
+    wanted: set[str] = set()
+    for tag in [tags] if isinstance(tags, str) else tags:
+        if tag not in TAGS:
+            raise ConfigError(f"{unknown_name('tag', str(tag), list(TAGS))}; tags are {', '.join(TAGS)}")
+        wanted |= TAGS[tag]
+    return wanted
