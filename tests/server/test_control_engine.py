@@ -218,3 +218,18 @@ def test_routed_experts_come_for_every_position():
         routed = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), np.int32)
         routed = routed.reshape(len(PROMPT) + 5 - 1, 2, 2)
         assert routed.min() >= 0 and routed.max() < 4
+
+
+def test_engine_whose_weights_are_half_written_stands_still_whoever_began_the_update(case, versions):
+    _, expected = versions
+    rollout = Background(case, "/v1/completions", completion())
+    wait_for(lambda: drawn_so_far(case) > len(PROMPT) + 3)
+    client = case.front._running[2].client.blocking
+    client.control("begin_weights")  # nobody has paused the engine
+    stood = drawn_so_far(case)
+    late = Background(case, "/v1/completions", completion(24))
+    wait_for(lambda: len(case.engines[0].ledger) == 2)
+    assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
+    client.control("cancel_weights", version=0)
+    assert rollout.result().json()["choices"][0]["token_ids"][:24] == expected["old"]
+    assert late.result().json()["choices"][0]["token_ids"] == expected["old"]

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 from control_case import Background, call, get, num_requests, state_of, steered, wait_for
-from server_case import events, raw_stream
+from server_case import events, raw_stream, tokenizer
 
 from megatron_infer.testing.echo import VOCAB, EchoEngine, echo_tokens
 
@@ -251,6 +251,14 @@ def test_generate_takes_texts_batches_and_samples_and_streams_all_so_far(slow):
     assert chunks[-1]["output_ids"] == echo_tokens([1], 8)
     assert [chunk["meta_info"]["finish_reason"] is None for chunk in chunks][-1] is False
     assert len(chunks[-1]["meta_info"]["output_token_logprobs"]) == 8
+
+
+def test_log_probabilities_name_tokens_as_texts_where_asked_for(slow):
+    asked = {"return_logprob": True, "return_text_in_logprobs": True}
+    one = next(token for token in range(1000) if echo_tokens([token], 1)[0] < 128)
+    reply = call(slow, "/generate", native([one], 1) | asked)
+    (drawn,) = reply["output_ids"]
+    assert reply["meta_info"]["output_token_logprobs"] == [[-drawn / VOCAB, drawn, tokenizer().decode([drawn])]]
 
 
 def test_tokens_in_tokens_out_in_vllm_s_dialect(slow):

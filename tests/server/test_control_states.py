@@ -156,6 +156,10 @@ def test_request_that_is_not_served_is_told_what_is():
         ("/generate", {"input_ids": [10**6]}, "outside the vocabulary"),
         ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_new_tokens": 4}}, "max_new_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured": {"regex": "a"}}}, "structured"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": ["a"] * 99}}, "max_stop"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop is a list"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": "4"}}, "max_tokens"),
         ("/inference/v1/generate", {"token_ids": [1], "model": "other"}, "is not served here"),
     ],
 )

@@ -18,6 +18,7 @@ from megatron_infer.server.control.asking import Dialect, Query
 from megatron_infer.server.control.machine import Machine
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.flights import Job, params_from
+from megatron_infer.server.logprobs import TokenTexts
 from megatron_infer.server.schemas import Body, IdKey, Logit, Text, TokenId, TokenIds
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
@@ -115,6 +116,7 @@ class Generate:
 
     def __init__(self, machine: Machine, service: Service, settings: ServerConfig) -> None:
         self._machine, self._service, self._settings = machine, service, settings
+        self._token_texts = TokenTexts(service.tokenizer)
 
     async def answer(self, call: Call) -> Reply | Events:
         Query(call).end()
@@ -229,12 +231,10 @@ class Generate:
 
     def _logprobs(self, body: GenerateBody, one: CompletionOutput) -> dict[str, Any]:
         """(logprob, token id, text or null) of each token; where asked for, the likeliest ones' beside it."""
-        shown = bool(body.return_text_in_logprobs)
+        shown = self._token_texts.text if body.return_text_in_logprobs else lambda token: None
         drawn, top = [], []
         for entry in one.logprobs or ():
-            likeliest = [
-                (value.logprob, token, value.decoded_token if shown else None) for token, value in entry.items()
-            ]
+            likeliest = [(value.logprob, token, shown(token)) for token, value in entry.items()]
             drawn.append(likeliest[0])
             top.append(sorted(likeliest, key=lambda item: -item[0])[: body.top_logprobs_num or 0])
         found: dict[str, Any] = {"output_token_logprobs": drawn, "output_token_logprobs_length": len(drawn)}

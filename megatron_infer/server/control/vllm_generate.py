@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from megatron_infer.errors import unknown_name
 from megatron_infer.outputs import CompletionOutput, RequestOutput
 from megatron_infer.server.asking import Reader, check_limit, spans_of, usage_of
 from megatron_infer.server.calls import Call, Events, Reply
@@ -16,9 +17,13 @@ from megatron_infer.server.control.machine import Machine
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.flights import Job, params_from
 from megatron_infer.server.logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.schemas import Body, StreamOptions, Text, TokenIds
+from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, StreamOptions, Text, TokenIds
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+
+
+SAMPLING = (*SAMPLING_FIELDS, "max_tokens", "logprobs", "detokenize")
+"""Fields of sampling_params."""
 
 
 class GenerateBody(Body, kw_only=True):
@@ -54,6 +59,22 @@ class _Asked:
     name: str
 
 
+def _checked(given: dict[str, Any], settings: ServerConfig) -> dict[str, Any]:
+    """What was given of the names that are honoured here, within the server's limits. Raises ApiError 400."""
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:
+        if name not in SAMPLING:
+            raise bad_request(f"sampling_params: {unknown_name('field', name[:60], SAMPLING)}", "sampling_params")
+    stops = [values["stop"]] if isinstance(values.get("stop"), str) else values.get("stop", ())
+    for name, items in (("stop", stops), ("stop_token_ids", values.get("stop_token_ids", ()))):
+        if not isinstance(items, list | tuple):
+            raise bad_request(f"sampling_params: {name} is a list", "sampling_params", "invalid_value")
+        check_limit(f"the number of {name}", len(items), settings.max_stop, "max_stop")
+    longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
+    check_limit("the length of stop", longest, settings.max_stop_chars, "max_stop_chars")
+    return values
+
+
 class Generate:
     """The handler, and how its replies look."""
 
@@ -79,9 +100,7 @@ class Generate:
         service.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options is given without stream: true; give both or none", "stream_options")
-        values: dict[str, Any] = {
-            name: value for name, value in (body.sampling_params or {}).items() if value is not None
-        }
+        values = _checked(body.sampling_params or {}, settings)
         values["detokenize"] = bool(values.get("stop"))  # nobody sees the text; stop texts are looked for in it
         if values.get("stop"):
             service.require_tokenizer()
