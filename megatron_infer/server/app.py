@@ -20,6 +20,7 @@ from megatron_infer.server import (
     metrics,
     models,
     openapi,
+    page,
     reasoning,
     structured,
     tokenize,
@@ -49,6 +50,7 @@ MODULES: tuple[Module, ...] = (
     models,
     tokenize,
     health,
+    page,
     metrics,
     control,
 )
