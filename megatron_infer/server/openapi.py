@@ -93,7 +93,10 @@ def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, An
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if schema is not None:
-        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        shown["requestBody"] = {
+            "required": not operation.optional_body,
+            "content": {"application/json": {"schema": schema}},
+        }
     if has_key and not operation.open:
         shown["security"] = [{"key": []}]
     return shown
