@@ -110,7 +110,7 @@ def test_table_has_every_control_route():
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
     served = {(method.upper(), path) for path, methods in document.items() for method in methods}
     plain = {"/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize", "/version", "/openapi.json", "/metrics"}
-    plain |= {"/health_generate", "/update_weights_from_tensor", "/update_weights_from_distributed"}
+    plain |= {"/v1/status", "/health_generate", "/update_weights_from_tensor", "/update_weights_from_distributed"}
     plain |= {"/update_weights_from_ipc"}
     assert {one for one in served if one[1] not in plain} - {("POST", "/get_weight_version")} == listed
 
