@@ -21,7 +21,6 @@ from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, StreamOptions, 
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
-
 SAMPLING = (*SAMPLING_FIELDS, "max_tokens", "logprobs", "detokenize")
 """Fields of sampling_params."""
 
