@@ -20,9 +20,11 @@ from megatron_infer.errors import (
     InvalidPrompt,
     UnknownRequest,
 )
+from megatron_infer.figures import figures_of
 from megatron_infer.intake import Prompt, TextCodec, is_single_prompt, salt_of
 from megatron_infer.ledger import Ledger
 from megatron_infer.lifecycle import EngineState
+from megatron_infer.metrics.figures import EngineFigures
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel.relay import Relay
 from megatron_infer.schedule.params import SamplingParams
@@ -327,6 +329,10 @@ class DynamicInferenceEngine(EngineControls):
 
     def stats(self) -> EngineStats:
         return EngineStats.of(self)
+
+    def figures(self) -> EngineFigures:
+        """What metrics are made of; from any thread."""
+        return figures_of(self.parts, self.ledger.meter, state=self.state.value, num_steps=self.num_steps)
 
     def _new_id(self) -> str:
         return self.parts.intake.new_id(self._taken)

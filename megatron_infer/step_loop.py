@@ -112,7 +112,7 @@ class StepLoop:
         seconds = time.perf_counter() - started
         if parts.speeds is not None and parts.speeds.take(plan, seconds):
             self.set_costs(parts.speeds.costs)
-        parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
+        parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps, meter=self.ledger.meter)
         if self.is_idle:
             parts.leave_inference()
 

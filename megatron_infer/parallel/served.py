@@ -94,7 +94,10 @@ def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:
 def stats_of(engine: Any) -> dict[str, Any]:
     """The engine's own figures as plain values; {} for one that keeps none."""
     stats = engine.stats() if hasattr(engine, "stats") else {}
-    return dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
+    values = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
+    if hasattr(engine, "figures"):
+        values["figures"] = engine.figures().to_dict()
+    return values
 
 
 def prefix_changes_of(engine: Any) -> PrefixChanges | None:

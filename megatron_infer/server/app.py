@@ -17,8 +17,10 @@ from megatron_infer.server import (
     control,
     embeddings,
     health,
+    metrics,
     models,
     openapi,
+    page,
     reasoning,
     structured,
     tokenize,
@@ -26,6 +28,7 @@ from megatron_infer.server import (
 )
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.guard import Guard
+from megatron_infer.server.record import Recorder
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
@@ -47,6 +50,8 @@ MODULES: tuple[Module, ...] = (
     models,
     tokenize,
     health,
+    page,
+    metrics,
     control,
 )
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
@@ -61,8 +66,9 @@ def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Mo
     async def refused(request: Request, error: Exception) -> Response:
         return _refused(request, error, app)
 
-    inner = Starlette(routes=app.routes(), exception_handlers={HTTPException: refused})
-    inner.router.redirect_slashes = False
+    routed = Starlette(routes=app.routes(), exception_handlers={HTTPException: refused})
+    routed.router.redirect_slashes = False
+    inner = routed if settings.record is None else Recorder(routed, settings.record)
     open_paths = {operation.path for operation in app.operations.values() if operation.open}
     return Guard(inner, service, settings, open_paths=frozenset(open_paths))
 

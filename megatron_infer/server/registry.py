@@ -80,15 +80,16 @@ class App:
                 limit=operation.body_limit,
             )
             paths.setdefault(operation.path, {})[operation.method] = endpoint
-        return [Route(path, _ByMethod(methods), methods=list(methods)) for path, methods in paths.items()]
+        return [Route(path, _ByMethod(path, methods), methods=list(methods)) for path, methods in paths.items()]
 
 
 class _ByMethod:
     """The endpoint of each method of a path."""
 
-    def __init__(self, endpoints: dict[str, CallEndpoint]) -> None:
-        self._endpoints = endpoints
+    def __init__(self, path: str, endpoints: dict[str, CallEndpoint]) -> None:
+        self._path, self._endpoints = path, endpoints
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["route"] = self._path
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._endpoints[method](scope, receive, send)

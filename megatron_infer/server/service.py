@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.metrics.serving import ServerMeter
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.client import AsyncInferenceClient
 from megatron_infer.server.errors import ApiError, bad_request, context_overflow, unavailable
@@ -65,6 +66,7 @@ class Service:
         self.stats: dict[str, Any] = {}
         """The coordinator's report, at most LOOK_S old while `is_connected`."""
         self.is_connected = False
+        self.meter = ServerMeter()
         self._fleet = fleet
         self._facts: Facts | None = None
         self._draining = False
@@ -124,7 +126,9 @@ class Service:
             self.is_connected = True
         except (InferenceError, TimeoutError):
             self.is_connected = False
+            self.meter.saw(None, self.workers)
             return
+        self.meter.saw(self.stats, self.workers)
         limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
         if limits:
             self._facts = Facts(
@@ -212,7 +216,7 @@ class Service:
         reason = None if self._fleet is None else self._fleet.failure()
         if reason is not None:
             raise unavailable(reason, "engine_failed")
-        flight = Flight(self.client, jobs, stream=stream, names=frozenset(names))
+        flight = Flight(self.client, jobs, stream=stream, meter=self.meter, names=frozenset(names))
         self._flights.add(flight)
         self._idle.clear()
         try:

@@ -14,6 +14,7 @@ from megatron_infer.text.reasoning import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
 
 ENV_PREFIX = "MEGATRON_INFER_"
+METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +65,27 @@ class ServerConfig:
     """After SIGTERM, what is under way may go on so long."""
     token_threads: int = 2
     """Threads that tokenize and render chat templates."""
+    prometheus_metrics_mode: str = "instrument_only"
+    """instrument_only: GET /metrics beside the other routes, with the API key if there is one. launch_server: also at
+    metrics_port of this machine, without a key. launch_multiproc_server: there, together with what other processes
+    write into the folder PROMETHEUS_MULTIPROC_DIR."""
+    metrics_port: int = 9400
+    """Port at 127.0.0.1 for a metrics server of its own; 0: one that the system chooses."""
+    record: str | None = None
+    """File that every completed generation call is appended to (JSONL: time, path, body, how long it took), for
+    bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
     log_requests: bool = True
     """A line for every call on standard error; never prompts, texts or keys."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be 0 to 65535")
+        if self.prometheus_metrics_mode not in METRICS_MODES:
+            message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
+            raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
         sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
         for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:

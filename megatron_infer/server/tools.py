@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import string
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.errors import RequestError
+from megatron_infer.errors import ModelError, RequestError
 from megatron_infer.schedule.structured import check_schema
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import Draft, ExtraField
@@ -21,6 +22,8 @@ from megatron_infer.server.settings import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_grammar import call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, Piece, format_of
+
+log = logging.getLogger("megatron_infer.server")
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -62,7 +65,13 @@ def form_of(tokenizer: Tokenizer | None, settings: ServerConfig) -> CallFormat |
     """How the model writes calls; None: auto, and its chat template teaches a format that is not known here."""
     if settings.tool_call_parser != "auto":
         return FORMATS[settings.tool_call_parser]
-    return HERMES if tokenizer is None else format_of(tokenizer.tool_template, knows_tools=tokenizer.knows_tools)
+    if tokenizer is None:
+        return HERMES
+    try:
+        return format_of(tokenizer.tool_template, knows_tools=tokenizer.knows_tools)
+    except ModelError as error:  # a template that does not parse: chats are told of it, all else is served
+        log.warning("tool calls: %s", error)
+        return None
 
 
 class ToolRule:

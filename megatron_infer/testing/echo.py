@@ -17,6 +17,8 @@ from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.context.prefix import root_of, salted
 from megatron_infer.context.prefix_changes import PrefixChanges
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
+from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.served import Facts
@@ -65,7 +67,10 @@ class _Request:
     salt: str
     samples: list[_Sequence]
     logprobs: bool = False
+    pooled: list[float] | None = None
     aborted: bool = False
+    has_begun: bool = False
+    came: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
@@ -99,6 +104,7 @@ class EchoEngine(EchoControls):
         self.prefix_changes = PrefixChanges(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.meter = EngineMeter()
         self._policy, self._alpha = policy, alpha
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[tuple[_Request, _Sequence]] = deque()
@@ -132,6 +138,22 @@ class EchoEngine(EchoControls):
             "num_free_blocks": self.context.num_free_blocks,
         }
 
+    def figures(self) -> EngineFigures:
+        pool = self.context.pool
+        return EngineFigures(
+            state=self.state,
+            weight_version=self.weight_version,
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_paused=0,
+            capacity=self.context.num_rows,
+            blocks_used=pool.num_blocks - pool.num_free,
+            blocks_cached=pool.num_cached,
+            blocks_paused=0,
+            blocks_free=pool.num_free - pool.num_cached,
+            **self.meter.as_figures(),
+        )
+
     def add_request(
         self,
         prompt: Any,
@@ -140,7 +162,7 @@ class EchoEngine(EchoControls):
         request_id: str | None = None,
         stream: Any = "delta",
     ) -> str:
-        """Queue a prompt of token ids. Only the number of tokens, n, seed and temperature of `params` act."""
+        """Queue a prompt of token ids. Only the number of tokens, n, seed, temperature and pooling of `params` act."""
         params = SamplingParams() if params is None else params
         salt = ""
         if isinstance(prompt, Mapping):
@@ -178,7 +200,8 @@ class EchoEngine(EchoControls):
                     num_sent=len(tokens),
                 )
             )
-        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None)
+        pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
+        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, pooled)
         self._requests[request_id] = request
         self._waiting.extend((request, one) for one in samples if not one.finished)
 
@@ -216,6 +239,7 @@ class EchoEngine(EchoControls):
             time.sleep(seconds)
         outputs: dict[str, RequestOutput] = {}
         touched: dict[str, _Request] = {}
+        drawn: list[str] = []
         for request, one in self._running:
             token = one.state % VOCAB
             one.tokens.append(token)
@@ -229,8 +253,15 @@ class EchoEngine(EchoControls):
             if one.finished:
                 self._release(one)
             touched[request.id] = request
+            drawn.append(f"{request.id} {id(one)}")
         self._running = [pair for pair in self._running if not pair[1].finished]
+        self.meter.tokens(drawn, time.monotonic())
         for request in touched.values():
+            if not request.has_begun:
+                request.has_begun = True
+                cached = request.samples[0].num_cached
+                waited = time.monotonic() - request.came
+                self.meter.first_token(waited, prompt=len(request.prompt), cached=cached)
             outputs[request.id] = self._output(request)
         return list(outputs.values())
 
@@ -284,6 +315,9 @@ class EchoEngine(EchoControls):
             )
         if request.finished:
             del self._requests[request.id]
+            ids = [f"{request.id} {id(one)}" for one in request.samples]
+            outcome = "abort" if request.aborted else "length"
+            self.meter.end(outcome, time.monotonic() - request.came, ids)
         return RequestOutput(
             request_id=request.id,
             prompt=None,
@@ -293,4 +327,5 @@ class EchoEngine(EchoControls):
             finished=request.finished,
             metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
             num_cached_tokens=request.samples[0].num_cached,
+            pooled=request.pooled if request.finished else None,
         )

@@ -105,5 +105,5 @@ def render(
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

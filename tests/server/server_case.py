@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -62,7 +61,7 @@ def serving(*engines, modules=(), coordinator_options=None, text=True, encoder=N
 
         def run():
             try:
-                asyncio.run(front.serve(listening, on_ready=lambda url: ready.set()))
+                front.run(listening, on_ready=lambda url: ready.set())
             except BaseException as error:
                 done.error = error
                 raise

@@ -112,6 +112,9 @@ def test_document_shows_every_operation_and_field_with_its_range(case):
     responses = document["paths"][CHAT]["post"]["responses"]
     assert {"200", "400", "404", "413", "415", "429", "503"} <= set(responses)
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    for name in ("CompletionBody", "ChatBody", "TokenizeBody"):
+        kinds = document["components"]["schemas"][name]["properties"]["model"]["anyOf"]
+        assert {"type": "string", "enum": ["tiny"]} in kinds, "the names that are served, not any text"
 
 
 def test_model_without_a_tokenizer_takes_token_ids_and_says_so():

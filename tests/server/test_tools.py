@@ -184,6 +184,13 @@ def test_what_cannot_be_promised_is_refused_by_name(client):
         ServerConfig(tool_call_parser="hermess")
     with pytest.raises(ConfigError, match="unknown reasoning_parser"):
         ServerConfig(reasoning_parser="deepseek")
+    with serving(encoder=tokenizer("{% if %}")) as case:
+        reply = post(case, "/v1/chat/completions", messages=[USER])
+        assert reply.status_code == 400 and "chat template: line 1" in reply.json()["error"]["message"]
+        assert post(case, "/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    with serving(encoder=tokenizer("{{ tools[0].function.name.split('') }}<tool_call>")) as case:
+        reply = post(case, "/v1/chat/completions", messages=[USER], tools=[WEATHER])
+        assert reply.status_code == 400 and "refused the messages" in reply.json()["error"]["message"]
     with serving(encoder=tokenizer("{{ tools }} in words of its own")) as case:
         reply = post(case, "/v1/chat/completions", messages=[USER], tools=[WEATHER])
         assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
