@@ -2,7 +2,8 @@
 
     python tools/bench/serve_overhead.py [--model smollm2] [--concurrency 32] [--requests 64] [--rounds 3] [--json FILE]
 
-Both engines have the same options and threads; rounds are interleaved, as the machine is not equally fast all the time.
+Both engines have the same options and threads; the sides take turns in going first, as the machine is not equally fast
+all the time. CPU seconds of every process are told beside, which other work on the machine changes least.
 The clients stream, with usage, and share the machine's cores with the server and the engine. While one side works, the
 other one's engine waits.
 """
@@ -106,9 +107,14 @@ def main() -> int:
             total = sum(one["max_tokens"] for one in work)
             pids = server.processes() | {process.pid: "offline", os.getpid(): "clients"}
             before = cpu_seconds(pids)
-            pipe.send(work)
-            alone, texts = pipe.recv()
-            through, served_texts, counted = asyncio.run(online(server.url, work, args.concurrency))
+            sides: dict[str, Any] = {}
+            for side in ("offline", "server") if number % 2 else ("server", "offline"):
+                if side == "offline":
+                    pipe.send(work)
+                    sides[side] = pipe.recv()
+                else:
+                    sides[side] = asyncio.run(online(server.url, work, args.concurrency))
+            (alone, texts), (through, served_texts, counted) = sides["offline"], sides["server"]
             after = cpu_seconds(pids)
             assert counted == total, f"{counted} tokens came, {total} were asked for"
             cpu = {name: round(after[name] - before[name], 2) for name in after}
@@ -123,6 +129,10 @@ def main() -> int:
     pipe.send(None)
     process.join(10)
     shares = [one["server"] / one["offline"] for one in rounds]
+    spent = {name: sum(one["cpu_s"][name] for one in rounds) for name in rounds[0]["cpu_s"]}
+    all_s = sum(seconds for name, seconds in spent.items() if name != "offline")
+    print(f"CPU: offline {spent['offline']:.1f} s; server {all_s:.1f} s, of these the engine {spent['worker']:.1f}: "
+          f"{spent['offline'] / all_s:.1%} of offline by CPU time alone")  # fmt: skip
     print(f"median {statistics.median(shares):.1%} of offline (target 90 %), {min(shares):.1%} to {max(shares):.1%}; "
           f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} threads")  # fmt: skip
     if args.json is not None:
