@@ -22,17 +22,21 @@ from serve_case import ask, served  # noqa: E402
 
 QUESTION = "What is the capital of France? One sentence."
 MAX_BYTES = 150_000
+WATCH = """
+window.seen = [];
+const note = () => window.seen.push((document.querySelector(".turn.assistant p") || {}).textContent || "");
+new MutationObserver(note).observe(document.getElementById("log"), {childList: true, subtree: true});
+"""
+"""Keeps every state of the answer that the page shows."""
 
 
 def check_chat(page: Browser) -> None:
     """A chat is answered, and can be read while it is drawn."""
     page.run("document.getElementById('temperature').value = 0; document.getElementById('max-tokens').value = 60")
+    page.run(WATCH)
     page.type("#text", QUESTION + "\ue007")
-    wait_until(lambda: bool(page.shown("#stop")))
-    seen = []
-    while page.shown("#stop"):
-        seen.append(page.text(".turn.assistant p"))
-        time.sleep(0.02)
+    wait_until(lambda: "tokens" in (page.text(".turn.assistant .who") or ""))
+    seen = page.run("return window.seen")
     answer = page.text(".turn.assistant p")
     print(f"answer: {answer!r}; {len(set(seen))} states of it were seen; {page.text('.turn.assistant .who')}")
     assert "Paris" in answer, "the model knows this one"

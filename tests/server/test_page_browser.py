@@ -7,7 +7,7 @@ import time
 import pytest
 from browser_case import browser, missing, wait_until
 from server_case import serving
-from test_page import KEY, Steering
+from test_page import KEY
 
 from megatron_infer.testing.echo import EchoEngine
 
@@ -42,7 +42,7 @@ def test_chat_grows_while_it_is_drawn_and_no_button_steers_a_server_without_cont
 
 
 def test_key_is_asked_for_and_kept_in_memory_and_buttons_show_what_is_served(tmp_path):
-    with serving(api_key=KEY, control=True, modules=(Steering,)) as case, browser(tmp_path) as page:
+    with serving(api_key=KEY, control=True) as case, browser(tmp_path) as page:
         page.open(case.url)
         wait_until(lambda: page.shown("#key-form"))
         assert page.run("return document.activeElement.id") == "key" and page.shown("#controls button") == []
@@ -51,10 +51,14 @@ def test_key_is_asked_for_and_kept_in_memory_and_buttons_show_what_is_served(tmp
         page.type("#key", KEY + "\ue007")
         wait_until(lambda: page.text("#state") == "ok")
         assert page.shown("#key-form") == []
-        wait_until(lambda: page.shown("#controls button") == ["Pause", "Resume"])
-        assert page.run("return document.querySelector(\"[data-path='/wake_up']\").disabled"), "it is awake"
+        wait_until(lambda: page.shown("#controls button") == ["Pause", "Go on", "Suspend", "Resume"])
+        fits = "return [...document.querySelectorAll('#controls button')].map(one => !one.disabled)"
+        wait_until(lambda: page.run(fits) == [True, False, True, False])
         page.click("[data-path='/pause']")
-        wait_until(lambda: page.text("#control-note") == "Pause: done")
+        wait_until(lambda: page.text("#state") == "paused" and page.text("#control-note") == "Pause: done")
+        wait_until(lambda: page.run(fits) == [False, True, True, False])
+        page.click("[data-path='/resume']")
+        wait_until(lambda: page.text("#state") == "ok")
         places = "localStorage, sessionStorage, document.cookie, location.href, document.getElementById('key').value"
         kept = page.run(f"return JSON.stringify([{places}])")
         assert KEY not in kept
