@@ -5,7 +5,7 @@
 // tokens passes, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8 to 64
 // tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same order
 // whatever the number of tokens, so a token's result does not depend on what else is in the step.
-#include "common.h"
+#include "checksum.h"
 
 namespace mi {
 
@@ -110,19 +110,62 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     parallel((int)(stretches < threads ? stretches : threads), body);
 }
 
-template <class T>
-static void pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
-    constexpr int pair = Product<T>::pair;
-    parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
-        for (int64_t panel = begin; panel < end; ++panel) {
-            T* to = out + panel * W * inner;
-            for (int r = 0; r < W; ++r) {
-                const int64_t row = panel * W + r;
-                for (int64_t i = 0; i < inner; i += pair)
-                    for (int j = 0; j < pair; ++j)
-                        to[i * W + r * pair + j] = row < rows ? weight[row * inner + i + j] : T{};
-            }
+#if defined(__AVX512F__)
+// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy goes past the caches:
+// nothing reads it soon, and a line need not be fetched to be overwritten.
+inline void transpose(const char* rows, int64_t stride, char* out) {
+    __m512i a[16], b[16];
+    for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * stride);
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4)
+        for (int i = 0; i < 2; ++i) {
+            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
+            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
         }
+    // a[4 r + i]: of rows 4 r .. 4 r + 3 the columns i, i + 4, i + 8, i + 12
+    for (int i = 0; i < 4; ++i) {
+        const __m512i even = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), odd = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+        const __m512i even2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        const __m512i odd2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_stream_si512((__m512i*)(out + i * 64), _mm512_shuffle_i32x4(even, even2, 0x88));
+        _mm512_stream_si512((__m512i*)(out + (i + 8) * 64), _mm512_shuffle_i32x4(even, even2, 0xdd));
+        _mm512_stream_si512((__m512i*)(out + (i + 4) * 64), _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        _mm512_stream_si512((__m512i*)(out + (i + 12) * 64), _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+    }
+}
+#endif
+
+template <class T>
+static void pack_panel(const T* weight, T* out, int64_t inner, int64_t rows, int64_t panel) {
+    constexpr int pair = Product<T>::pair;
+    T* to = out + panel * W * inner;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const int64_t step = 64 / (int64_t)sizeof(T);
+    if ((panel + 1) * W <= rows && (uintptr_t)to % 64 == 0)
+        for (; i + step <= inner; i += step)
+            transpose((const char*)(weight + panel * W * inner + i), inner * (int64_t)sizeof(T), (char*)(to + i * W));
+#endif
+    for (int r = 0; r < W; ++r) {
+        const int64_t row = panel * W + r;
+        for (int64_t k = i; k < inner; k += pair)
+            for (int j = 0; j < pair; ++j) to[k * W + r * pair + j] = row < rows ? weight[row * inner + k + j] : T{};
+    }
+}
+
+// -> the weight's checksum: what has just been read for it is packed before it leaves the cache.
+template <class T>
+static uint64_t pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
+    const int64_t panel_bytes = W * inner * (int64_t)sizeof(T);
+    return checksum(weight, rows * inner * (int64_t)sizeof(T), threads, [&](int64_t from, int64_t to) {
+        const int64_t begin = (from + panel_bytes - 1) / panel_bytes, end = (to + panel_bytes - 1) / panel_bytes;
+        for (int64_t panel = begin; panel < end; ++panel) pack_panel(weight, out, inner, rows, panel);
+#if defined(__AVX512F__)
+        _mm_sfence();
+#endif
     });
 }
 
@@ -135,8 +178,8 @@ extern "C" {
 int mi_panel_rows() { return W; }
 
 #define MI_PANELS(SUFFIX, T)                                                                                               \
-    void mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                       \
-        pack((const T*)weight, (T*)out, inner, rows, threads);                                                             \
+    uint64_t mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                   \
+        return pack((const T*)weight, (T*)out, inner, rows, threads);                                                      \
     }                                                                                                                      \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
