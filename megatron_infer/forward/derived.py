@@ -14,7 +14,7 @@ class DerivedCache:
 
     name: str
     refresh: Callable[[], Mapping[int, int] | None]
-    """Compute it again from the weights the model has now -> checksums, by id, of weights that were read whole for it."""
+    """Compute it again from the weights the model has now -> checksums, by id, of weights read whole for it."""
     differs: Callable[[], str | None]
     """Compare it with what a refresh would give -> what differs first, None when it is up to date. May be slow."""
     release: Callable[[], None] | None = None

@@ -35,7 +35,7 @@ class PackedLayout:
     takes: Callable[[Tensor], bool]
     """Whether a CPU matrix can be packed."""
     pack: Callable[[Tensor, Tensor | None], tuple[Tensor, int | None]]
-    """(weight, its present copy or None) -> its copy, that one if it can be written over, and the weight's checksum (the
+    """(weight, its present copy or None) -> its copy, that one where it can be written over; the weight's checksum (the
     native one) where it is known on the way."""
 
 

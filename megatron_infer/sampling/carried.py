@@ -105,8 +105,8 @@ def carry(
     score: Score,
     score_own: Score,
 ) -> CarriedBatch:
-    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order. score_own: for the lane's rows of
-    the model's logits."""
+    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order. score_own: `score` for the
+    lane's rows of the model's logits."""
     lane, vocab = plan.lane, logits_SV.shape[1]
     values, token_A = lane.take(logits_SV), lane.take(tokens_S)
     raw = score_own(values, token_A, 0)[0]

@@ -176,7 +176,7 @@ class Sampler:
         return LogprobBatch(lane.places, *scored, counts)
 
     def _score_of_model(self, lane: Lane, drawn: Choice) -> Score:
-        """`score` for the lane's rows of the model's logits: what drawing from them has summed up is not summed again."""
+        """`score` for the lane's rows of the model's logits: what drawing has summed up is not summed again."""
         if self._kernels is None or drawn.mass_M is None:
             return self.score
         return partial(self._kernels.score, known=(lane.take(drawn.mass_M), lane.take(drawn.top_M)))

@@ -1,4 +1,4 @@
-"""What a switch keeps, gives back and reads: packed copies stay where they are while the cache does, weights are read once."""
+"""What a switch keeps, gives back and reads: packed copies stay where the cache stays, weights are read once."""
 
 from __future__ import annotations
 
