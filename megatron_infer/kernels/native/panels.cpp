@@ -10,6 +10,8 @@
 namespace mi {
 
 constexpr int kBlock = 12;        // tokens with an accumulator each
+constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
+constexpr int64_t kManyTokens = 20;  // from which they are: fewer tokens wait for memory, which likes one stream
 constexpr int64_t kTokens = 256;  // tokens that pass over a stretch of panels before the next ones do
 
 // pair: inner entries that one multiplication takes.
@@ -43,51 +45,65 @@ struct PanelLinear {
     T* out;
     int64_t x_stride, inner, rows;
 
-    template <int M>
+    // M tokens by N neighbouring panels: what is broadcast of an input serves N products.
+    template <int M, int N>
     void block(int64_t token, int64_t panel, bool fetch) const {
         constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
         const T* w = panels + panel * W * inner;
         const T* in = x + token * x_stride;
-        vf acc[M] = {};
+        const T* next = w + (N > 1 ? N * W * inner : ahead);
+        vf acc[N][M] = {};
         auto advance = [&](int64_t i) {
-            const auto column = P::weights(w);
-            for (int m = 0; m < M; ++m) acc[m] = P::add(acc[m], column, in + m * x_stride + i);
+            typename P::Vec column[N];
+            for (int n = 0; n < N; ++n) column[n] = P::weights(w + n * W * inner);
+            for (int m = 0; m < M; ++m)
+                for (int n = 0; n < N; ++n) acc[n][m] = P::add(acc[n][m], column[n], in + m * x_stride + i);
         };
         if (fetch)
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
-                __builtin_prefetch(w + ahead, 0, 2);
+                // the panels are one stretch of memory, and are fetched as one
+                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, 2);
+                next += N * W * P::pair;
                 advance(i);
             }
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
-        const int64_t row = panel * W;
-        const int width = rows - row < W ? (int)(rows - row) : W;
-        const vf add = bias ? load_part(bias + row, width) : vf{};
-        for (int m = 0; m < M; ++m) {
-            T* to = out + (token + m) * rows + row;
-            if (width == W)
-                store(to, acc[m] + add);
-            else
-                store_part(to, acc[m] + add, width);
+        for (int n = 0; n < N; ++n) {
+            const int64_t row = (panel + n) * W;
+            const int width = rows - row < W ? (int)(rows - row) : W;
+            const vf add = bias ? load_part(bias + row, width) : vf{};
+            for (int m = 0; m < M; ++m) {
+                T* to = out + (token + m) * rows + row;
+                if (width == W)
+                    store(to, acc[n][m] + add);
+                else
+                    store_part(to, acc[n][m] + add, width);
+            }
         }
     }
 
-    template <int M>
+    template <int M, int N>
     void block_of(int64_t count, int64_t token, int64_t panel, bool fetch) const {
         if constexpr (M > 0) {
-            if (count == M) return block<M>(token, panel, fetch);
-            block_of<M - 1>(count, token, panel, fetch);
+            if (count == M) return block<M, N>(token, panel, fetch);
+            block_of<M - 1, N>(count, token, panel, fetch);
         }
     }
 
     // Panels begin .. end for tokens first .. first + count, in blocks of nearly equal size.
     void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
         const int64_t blocks = (count + kBlock - 1) / kBlock;
-        for (int64_t panel = begin; panel < end; ++panel)
+        for (int64_t panel = begin; panel < end;) {
+            const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
             for (int64_t b = 0; b < blocks; ++b) {
                 const int64_t from = count * b / blocks, to = count * (b + 1) / blocks;
-                block_of<kBlock>(to - from, first + from, panel, b == 0);
+                if (width == 1)
+                    block_of<kBlock, 1>(to - from, first + from, panel, b == 0);
+                else
+                    block_of<kBlock, kPanels>(to - from, first + from, panel, b == 0);
             }
+            panel += width;
+        }
     }
 };
 
