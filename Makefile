@@ -4,6 +4,7 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # One worker per core pays off: a good part of the suite waits for imports and model builds.
+# Files in their own order: the other one, by number of tests, puts the long distributed tests, one a file, last and alone.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -57,7 +58,7 @@ rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
 	$(BIN)/python examples/grpo_report.py $(RL_DEMO)/seed* --curve $(RL_DEMO)/curve.png
 
 test: $(VENV)/.smollm2
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

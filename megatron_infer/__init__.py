@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs import CompletionOutput as CompletionOutput
     from megatron_infer.outputs import RequestOutput as RequestOutput
-    from megatron_infer.outputs import TokenSupport as TokenSupport
     from megatron_infer.rl.report import UpdateReport as UpdateReport
     from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
+    from megatron_infer.schedule.structured import StructuredOutput as StructuredOutput
     from megatron_infer.suspension import MemoryReport as MemoryReport
+    from megatron_infer.token_support import TokenSupport as TokenSupport
 
 __version__ = "0.1.0"
 
@@ -49,7 +50,8 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
-    "TokenSupport": "outputs",
+    "StructuredOutput": "schedule.structured",
+    "TokenSupport": "token_support",
     "UpdateReport": "rl.report",
     "VersionSpan": "schedule.request",
     "with_inference": "models.specs",

@@ -21,6 +21,7 @@ from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
 from megatron_infer.context.stages import StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
+from megatron_infer.figures import figures_of, held_blocks
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
@@ -32,6 +33,7 @@ from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact import inexact_part
@@ -222,31 +224,32 @@ class Assembly:
             self.weight_version = version
             self.scheduler.set_root(self.root(), version=version)
 
-    def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
+    def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int, meter: EngineMeter) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
         if self.sink is None or step % self.config.logging_step_interval:
             return
         scheduler, sizes = self.scheduler, self.sizes
-        used = sizes.num_usable_blocks - self.context.num_free_blocks
-        active = {block for request in scheduler.running for block in request.lease.blocks}  # type: ignore[union-attr]
+        figures = figures_of(self, meter, state="running", num_steps=step)
+        num_free = figures.blocks_free + figures.blocks_cached
         self.sink.write(
             StepSnapshot(
                 step=step,
                 step_time_s=seconds,
-                waiting_queue_len=scheduler.num_waiting,
+                waiting_queue_len=figures.num_waiting,
                 total_requests_dict_size=num_requests,
                 total_blocks=sizes.num_usable_blocks,
-                allocated_blocks=used,
-                active_unique_blocks=len(active),
-                active_request_count=scheduler.num_running,
-                paused_request_count=scheduler.num_paused,
-                block_count_avail=self.context.num_free_blocks,
+                allocated_blocks=sizes.num_usable_blocks - num_free,
+                active_unique_blocks=len(held_blocks(scheduler.running)),
+                active_request_count=figures.num_running,
+                paused_request_count=figures.num_paused,
+                block_count_avail=num_free,
                 active_token_count=plan.num_tokens,
-                total_request_count=scheduler.num_running + scheduler.num_paused,
+                total_request_count=figures.num_running + figures.num_paused,
                 max_requests=sizes.max_requests,
-                prefix_cache_hits=scheduler.stats.prefix_hits,
-                prefix_cache_blocks_matched=scheduler.stats.prefix_hit_tokens // self.config.block_size_tokens,
-            )
+                prefix_cache_hits=figures.prefix_hits,
+                prefix_cache_blocks_matched=figures.prefix_hit_tokens // self.config.block_size_tokens,
+            ),
+            figures,
         )
 
 

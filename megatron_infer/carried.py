@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_infer.outputs import CompletionOutput, TokenSupport, lone_row, support_row
+from megatron_infer.outputs import CompletionOutput
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.token_support import TokenSupport, lone_row, support_row
 
 
 class RoutingLog:

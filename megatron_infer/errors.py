@@ -97,6 +97,17 @@ class TransitionTimeout(TransitionFailed, TimeoutError):
     """A transition that did not end in the time allowed and was undone."""
 
 
+class MismatchAlarm(InferenceError, RuntimeError):
+    """Rollouts and the trainer's forward disagree by more than the alarm allows.
+
+    `report` is the MismatchReport: the figures, what tripped, and the place. The engine and its requests are as before.
+    """
+
+    def __init__(self, message: str, *, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class StaleCache(InferenceError, RuntimeError):
     """Something derived from the weights does not belong to the weights the model has now."""
 

@@ -234,11 +234,13 @@ class Suspension:
     def _report(
         self, command: str, mode: KVCacheManagementMode, meter: _Meter, tags: dict[str, TagReport]
     ) -> MemoryReport:
+        seconds = time.perf_counter() - meter.started
+        self._loop.ledger.meter.transition(command, seconds)
         return MemoryReport(
             command=command,
             mode=mode.value,
             state=self._lifecycle.state.value,
-            seconds=time.perf_counter() - meter.started,
+            seconds=seconds,
             tags={tag: tags[tag] for tag in TAGS if tag in tags},
             process_bytes_before=meter.in_use,
             process_bytes_after=self._parts.device.used_bytes(),

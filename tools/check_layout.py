@@ -43,7 +43,10 @@ LAYERS: dict[str, int] = {
     "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
+    "token_support": 3,
     "carried": 4,
+    "figures": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
@@ -94,6 +97,11 @@ PURE = (
     "context.layout",
     "context.stages",
     "metrics.core",
+    "metrics.books",
+    "metrics.catalog",
+    "metrics.figures",
+    "metrics.meter",
+    "metrics.serving",
     "parallel.__init__",
     "parallel.router",
 )

@@ -13,9 +13,11 @@ from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.forward.pooling import Pooled, pool
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
@@ -54,6 +56,7 @@ class Drawn:
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
     cause: str = ""
     """What raised, where that was on this rank; `error` is every rank's."""
+    pooled: list[Pooled] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Flight:
     """Made by the forward."""
     logits_SV: Tensor | None = None
     prompt_scores: list[PromptScores] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
     carried: CarriedBatch | None = None
     routed_TLK: Tensor | None = None
@@ -85,7 +89,7 @@ class Flight:
         """Wait for the device and give the tokens."""
         routing = None if self.routing is None else as_ids(self.routing.wait())
         if self._tokens is None or self._bad is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing)
+            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
         bad = self._bad.wait()
         return Drawn(
             StepResult(self._tokens.wait().tolist()),
@@ -94,6 +98,7 @@ class Flight:
             self.prompt_scores,
             self.carried,
             routing,
+            pooled=self.pooled,
         )
 
 
@@ -110,8 +115,8 @@ class ModelRunner:
         device: Device,
         ops: Ops,
     ) -> None:
-        self.store, self.builder, self._model = store, builder, model
-        self._sampler, self._device, self._ops = sampler, device, ops
+        self.store, self.builder, self.sampler, self._model = store, builder, sampler, model
+        self._device, self._ops = device, ops
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         """What requests can be told of their tokens' experts; None: nothing."""
 
@@ -128,7 +133,7 @@ class ModelRunner:
         self._set_rows(flight.plan)
         self.store.run_moves(moves)
         flight.batch = self.builder.build(flight.plan, table_writes)
-        if self._sampler.params.num_routing:
+        if self.sampler.params.num_routing:
             self._make_room_for_routing(flight)
 
     def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
@@ -146,30 +151,41 @@ class ModelRunner:
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+        flight.pooled = pool(plan, hidden_TD)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""
         shape, batch = self.routing, flight.batch
-        if shape is not None and (self._sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
+        if shape is not None and (self.sampler.params.flags[batch.meta.table_row] & Wants.ROUTING).any():
             flight.routed_TLK = batch.routing_TLK = self._room_for_routing(batch.num_tokens, shape)
 
     def _room_for_routing(self, num_tokens: int, shape: RoutingShape) -> Tensor:
         dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
         return torch.empty((num_tokens, shape.num_layers, shape.top_k), dtype=dtype, device=self._device.torch)
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn on this rank, or heard of."""
+        return True
+
     def then(self, action: Callable[[], None]) -> None:
         """Do this once the steps launched so far have done what they do on the host."""
         action()
 
     @torch.inference_mode()
-    def sample(self, flight: Flight) -> None:
+    def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
         """Draw the step's tokens on the device and start their way to the host."""
         if flight.logits_SV is None:
             return
         batch = flight.batch
-        out = self._sampler.sample(
+        out = self.sampler.sample(
             flight.logits_SV,
-            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
+            SampleInputs(
+                rows=batch.sample_rows,
+                positions=batch.sample_positions,
+                token_pool=self.builder.token_pool,
+                masks=masks,
+            ),
         )
         self.builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)
@@ -178,11 +194,11 @@ class ModelRunner:
         """Sampling parameters of rows that changed hands in this plan."""
         for request in plan.returned:
             assert request.lease is not None, f"{request.id} came back without a lease"
-            self._sampler.params.set(request.lease.row, request)
+            self.sampler.params.set(request.lease.row, request)
         for piece in plan.prefill:
             for request in (piece.request, *piece.forks) if piece.first else piece.forks:
                 assert request.lease is not None, f"{request.id} is planned without a lease"
-                self._sampler.params.set(request.lease.row, request)
+                self.sampler.params.set(request.lease.row, request)
 
     def _score_prompts(self, plan: Plan, hidden_TD: Tensor) -> list[PromptScores]:
         """Prompt log probabilities of the slices whose requests asked; the last position scores no prompt token."""
@@ -202,8 +218,8 @@ class ModelRunner:
                 lambda hidden: self._model.logits(hidden, self._ops),
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
-                vocab_size=self._sampler.vocab_size,
-                score=self._sampler.score,
+                vocab_size=self.sampler.vocab_size,
+                score=self.sampler.score,
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores

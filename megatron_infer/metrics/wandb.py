@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.metrics.catalog import as_row, engine_families
 from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.figures import EngineFigures
 
 STEP_METRIC = "inference/inference_step"
 logger = logging.getLogger("megatron_infer")
@@ -37,7 +39,7 @@ class WandbSink:
         check_writer(writer)
         self.writer = writer
         self.offset = 0
-        self._has_rollouts = False
+        self._families: set[str] = set()
         if writer is not None:
             self.offset = _last_step(writer)
             writer.define_metric(STEP_METRIC)
@@ -45,18 +47,26 @@ class WandbSink:
 
     def write_rollout(self, values: Mapping[str, float]) -> None:
         """One row of `RolloutStats.as_metrics()`, over the weight version."""
+        self._write_family("rollout", values)
+
+    def write_mismatch(self, values: Mapping[str, float]) -> None:
+        """One row of `MismatchFigures.as_metrics()`, over the weight version."""
+        self._write_family("mismatch", values)
+
+    def _write_family(self, name: str, values: Mapping[str, float]) -> None:
+        """A row of numbers named `name`/..., one of which is the weight version."""
         if self.writer is None:
             return
-        if not self._has_rollouts:
-            self.writer.define_metric("rollout/*", step_metric="rollout/weight_version")
-            self._has_rollouts = True
+        if name not in self._families:
+            self.writer.define_metric(f"{name}/*", step_metric=f"{name}/weight_version")
+            self._families.add(name)
         self.writer.log(dict(values))
 
-    def write(self, snapshot: StepSnapshot) -> None:
-        """One console line and, with a writer, one row."""
+    def write(self, snapshot: StepSnapshot, figures: EngineFigures | None = None) -> None:
+        """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets, too."""
         logger.info("%s", console_line(snapshot))
         if self.writer is not None:
-            values = snapshot.as_metrics()
+            values = snapshot.as_metrics() | ({} if figures is None else as_row(engine_families(figures)))
             values[STEP_METRIC] += self.offset
             self.writer.log(values)
 
@@ -89,5 +99,5 @@ def console_line(s: StepSnapshot) -> str:
 def _last_step(writer: object) -> int:
     """The x value the run already holds: its summary is local, unlike its history."""
     run = getattr(writer, "run", writer)
-    summary = getattr(run, "summary", None)
+    summary: Any = getattr(run, "summary", None)
     return int(summary.get(STEP_METRIC) or 0) if hasattr(summary, "get") else 0

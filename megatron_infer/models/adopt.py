@@ -158,6 +158,11 @@ class AdoptedModel:
         out_TD = decoder(hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step).squeeze(1)
         return out_TD if self.is_last_stage else out_TD.float()
 
+    def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
+        """The norm behind the last layer, by itself."""
+        assert self._norm is not None, "a pipeline stage that is not the last"
+        return self._norm.run(step.ops, x_TD)
+
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
         if self._tp is not None:

@@ -16,16 +16,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenSupport
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.link import Link
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import VersionSpan
+
+if TYPE_CHECKING:
+    from megatron_infer.token_support import TokenSupport
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
@@ -79,6 +80,8 @@ class _Receiver:
             metrics.first_token_time = now
         if news.prompt_logprobs is not None:
             output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
+        if news.pooled is not None:
+            output.pooled = wire.bytes_to_floats(news.pooled)
         output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
         output.error = None if news.error is None else wire.error_of(news.error)
         output.finished = news.finished
@@ -114,13 +117,23 @@ def _extend_carried(one: CompletionOutput, piece: wire.Piece) -> None:
     if piece.processed_logprobs is not None:
         one.processed_logprobs = [*(one.processed_logprobs or []), *wire.bytes_to_floats(piece.processed_logprobs)]
     if piece.support is not None:
-        vocab_size, lengths, words = piece.support
-        rows = np.split(np.frombuffer(words, np.int32), np.cumsum(np.frombuffer(lengths, np.int32))[:-1])
-        before = [] if one.support is None else one.support.rows()
-        one.support = TokenSupport.of_rows(vocab_size, [*before, *(rows if lengths else ())])
+        one.support = _longer(one.support, *piece.support)
     if piece.routing is not None:
+        import numpy as np
+
         name, shape, content = piece.routing
         one.routing = np.frombuffer(content, name).reshape(shape)
+
+
+def _longer(support: TokenSupport | None, vocab_size: int, lengths: bytes, words: bytes) -> TokenSupport:
+    """With the rows of one more piece: int32 numbers of words, and the words."""
+    import numpy as np  # only where somebody asked for it: clients run without
+
+    from megatron_infer.token_support import TokenSupport
+
+    rows = np.split(np.frombuffer(words, np.int32), np.cumsum(np.frombuffer(lengths, np.int32))[:-1])
+    before = [] if support is None else support.rows()
+    return TokenSupport.of_rows(vocab_size, [*before, *(rows if lengths else ())])
 
 
 def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:

@@ -37,9 +37,9 @@ import numpy as np
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import TokenSupport
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.token_support import TokenSupport
 
 FORMAT = "megatron_infer.rollouts"
 SCHEMA = 1

@@ -205,6 +205,12 @@ class RolloutSession:
                 forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
             )
 
+    @contextmanager
+    def scoring(self) -> Iterator[torch.nn.Module]:
+        """The model for forwards of one's own, in the conditions of `score`: stock, eval mode, no autograd."""
+        with self._switch.scoring(grad=False):
+            yield self.model
+
     def _update(self, source: Any, *, undo: bool, **how: Any) -> Update:
         if source is None:
             return Colocated(self.engine, **how)

@@ -14,11 +14,11 @@ import numpy as np
 
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong, RequestError
-from megatron_infer.outputs import TokenSupport
 from megatron_infer.rl.prompts import Ask, ask_of, is_chat
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.token_support import TokenSupport
 
 ANSWER = "@@answer-of-the-model@@"
 """Stands for what the model said while a template is rendered around it."""

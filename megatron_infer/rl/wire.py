@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_infer.outputs import TokenSupport
 from megatron_infer.rl.bundle import BundleError, check_sample, check_support
 from megatron_infer.rl.samples import RolloutSample
 from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.token_support import TokenSupport
 
 SCHEMA = 1
 MAX_SAMPLE_BYTES = 256 << 20

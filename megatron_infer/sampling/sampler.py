@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, make_lane, split
@@ -43,6 +44,8 @@ class SampleInputs:
     """[S] index in its sequence of the token to be drawn: the length of its context."""
     token_pool: Tensor
     """int32 [rows, positions] on the device: prompt and output ids of each row, read below `positions`."""
+    masks: TokenMasks | None = None
+    """Of the rows with structured output; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,15 @@ class Sampler:
         if self._carries is not None:
             score_own = self._score_of_model(self._carries.lane, whole)
             carried = carry(
-                self._carries, logits_SV, positions, inputs.token_pool, tokens_S, whole, self.score, score_own
+                self._carries,
+                logits_SV,
+                positions,
+                inputs.token_pool,
+                inputs.masks,
+                tokens_S,
+                whole,
+                self.score,
+                score_own,
             )
         return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
@@ -131,7 +142,7 @@ class Sampler:
     def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
         values = lane.take(logits_SV)
         if lane.wants & TOUCHED:
-            values = lane.edited(values, inputs.positions, inputs.token_pool)
+            values = lane.edited(values, inputs.positions, inputs.token_pool, inputs.masks)
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
             return Choice(self.argmax(values), values.amax(-1).float())
@@ -169,7 +180,7 @@ class Sampler:
             temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
             if lane.wants & (TOUCHED | Wants.FILTER) or (temperature != 1.0).any():
                 divisors = torch.from_numpy(temperature).to(logits_SV.device)
-                values = lane.drawn_from(values, inputs.positions, inputs.token_pool, drawn, divisors)
+                values = lane.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
                 score_rows = self.score
         counts = self.params.num_logprobs[rows]
         scored = score_rows(values, lane.take(tokens_S), int(counts.max()))

@@ -23,8 +23,9 @@ MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_widt
 
 @pytest.fixture
 def fresh_build(tmp_path, monkeypatch):
-    """An empty cache directory and no library loaded yet."""
+    """An empty cache directory and no library loaded yet; what is built there is never run, so it may be slow."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_build, "FLAGS", ("-O0", *native_build.FLAGS[1:]))
     native_build.load.cache_clear()
     yield tmp_path
     native_build.load.cache_clear()

@@ -9,33 +9,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import start_ranks
 from hybrid_models import random_hybrid
+from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.build import build_model
 from megatron_infer.models.hf_names import Shard
 from megatron_infer.models.sources import open_source
-
-WORKER = """
-import sys, torch
-torch.set_num_threads(1)
-from plain_forward import full_logits
-from megatron_infer.models.build import build_model
-from megatron_infer.models.sources import open_source
 from megatron_infer.testing.cpu_shim import cpu_shim
-rank, folder, ckpt = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = torch.distributed.FileStore(folder + "/store", 2)
-torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-for case in sys.argv[4:]:
-    model = build_model(open_source(folder + "/" + case), tensor_parallel=2)
-    with cpu_shim(1):  # ranks that share a kv head gather on the current CUDA device
-        torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
-again = build_model(open_source(ckpt), tensor_parallel=2)
-torch.save(full_logits(again, list(range(30))), f"{folder}/ckpt.{rank}.pt")
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
+
+
+def compute(rank: int, folder: str, checkpoint: str, cases: list[str]) -> None:
+    """This rank's part of every model's logits, saved."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(folder + "/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for case in cases:
+        model = build_model(open_source(f"{folder}/{case}"), tensor_parallel=2)
+        with cpu_shim(1):  # ranks that share a kv head gather on the current CUDA device
+            torch.save(full_logits(model, list(range(30))), f"{folder}/{case}.{rank}.pt")
+    again = build_model(open_source(checkpoint), tensor_parallel=2)
+    torch.save(full_logits(again, list(range(30))), f"{folder}/ckpt.{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def run_on_two_ranks(models, saved, tmp_path):
@@ -49,17 +47,7 @@ def run_on_two_ranks(models, saved, tmp_path):
             expected[case] = model(torch.tensor([ids]), use_cache=False).logits[0]
     source = open_source(tmp_path / saved)
     save_checkpoint(build_model(source), tmp_path / "saved", plan=source.config())
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    command = [str(tmp_path), str(tmp_path / "saved"), *models]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", WORKER, str(rank), *command],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    start_ranks(compute, (str(tmp_path), str(tmp_path / "saved"), list(models)), 2)
     for case in [*models, "ckpt"]:
         got = torch.cat([torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(2)], dim=-1)
         assert got.shape[-1] == 132, "131 entries padded to a multiple of two"

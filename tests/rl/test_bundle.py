@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import TokenSupport, support_row
 from megatron_infer.rl import bundle, wire
 from megatron_infer.rl.bundle import BundleError
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.token_support import TokenSupport, support_row
 
 VOCAB = 200
 FULL = {"logprobs": True, "raw": True, "support": True, "routing": True, "reward": True}

@@ -12,8 +12,8 @@ from sampling_rows import Rows, random_logits, random_request
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.native_sampling import NativeSampling
-from megatron_infer.outputs import TokenSupport, lone_row, support_row
 from megatron_infer.sampling.carried import ALONE, WHOLE
+from megatron_infer.token_support import TokenSupport, lone_row, support_row
 
 BOTH = {"return_sampled_logprobs": True, "return_support": True}
 

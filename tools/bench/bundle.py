@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_infer.outputs import TokenSupport
 from megatron_infer.rl import bundle, wire
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.token_support import TokenSupport
 
 VOCAB, PROMPT = 50_000, 256
 

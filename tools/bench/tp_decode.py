@@ -54,11 +54,11 @@ def as_modules(engine: Any) -> Iterator[None]:
     def embed(self: AdoptedModel, step: Any) -> Tensor:
         return live.embedding(step.token_ids_T.unsqueeze(0), step.positions_T.unsqueeze(0)).squeeze(1)
 
-    sharded = runner._sampler
-    runner._sampler = GatheringSampler(sharded._sampler)
+    sharded = runner.sampler
+    runner.sampler = GatheringSampler(sharded._sampler)
     with mock.patch.object(LeanLinear, "run", run), mock.patch.object(AdoptedModel, "_embed", embed):
         yield
-    runner._sampler = sharded
+    runner.sampler = sharded
 
 
 def decode_ms(engine: Any, rows: int, steps: int) -> list[float]:

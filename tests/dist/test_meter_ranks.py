@@ -1,0 +1,97 @@
+"""The mismatch meter over ranks: one process's figures on all of them, and one place, or a reason why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import meter_case as case
+import pytest
+import torch
+from gloo_ranks import new_groups, run_on_ranks
+from session_case import make_session
+
+from megatron_infer.models.adopt import adopt
+from megatron_infer.rl.meter import MismatchMeter
+from megatron_infer.rl.meter_layers import Verdict
+from megatron_infer.rl.weights import apply
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
+
+MODEL: dict[str, Any] = {"num_layers": 2, "init_method_std": 0.2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor_model_parallel_size": 2},
+    "TP2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "EP2": {"expert_model_parallel_size": 2},
+    "PP2": {"pipeline_model_parallel_size": 2},
+}
+SHIMMED = ("TP2, sequence parallel", "EP2")
+
+
+def on_layouts(rank: int, size: int, folder: Path) -> None:
+    weights, want = torch.load(folder / "one.pt")
+    for name, sizes in LAYOUTS.items():
+        new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
+        stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if name == "PP2" else {}
+        model = tiny_gpt(**MODEL, **sizes, **stages, **(EXPERTS if name == "EP2" else {}))
+        if name == "EP2":
+            share_what_is_not_expert(model)
+        else:
+            apply(model, weights)
+        session = make_session(model, settings={"collective_timeout_s": 60, "check_invariants": False})
+        # megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take
+        with cpu_shim(1) if name in SHIMMED else contextlib.nullcontext():
+            check(name, rank, session, want)
+        if session.engine.parts.team.lockstep is not None:
+            session.engine.parts.team.lockstep.close()
+
+
+def share_what_is_not_expert(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" not in name:
+                torch.distributed.broadcast(parameter, 0)
+
+
+def check(name: str, rank: int, session: Any, want: int) -> None:
+    quiet = case.rollout(session, MismatchMeter(session, share=0.5))
+    assert not quiet.is_alarm and quiet.figures.num_tokens == want, (name, str(quiet))
+    meter = MismatchMeter(session, share=1.0)
+    if name == "PP2":
+        if rank == 1:
+            lean = session.model.decoder.layers[0].self_attention.lean
+            lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+        report = case.rollout(session, meter)
+        assert report.is_alarm and report.place.verdict is Verdict.UNKNOWN and "pipeline" in report.place.note
+        return
+    if name == "EP2":
+        case.router_order(None, session)
+        place = case.rollout(session, meter).place
+        assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "moe", 1), str(place)
+        return
+    if rank == 1:  # the others see it in what comes back from this one, or in its part of the vocabulary
+        case.stale_copy(None, session, weight="output_layer.weight")
+    place = case.rollout(session, meter).place
+    assert (place.verdict, place.kind) == (Verdict.LAYER, "output"), (name, str(place))
+    assert place.stale_copies
+    session.engine.refresh_weights()
+    assert not case.rollout(session, meter).is_alarm
+    lean = session.model.decoder.layers[1].self_attention.lean
+    if rank == 0:
+        lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+    place = case.rollout(session, meter).place
+    assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "attention", 1), (name, str(place))
+
+
+@pytest.mark.timeout(200)
+def test_all_ranks_have_the_figures_and_the_place_of_one_process(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = tiny_gpt(**MODEL)
+    adopt(model)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    session = make_session(model, settings={"check_invariants": False})
+    want = case.rollout(session, MismatchMeter(session, share=0.5)).figures.num_tokens
+    assert 0 < want < 144
+    torch.save((weights, want), tmp_path / "one.pt")
+    run_on_ranks(on_layouts, 2, tmp_path)
