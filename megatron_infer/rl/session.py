@@ -109,7 +109,7 @@ class RolloutSession:
         (a reward model's dropout, say) does not change what training draws; the same prompts drawn so come every time.
         Within another generating() nothing happens.
         """
-        outermost = self._place is Place.OUTSIDE and restore_rng
+        outermost = self._place is not Place.GENERATING and restore_rng
         if outermost:
             self._draws.note()
         try:
@@ -123,9 +123,10 @@ class RolloutSession:
     def training(self) -> Iterator[MemoryReport]:
         """The engine is suspended, its memory given back as far as suspend_mode says; the next generating() wakes it.
 
-        Within generating() the model is as the trainer left it, and as the body leaves it the trainer finds it later.
+        Within generating() the model and torch's generators are as the trainer left them, and as the body leaves them
+        the trainer finds them later.
         """
-        with self._within(Place.TRAINING):
+        with self._within(Place.TRAINING), self._draws.interrupted():
             assert self._report is not None
             yield self._report
 
