@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -156,17 +156,18 @@ class Assembly:
         fresh = not self.scheduler.num_running and not self.scheduler.num_paused
         return self.guard.changed() if fresh else self.guard.moved()
 
-    def accept_weights(self, version: int, tick: Tick = _no_tick) -> None:
+    def accept_weights(self, version: int, tick: Tick = _no_tick, *, rebuilt: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies and retire cached KV; nothing may be in flight.
 
         When it fails, derived copies may be of old and new weights: the next step sees to them again.
+        rebuilt: derived copies are of these weights already, whose checksums these are.
         """
         try:
             with self.team.together("accepting the weights"):
                 self.guard.doubt()
-                self.derived.refresh_held(tick)  # the resume rebuilds what is released
+                read = self.derived.refresh_held(tick) if rebuilt is None else rebuilt  # others wait for the resume
                 tick("the weights' checksums")
-                self.guard.accept()
+                self.guard.accept(read)
         except BaseException:
             self.guard.doubt()  # also where it went well: all ranks try again
             raise
@@ -183,12 +184,16 @@ class Assembly:
             self.derived.verify()
 
     def catch_up_with_weights(self, tick: Tick = _no_tick) -> None:
-        """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released."""
-        if self.team.any_rank(self.guard.changed()):
-            self.accept_weights(self.weight_version + 1, tick)
+        """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released.
+
+        All weights are read once: who packs them sums them up.
+        """
+        read: dict[int, int] | None = None
         if self.derived.is_released:
             with self.team.together("rebuilding what is derived from the weights"):
-                self.derived.refresh(tick)
+                read = self.derived.refresh(tick)
+        if self.team.any_rank(self.guard.changed(read or {})):
+            self.accept_weights(self.weight_version + 1, tick, rebuilt=read)
 
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""

@@ -39,7 +39,9 @@ def replay_routing(
     routing: of each sequence, [positions, layers, K] as CompletionOutput.routing has it: all its positions but the
     last, or with it. Layers are those of `model`: of a pipeline stage pass the part that belongs to it.
     sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence a row, padded at the end, or
-    [1, N] with the sequences one behind the other. What is not recorded (last positions, padding) is routed as ever.
+    [1, N] with the sequences one behind the other. Rows are known by their tokens and may be some of the sequences, in
+    another order, as `RolloutSession.score` runs them; of a later pipeline stage, which sees none, they are taken to be
+    all in order. What is not recorded (last positions, padding) is routed as ever.
     Where activations are recomputed the backward belongs within, too. An engine of the model generates within as ever;
     make it before, as adoption refuses modules with hooks.
     Raises ModelError, with nothing changed, for arrays and models that do not fit, naming what does not.
@@ -53,6 +55,11 @@ def replay_routing(
             replay = _Replay(targets, layer, name)
             hooks.append(router.register_forward_pre_hook(replay.on_forward, with_kwargs=True))
             router.router_replay = replay
+        hooks += [
+            chunk.register_forward_pre_hook(targets.on_tokens, with_kwargs=True)
+            for chunk in map(unwrap, _chunks(model))
+            if chunk.pre_process
+        ]
         yield
     finally:
         for hook in hooks:
@@ -108,8 +115,40 @@ class _Targets:
             _checked(i, array, len(sequence), len(routers), router.topk, router.config.num_moe_experts)
             for i, (array, sequence) in enumerate(zip(routing, sequences, strict=True))
         ]
+        self._sequences = [torch.tensor(list(sequence), dtype=torch.int64) for sequence in sequences]
         self._lengths = [len(sequence) for sequence in sequences]
-        self._made: dict[tuple[int, int], Tensor] = {}
+        self._rows: tuple[int, ...] | None = None
+        """Which sequence each row of the forward under way has; None: one behind the other, or nobody knows."""
+        self._made: dict[tuple[int, int, tuple[int, ...] | None], Tensor] = {}
+
+    def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins."""
+        ids_BS = args[0] if args else kwargs.get("input_ids")
+        before, self._rows = self._rows, None
+        if ids_BS is None:
+            return
+        ids_BS = ids_BS.detach().cpu()
+        if not (len(ids_BS) == 1 and _begins(ids_BS[0], torch.cat(self._sequences))):
+            self._rows = tuple(self._row_of(row, ids_S) for row, ids_S in enumerate(ids_BS))
+        if self._made and before != self._rows and _recomputes(model):
+            raise ModelError(
+                "replay_routing: forwards over other rows than before, and their activations are recomputed in the "
+                "backward pass, which would not know whose they are; take one replay_routing for each forward and its "
+                "backward"
+            )
+
+    def _row_of(self, row: int, ids_S: Tensor) -> int:
+        """Which sequence a row begins with: its own if it can be, else the longest."""
+        known = [ids[: len(array)] for ids, array in zip(self._sequences, self._arrays, strict=True)]
+        if row < len(known) and _begins(ids_S, known[row]):
+            return row
+        fitting = [i for i, ids in enumerate(known) if _begins(ids_S, ids)]
+        if not fitting:
+            raise ModelError(
+                f"replay_routing: row {row} of the forward's tokens begins with none of the {len(self._lengths)} "
+                "sequences; run those, one a row and padded at the end, or one behind the other in one row"
+            )
+        return max(fitting, key=lambda i: self._lengths[i])
 
     def of(self, router: Any, shape: tuple[int, ...], name: str) -> Tensor:
         """int64 [N, layers, K] of a forward whose router gets [S, B, hidden], of this rank's share of S."""
@@ -119,12 +158,15 @@ class _Targets:
         return target_SBLK[part * local : (part + 1) * local].flatten(0, 1)
 
     def _laid_out(self, num_positions: int, size: int, name: str) -> Tensor:
-        found = self._made.get((num_positions, size))
+        key = num_positions, size, self._rows
+        found = self._made.get(key)
         if found is not None:
             return found
         starts = np.cumsum([0, *self._lengths[:-1]])
-        rows = size == len(self._arrays)
-        if not (max(self._lengths) <= num_positions if rows else size == 1 and sum(self._lengths) <= num_positions):
+        rows = self._rows is not None or size == len(self._arrays)
+        if self._rows is None and not (
+            max(self._lengths) <= num_positions if rows else size == 1 and sum(self._lengths) <= num_positions
+        ):
             raise ModelError(
                 f"replay_routing: {name} was given {size} x {num_positions} tokens, and the routing is of "
                 f"{len(self._lengths)} sequences of {min(self._lengths)} to {max(self._lengths)}; run those, one a row "
@@ -132,16 +174,28 @@ class _Targets:
             )
         _, layers, top_k = self._arrays[0].shape
         target = torch.full((num_positions, size, layers, top_k), _UNKNOWN, dtype=torch.int64)
-        for i, array in enumerate(self._arrays):
-            first, column = (0, i) if rows else (int(starts[i]), 0)
+        for place, i in enumerate(self._rows if self._rows is not None else range(len(self._arrays))):
+            array, first, column = self._arrays[i], 0 if rows else int(starts[i]), place if rows else 0
             target[first : first + len(array), column] = torch.from_numpy(array)
-        self._made[num_positions, size] = target
+        self._made[key] = target
         return target
+
+
+def _begins(ids_S: Tensor, sequence: Tensor) -> bool:
+    return len(sequence) <= len(ids_S) and torch.equal(ids_S[: len(sequence)], sequence)
+
+
+def _recomputes(model: Any) -> bool:
+    return model.training and torch.is_grad_enabled() and model.config.recompute_granularity is not None
+
+
+def _chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
     """(name, router) of the model's mixture-of-experts layers, first to last."""
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    chunks = _chunks(model)
     for number, chunk in enumerate(chunks):
         prefix = f"chunk {number}: " if len(chunks) > 1 else ""
         for i, layer in enumerate(unwrap(chunk).decoder.layers):

@@ -115,7 +115,8 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
             check_sample(f"group {group.group_id!r}, sample {index}", sample)
             if sample.prompt_ids != group.prompt_ids:
                 raise BundleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
-    vocab_sizes = {sample.support.vocab_size for sample in samples if sample.support is not None}
+    # A sample without a token does not know the vocabulary.
+    vocab_sizes = {sample.support.vocab_size for sample in samples if sample.support is not None and sample.token_ids}
     if len(vocab_sizes) > 1:
         raise BundleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); bundle them apart")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
@@ -181,6 +182,7 @@ def _supports(supports: list[TokenSupport]) -> Arrays:
 
 
 def _routing(records: list[np.ndarray]) -> np.ndarray:
+    records = [record for record in records if len(record)]  # of a sample that was never computed: of no shape
     if not records:
         return np.empty((0, 0, 0), dtype=np.uint8)
     kinds = {(record.dtype.name, record.shape[1:]) for record in records}
@@ -288,17 +290,21 @@ def _metadata(content: bytes) -> dict[str, str]:
         raise BundleError("no bundle, or cut short: its header is longer than it is")
     try:
         header = json.loads(content[8 : 8 + length])
-        metadata = header.get("__metadata__", {})
-    except (ValueError, AttributeError) as error:
+        metadata = dict(header.get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BundleError(f"no bundle: its header is not that of a safetensors file: {error}") from error
     if metadata.get("format") != FORMAT:
         raise BundleError(f"a safetensors file, but no bundle: format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("schema") != str(SCHEMA):
         raise BundleError(f"schema {metadata.get('schema')!r}, this code reads {SCHEMA}; read it with its own version")
     numbers = ("groups", "samples", "vocab_size")
-    if not all(str(metadata.get(name, "")).isdigit() for name in numbers) or "digest" not in metadata:
+    if not all(_is_count(metadata.get(name)) for name in numbers) or "digest" not in metadata:
         raise BundleError(f"its header lacks one of {', '.join(numbers)}, digest")
-    return dict(metadata)
+    return metadata
+
+
+def _is_count(text: Any) -> bool:
+    return isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _check_arrays(arrays: Arrays) -> None:
@@ -416,7 +422,7 @@ class _Reader:
     def _about(self) -> list[dict[str, Any]]:
         try:
             about = json.loads(self._arrays["about"].tobytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"'about' is not JSON: {error}") from error
         keys = {"id", "index", "begun_version", "num_cached_tokens", "error", "info", "samples"}
         if not isinstance(about, list) or len(about) != self._num_groups:

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_infer.errors import ConfigError
@@ -16,6 +16,7 @@ from megatron_infer.rl.prompts import Ask, as_batch
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.turns import Conversation, ConversationTooLong, Turn
+from megatron_infer.sampling.rng import derive_seed
 from megatron_infer.schedule.params import SamplingParams
 
 Said = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
@@ -64,7 +65,10 @@ async def converse(
     gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
     batch = as_batch(prompts)
     talks = [
-        [Conversation(roll.engine, prompt, params, max_total_tokens=limits.total_tokens) for _ in range(params.n)]
+        [
+            Conversation(roll.engine, prompt, seeded(params, index), max_total_tokens=limits.total_tokens)
+            for index in range(params.n)
+        ]
         for prompt in batch
     ]
     tasks = [
@@ -77,6 +81,13 @@ async def converse(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """Of sample `index`: its later turns draw with the seed that its first one had, not with that of the group."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=derive_seed(params.seed, index))
 
 
 def run_conversations(

@@ -97,6 +97,8 @@ class Flow:
         self.cut: set[str] = set()
         """Aborted and not handed out: other ranks have no output of them."""
         self._owners: dict[str, Call] = {}
+        self._ended: dict[str, RequestOutput] = {}
+        """Of those in `loose`: they ended while another call stepped."""
         self._foreign: list[RequestOutput] = []
         self._lock = threading.RLock()
 
@@ -106,6 +108,11 @@ class Flow:
             call.carried = tuple(self.loose) if carry else ()
             for name in call.carried:
                 ticket = self.loose.pop(name)
+                if name in self._ended:
+                    call.num_groups += 1
+                    call.num_done += 1
+                    call.ready.append(ticket.group(self._ended.pop(name)))
+                    continue
                 ticket.tokens_before = self._num_drawn(ticket)
                 self._enter(call, ticket)
             for index, ask in enumerate(asks):
@@ -143,6 +150,9 @@ class Flow:
                     call.num_done += 1
                     call.ready.append(group.group(output))
                     self.held.add(group.id)
+                elif output.request_id in self.loose and output.finished:
+                    self._ended[output.request_id] = output
+                    self.held.add(output.request_id)
                 elif output.request_id not in self._owners:
                     self._foreign.append(output)
             loop = self.engine.loop
@@ -177,7 +187,11 @@ class Flow:
                     del call.tickets[ticket.id], self._owners[ticket.id]
                     self._forget(ticket.id)
             self._settle()
-            # What others wait for comes with the engine's next step.
+            self.give_back()
+
+    def give_back(self) -> None:
+        """What others than rollouts wait for comes with the engine's next step."""
+        with self._lock:
             self.engine.loop.backlog[:0] = self._foreign
             self._foreign = []
 
@@ -195,6 +209,9 @@ class Flow:
                 known = ", ".join(ticket.id for ticket in self.in_flight) or "none"
                 raise UnknownRequest(f"no group {group_id!r} under way; under way: {known}")
             ticket = self.loose.pop(group_id) if call is None else call.tickets.pop(group_id)
+            if group_id in self._ended:
+                self.release([group_id])
+                return ticket.group(self._ended.pop(group_id))
             drawn = self._num_drawn(ticket)
             group = ticket.group(self.engine.abort(group_id))
             if call is not None:

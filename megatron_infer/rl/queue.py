@@ -78,6 +78,7 @@ class RolloutQueue:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
+            self._roll.flow.give_back()
             self._roll.end_turn(error)
 
     def __iter__(self) -> Iterator[list[RolloutGroup]]:

@@ -109,7 +109,7 @@ class RolloutSession:
         (a reward model's dropout, say) does not change what training draws; the same prompts drawn so come every time.
         Within another generating() nothing happens.
         """
-        outermost = self._place is Place.OUTSIDE and restore_rng
+        outermost = self._place is not Place.GENERATING and restore_rng
         if outermost:
             self._draws.note()
         try:
@@ -123,9 +123,10 @@ class RolloutSession:
     def training(self) -> Iterator[MemoryReport]:
         """The engine is suspended, its memory given back as far as suspend_mode says; the next generating() wakes it.
 
-        Within generating() the model is as the trainer left it, and as the body leaves it the trainer finds it later.
+        Within generating() the model and torch's generators are as the trainer left them, and as the body leaves them
+        the trainer finds them later.
         """
-        with self._within(Place.TRAINING):
+        with self._within(Place.TRAINING), self._draws.interrupted():
             assert self._report is not None
             yield self._report
 
@@ -174,20 +175,25 @@ class RolloutSession:
         temperature: float = 1.0,
         grad: bool = False,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        start: int | Sequence[int] = 1,
     ) -> list[Tensor]:
-        """Log probabilities of each sequence's tokens but the first, given those before -> fp32 [len - 1] each.
+        """Log probabilities of each sequence's tokens from `start` on, given those before -> fp32 [len - start] each.
 
+        start: of all sequences, or of each. Positions before it (a prompt's) cost no output layer and no softmax.
         By the forward that trains, in eval mode, of logits / temperature; with `grad` they can be differentiated (not
         over pipeline stages). micro_batch_tokens: padded tokens of a forward at most, above which a sequence is alone.
         With batch_invariant=True they have the bits of the engine's log probabilities (its raw ones at temperature 1).
         Every rank of the model has all scores. In any block, and outside.
         """
         sequences = [list(sequence) for sequence in sequences]
+        starts = [start] * len(sequences) if isinstance(start, int) else list(start)
         team = self.engine.parts.team
         if team.lockstep is not None:
-            digest = hashlib.blake2b(json.dumps([sequences, temperature, grad]).encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(
+                json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
+            ).hexdigest()
             team.lockstep.meet("score()", arguments=digest)
-        self._scorer.check(sequences, temperature, micro_batch_tokens)
+        self._scorer.check(sequences, temperature, micro_batch_tokens, starts)
         if grad and team.groups.pp is not None:
             raise NotImplementedError(
                 "score(grad=True) over pipeline stages: the backward pass belongs to megatron-core's schedule; "
@@ -197,7 +203,7 @@ class RolloutSession:
         forward = self._chain[0] if grad else self.model
         with self._switch.scoring(grad=grad):
             return self._scorer.score(
-                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens
+                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
             )
 
     @contextmanager

@@ -117,6 +117,18 @@ class GlobalDraws:
     def note(self) -> None:
         self._noted = self._states()
 
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """What is drawn within stays drawn, from where they stood at `note`."""
+        is_noted = bool(self._noted)
+        if is_noted:
+            self.take_back()
+        try:
+            yield
+        finally:
+            if is_noted:
+                self.note()
+
     def take_back(self) -> None:
         """Says once, in the log, that somebody has drawn."""
         noted, self._noted = self._noted, []

@@ -203,9 +203,11 @@ class Conversation:
         self._record.draw(sample)
         self.ids += sample.token_ids
         self.turns.append(turn)
-        if sample.support is not None:
+        if sample.support is not None and len(sample.support):
             self._vocab_size = sample.support.vocab_size
-        self._routing = sample.routing
+        known = 0 if self._routing is None else len(self._routing)
+        if sample.routing is not None and len(sample.routing) >= known:  # one cut in its prompt knows less
+            self._routing = sample.routing
         return turn
 
     def sample(self) -> RolloutSample:
@@ -214,8 +216,8 @@ class Conversation:
         `info["turns"]` tells of each turn where it begins, its tokens, finish reason and prefix hits.
         """
         last = self.turns[-1] if self.turns else None
-        length = 0 if last is None else last.start + len(last.token_ids)
         start, record = len(self.prompt_ids), self._record
+        length = max((place + 1 for place, drawn in enumerate(record.mask) if drawn), default=0)
         ids = self.ids[start : start + length]
         return RolloutSample(
             prompt_ids=list(self.prompt_ids),
@@ -228,7 +230,7 @@ class Conversation:
             stop_reason=None if last is None else last.stop_reason,
             loss_mask=record.mask[:length],
             support=TokenSupport.of_rows(self._vocab_size, record.support[:length]) if self._vocab_size else None,
-            routing=self._routing,
+            routing=None if self._routing is None else self._routing[: max(0, start + length - 1)],
             info={
                 "turns": [
                     [turn.start, len(turn.token_ids), turn.finish_reason, turn.num_cached_tokens] for turn in self.turns

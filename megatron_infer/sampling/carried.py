@@ -105,11 +105,13 @@ def carry(
     tokens_S: Tensor,
     drawn: Choice,
     score: Score,
+    score_own: Score,
 ) -> CarriedBatch:
-    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order."""
+    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order. score_own: `score` for the
+    lane's rows of the model's logits."""
     lane, vocab = plan.lane, logits_SV.shape[1]
     values, token_A = lane.take(logits_SV), lane.take(tokens_S)
-    raw = score(values, token_A, 0)[0]
+    raw = score_own(values, token_A, 0)[0]
     bits = torch.empty(0, num_bytes(vocab), dtype=torch.uint8, device=logits_SV.device)
     if plan.same:
         return CarriedBatch(lane.places, raw, raw.masked_fill(plan.greedy_A, 0.0), plan.support, bits, vocab)

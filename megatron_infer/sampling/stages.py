@@ -61,7 +61,7 @@ class Lane:
         drawn: the whole step's choices. temperature_M: 1 for greedy rows.
         """
         cut = Choice(drawn.token_M, drawn.top_M)
-        if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
+        if self.wants & Wants.FILTER and drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
             cut.cut_logit_M, cut.cut_id_M = self.take(drawn.cut_logit_M), self.take(drawn.cut_id_M)
         return processed(self.edited(logits_MV, positions, token_pool, masks), temperature_M, cut)
 

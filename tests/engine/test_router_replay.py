@@ -166,8 +166,40 @@ def test_a_wider_batch_is_replayed_and_one_that_is_not_of_the_sequences_is_refus
     with replay_routing(rollout.model, rollout.routing, rollout.sequences):
         rollout.logits(width=70)
         for ids in (torch.zeros(2, 70, dtype=torch.int64), torch.zeros(3, 20, dtype=torch.int64)):
-            with pytest.raises(ModelError, match=r"decoder\.layers\.\d\.mlp\.router was given . x .0 tokens"):
+            with pytest.raises(ModelError, match=r"row 0 of the forward's tokens begins with none of the 3"):
                 rollout.model(ids, torch.arange(ids.shape[1])[None].expand(len(ids), -1), None)
+
+
+def test_rows_are_known_by_their_tokens_in_any_order_and_number(rollout):
+    other = [np.sort((array.astype(int) + 1) % 4, axis=-1).astype(np.uint8) for array in rollout.routing]
+    with replay_routing(rollout.model, other, rollout.sequences):
+        whole = rollout.logits()
+    order = [2, 0]
+    ids = torch.zeros(2, 70, dtype=torch.int64)
+    for row, place in enumerate(order):
+        sequence = rollout.sequences[place][:-1]  # as a trainer's input that is shifted against its labels
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+    with replay_routing(rollout.model, other, rollout.sequences):
+        some = rollout.model(ids, torch.arange(70)[None].expand(2, -1), None)
+    for row, place in enumerate(order):
+        length = len(rollout.sequences[place]) - 1
+        torch.testing.assert_close(some[row, :length], whole[place, :length])
+
+
+def test_rows_that_change_under_recomputation_are_refused(rollout):
+    rows = [torch.tensor([rollout.sequences[place]]) for place in (0, 1)]
+    positions = [torch.arange(ids.shape[1])[None] for ids in rows]
+    rollout.model.train()
+    try:
+        with replay_routing(rollout.model, rollout.routing, rollout.sequences):
+            for ids, at in zip(rows, positions, strict=True):  # nothing is recomputed: every forward by itself
+                rollout.model(ids, at, None)
+            rollout.model.config.recompute_granularity = "selective"
+            with pytest.raises(ModelError, match="other rows than before"):
+                rollout.model(rows[0], positions[0], None)
+    finally:
+        rollout.model.config.recompute_granularity = None
+        rollout.model.eval()
 
 
 WRONG = {

@@ -288,3 +288,33 @@ def test_a_bundle_is_a_fraction_of_the_same_in_json():
     ]
     size = len(bundle.encode([group]))
     assert size < len(json.dumps(plain)) / 3
+
+
+def test_a_sample_that_ended_before_it_was_computed_is_bundled_with_others():
+    """It knows neither the vocabulary nor how many layers choose experts."""
+    rng = random.Random(4)
+    prompt = [1, 2, 3]
+    nothing = RolloutSample(
+        prompt_ids=prompt,
+        token_ids=[],
+        finish_reason="abort",
+        support=TokenSupport.of_rows(0, []),
+        routing=np.empty((0, 0, 0), dtype=np.uint8),
+    )
+    full = make_sample(rng, prompt, 5, **FULL)
+    [group] = bundle.decode(bundle.encode([RolloutGroup(group_id="a", prompt_ids=prompt, samples=[nothing, full])]))
+    assert len(group.samples[0].support) == len(group.samples[0].routing) == 0
+    assert group.samples[1].support == full.support and np.array_equal(group.samples[1].routing, full.routing)
+
+
+@pytest.mark.parametrize("words", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])
+def test_a_header_with_words_of_another_kind_is_refused(words):
+    known = {"format": bundle.FORMAT, "schema": "1", "groups": "1", "samples": "1", "vocab_size": "0", "digest": ""}
+    header = json.dumps({"__metadata__": known | words if isinstance(words, dict) else words}).encode()
+    with pytest.raises(BundleError):
+        bundle.decode(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_header_nested_without_end_is_refused():
+    with pytest.raises(BundleError):
+        bundle.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)

@@ -10,6 +10,7 @@ from rollout_case import assert_empty, make_engine, prompts_of
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.rl.collect import RolloutShortage
+from megatron_infer.rl.flow import Budget
 from megatron_infer.rl.queue import RolloutQueue
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.schedule.params import SamplingParams
@@ -123,3 +124,21 @@ def test_prompts_that_run_out_end_the_batches_and_leave_the_rest_to_be_had(roll)
 def test_a_negative_staleness_is_refused(roll):
     with pytest.raises(ConfigError, match="max_staleness is -1"):
         RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, max_staleness=-1)
+
+
+def test_what_others_wait_for_reaches_them_although_the_queue_steps(roll):
+    """A caller's own request, and groups that a paused call had left."""
+    long = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+    roll.pause_at(Budget(tokens=2))
+    assert roll.generate(prompts_of(2), long) == [] and len(roll.unfinished) == 2
+    roll.engine.add_request([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), request_id="mine", stream="final")
+    queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag=1)
+    for _ in range(4):
+        queue.next_batch()
+    assert [output.request_id for output in roll.engine.step() if output.finished] == ["mine"]
+    aborted = roll.abort(roll.unfinished[0].id)
+    assert [len(sample.token_ids) for sample in aborted.samples] == [12, 12], "it had ended meanwhile"
+    first, second = roll.generate(prompts_of(1), long)
+    assert (first.index, second.index) == (1, 0) and roll.unfinished == []
+    assert [len(sample.token_ids) for sample in first.samples] == [12, 12] and roll.stats.num_tokens == 24
+    queue.close()

@@ -176,6 +176,24 @@ def test_global_generators_stand_where_they_stood(caplog):
     assert global_states() != before
 
 
+def test_training_within_generating_draws_on_where_training_stood():
+    session = make_session(tiny_gpt())
+    torch.manual_seed(5)
+    wanted = [torch.rand(3) for _ in range(3)]
+    torch.manual_seed(5)
+    drawn = []
+    with session.generating():
+        torch.rand(7)
+        for _ in range(2):
+            with session.training():
+                drawn.append(torch.rand(3))
+                with session.generating():
+                    torch.rand(7)
+            torch.rand(7)
+    drawn.append(torch.rand(3))
+    assert all(map(torch.equal, drawn, wanted))
+
+
 class Flag:
     """As megatron-core's InferenceMode from 0.19 on."""
 

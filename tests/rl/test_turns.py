@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from vocabularies import byte_level, sentencepiece
 
 from megatron_infer.errors import ConfigError, InvalidPrompt, PromptTooLong
 from megatron_infer.rl.conversations import TurnLimits, converse, run_conversations, say
+from megatron_infer.rl.flow import Call
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.turns import Conversation, ConversationTooLong
 from megatron_infer.schedule.params import SamplingParams
@@ -281,3 +283,32 @@ def test_other_rollouts_are_not_disturbed(roll):
 
 async def _collect(roll):
     return [group async for group in roll.stream([[7, 8], [9, 9]], drawing())]
+
+
+def test_later_turns_of_a_group_with_a_seed_are_drawn_apart(roll):
+    """A flat distribution: equal draws would show as equal tokens."""
+    flat = dict.fromkeys(range(30, 62), 100.0)
+    params = SamplingParams(n=4, max_tokens=12, ignore_eos=True, seed=3, logit_bias=flat, temperature=100.0)
+    talks = [
+        run_conversations(roll, [[40, 41]], params, lambda talk, turn: [50] if len(talk.turns) < 2 else None)[0]
+        for _ in range(2)
+    ]
+    seconds = [sample.token_ids[13:] for sample in talks[0].samples]
+    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in itertools.combinations(seconds, 2)]
+    assert max(same) < 6, same
+    assert [s.token_ids for s in talks[0].samples] == [s.token_ids for s in talks[1].samples], "the seed still decides"
+
+
+def test_a_last_turn_that_drew_nothing_leaves_the_sample_as_it_was(roll, engine):
+    talk = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
+    run(say(roll, talk))
+    before = talk.sample()
+    talk.add_ids([7, 8, 9])
+    call = Call()
+    roll.flow.begin(call, [talk.ask()], carry=False)
+    talk.take(roll.flow.drop(call, next(iter(call.tickets.values()))))
+    roll.flow.end(call)
+    after = talk.sample()
+    assert talk.turns[-1].token_ids == [] and after.finish_reason == "abort"
+    assert (after.token_ids, after.loss_mask, after.support) == (before.token_ids, before.loss_mask, before.support)
+    assert after.support is not None

@@ -131,6 +131,19 @@ def check_digests(holdings: list[Holding], wants: dict, has: dict, dtype: torch.
         flat[-1] ^= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float32, torch.bfloat16])
+def test_digests_read_every_bit_and_write_none(dtype):
+    layout = Layout(name="t", shape=(6, 4), dim=0, spans=_spans((6,), 0, 1), dtype=dtype)
+    tensor = torch.arange(24).view(6, 4).to(dtype)
+    kept, digest = tensor.clone(), part_digest(layout, tensor)
+    assert torch.equal(tensor, kept)
+    bits = tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
+    for bit in range(8 * tensor.element_size()):
+        bits[2, 3] ^= 1 << bit if bit < 8 * tensor.element_size() - 1 else -1 << bit
+        assert part_digest(layout, tensor).value != digest.value, bit
+        bits[2, 3] = kept.view(bits.dtype)[2, 3]
+
+
 def test_digests_tell_order_place_and_zeros():
     layout = Layout(name="t", shape=(6, 4), dim=0, spans=_spans((6,), 0, 1), dtype=torch.float32)
     tensor = torch.arange(24.0).view(6, 4)

@@ -22,6 +22,8 @@ from megatron_infer.rl.weights.target import Target
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16
+_ZERO = 0x1D8E4E27C47D124F
+"""What an element of which no bit is set counts."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,9 +75,9 @@ def _sum(piece: Tensor, dim: int, start: int) -> int:
     step, total = max(1, _CHUNK // max(1, columns)), 0
     for at in range(0, rows, step):
         chunk = piece[at : at + step].reshape(-1, columns).contiguous()
-        bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64)
-        # + 1 after doubling: a zero counts too, so that a missing row is not a row of zeros
-        sums = bits.mul_(2).add_(1).mul_(weights_C).sum(1)
+        bits = chunk.view(_BITS[chunk.element_size()]).to(torch.int64, copy=True)
+        # a zero counts too, so that a missing row is not a row of zeros
+        sums = bits.add_(_ZERO).mul_(weights_C).sum(1)
         total += int(sums.mul_(weights_R[at : at + step]).sum())
     return total
 
