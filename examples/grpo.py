@@ -279,8 +279,8 @@ def train_on(
 
 def scores_of(session: RolloutSession, group: RolloutGroup, args: argparse.Namespace, *, grad: bool = False) -> Tensor:
     """Log probabilities of all tokens behind the prompt, sample after sample, by the forward that trains."""
-    scores = session.score([sample.ids for sample in group.samples], temperature=args.temperature, grad=grad)
-    return torch.cat([score[len(group.prompt_ids) - 1 :] for score in scores])
+    sequences, start = [sample.ids for sample in group.samples], len(group.prompt_ids)
+    return torch.cat(session.score(sequences, start=start, temperature=args.temperature, grad=grad))
 
 
 if __name__ == "__main__":

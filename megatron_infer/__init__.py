@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.schedule.params import SamplingParams as SamplingParams
     from megatron_infer.schedule.request import VersionSpan as VersionSpan
+    from megatron_infer.schedule.structured import StructuredOutput as StructuredOutput
     from megatron_infer.suspension import MemoryReport as MemoryReport
     from megatron_infer.token_support import TokenSupport as TokenSupport
 
@@ -49,6 +50,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RolloutSession": "rl.session",
     "SamplingParams": "schedule.params",
+    "StructuredOutput": "schedule.structured",
     "TokenSupport": "token_support",
     "UpdateReport": "rl.report",
     "VersionSpan": "schedule.request",

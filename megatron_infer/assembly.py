@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -21,6 +21,7 @@ from megatron_infer.context.layout import GIB, host_places
 from megatron_infer.context.prefix import root_of
 from megatron_infer.context.stages import StageSizes, agree, stage_limits
 from megatron_infer.context.store import StateStore
+from megatron_infer.figures import figures_of, held_blocks
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
@@ -32,6 +33,7 @@ from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.meter import EngineMeter
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact import inexact_part
@@ -154,17 +156,18 @@ class Assembly:
         fresh = not self.scheduler.num_running and not self.scheduler.num_paused
         return self.guard.changed() if fresh else self.guard.moved()
 
-    def accept_weights(self, version: int, tick: Tick = _no_tick) -> None:
+    def accept_weights(self, version: int, tick: Tick = _no_tick, *, rebuilt: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies and retire cached KV; nothing may be in flight.
 
         When it fails, derived copies may be of old and new weights: the next step sees to them again.
+        rebuilt: derived copies are of these weights already, whose checksums these are.
         """
         try:
             with self.team.together("accepting the weights"):
                 self.guard.doubt()
-                self.derived.refresh_held(tick)  # the resume rebuilds what is released
+                read = self.derived.refresh_held(tick) if rebuilt is None else rebuilt  # others wait for the resume
                 tick("the weights' checksums")
-                self.guard.accept()
+                self.guard.accept(read)
         except BaseException:
             self.guard.doubt()  # also where it went well: all ranks try again
             raise
@@ -181,12 +184,16 @@ class Assembly:
             self.derived.verify()
 
     def catch_up_with_weights(self, tick: Tick = _no_tick) -> None:
-        """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released."""
-        if self.team.any_rank(self.guard.changed()):
-            self.accept_weights(self.weight_version + 1, tick)
+        """Before running on after a standstill: see weights that changed meanwhile, rebuild what was released.
+
+        All weights are read once: who packs them sums them up.
+        """
+        read: dict[int, int] | None = None
         if self.derived.is_released:
             with self.team.together("rebuilding what is derived from the weights"):
-                self.derived.refresh(tick)
+                read = self.derived.refresh(tick)
+        if self.team.any_rank(self.guard.changed(read or {})):
+            self.accept_weights(self.weight_version + 1, tick, rebuilt=read)
 
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
@@ -217,31 +224,32 @@ class Assembly:
             self.weight_version = version
             self.scheduler.set_root(self.root(), version=version)
 
-    def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int) -> None:
+    def report(self, plan: Plan, seconds: float, *, num_requests: int, step: int, meter: EngineMeter) -> None:
         """Hand a step's figures to the metrics writer, every logging_step_interval steps."""
         if self.sink is None or step % self.config.logging_step_interval:
             return
         scheduler, sizes = self.scheduler, self.sizes
-        used = sizes.num_usable_blocks - self.context.num_free_blocks
-        active = {block for request in scheduler.running for block in request.lease.blocks}  # type: ignore[union-attr]
+        figures = figures_of(self, meter, state="running", num_steps=step)
+        num_free = figures.blocks_free + figures.blocks_cached
         self.sink.write(
             StepSnapshot(
                 step=step,
                 step_time_s=seconds,
-                waiting_queue_len=scheduler.num_waiting,
+                waiting_queue_len=figures.num_waiting,
                 total_requests_dict_size=num_requests,
                 total_blocks=sizes.num_usable_blocks,
-                allocated_blocks=used,
-                active_unique_blocks=len(active),
-                active_request_count=scheduler.num_running,
-                paused_request_count=scheduler.num_paused,
-                block_count_avail=self.context.num_free_blocks,
+                allocated_blocks=sizes.num_usable_blocks - num_free,
+                active_unique_blocks=len(held_blocks(scheduler.running)),
+                active_request_count=figures.num_running,
+                paused_request_count=figures.num_paused,
+                block_count_avail=num_free,
                 active_token_count=plan.num_tokens,
-                total_request_count=scheduler.num_running + scheduler.num_paused,
+                total_request_count=figures.num_running + figures.num_paused,
                 max_requests=sizes.max_requests,
-                prefix_cache_hits=scheduler.stats.prefix_hits,
-                prefix_cache_blocks_matched=scheduler.stats.prefix_hit_tokens // self.config.block_size_tokens,
-            )
+                prefix_cache_hits=figures.prefix_hits,
+                prefix_cache_blocks_matched=figures.prefix_hit_tokens // self.config.block_size_tokens,
+            ),
+            figures,
         )
 
 

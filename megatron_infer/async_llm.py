@@ -156,6 +156,9 @@ class AsyncLLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
+        preparing = None if params is None else self.llm.engine.prepare(params)
+        if preparing is not None:  # not on the engine's thread, where others' steps would wait for it
+            await asyncio.shield(asyncio.wrap_future(preparing))
         submitted = self._thread.submit(prompt, params, request_id, stream, sink)
         try:
             added = await asyncio.wrap_future(submitted)

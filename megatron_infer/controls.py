@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,14 +161,15 @@ class EngineControls:
         """
         self.set_weight_version(self.parts.weight_version + 1)
 
-    def follow(self) -> None:
+    def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
         """On every rank but the leader: take part in what the leader calls until it calls dismiss().
 
+        also: further calls of the leader's, by the name it meets the others under.
         For scripts that only the leader runs. Outputs of steps are the leader's to take.
         """
         if self.relay is None or self.relay.lockstep.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
-        self.relay.follow(self.followed())
+        self.relay.follow(self.followed() | dict(also or {}))
 
     def dismiss(self) -> None:
         """On the leader: the other ranks' follow() returns. Without other ranks it does nothing."""

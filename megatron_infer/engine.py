@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +20,11 @@ from megatron_infer.errors import (
     InvalidPrompt,
     UnknownRequest,
 )
+from megatron_infer.figures import figures_of
 from megatron_infer.intake import Prompt, TextCodec, is_single_prompt, salt_of
 from megatron_infer.ledger import Ledger
 from megatron_infer.lifecycle import EngineState
+from megatron_infer.metrics.figures import EngineFigures
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel.relay import Relay
 from megatron_infer.schedule.params import SamplingParams
@@ -151,6 +154,10 @@ class DynamicInferenceEngine(EngineControls):
             )
         text, ids = self.parts.intake.tokenize(prompt)
         return self._queue(request_id, text, ids, params, stream, salt_of(prompt))
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
+        return None if params.structured is None else self.parts.intake.grammars.cache.compile(params.structured)
 
     def _queue(
         self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str
@@ -322,6 +329,10 @@ class DynamicInferenceEngine(EngineControls):
 
     def stats(self) -> EngineStats:
         return EngineStats.of(self)
+
+    def figures(self) -> EngineFigures:
+        """What metrics are made of; from any thread."""
+        return figures_of(self.parts, self.ledger.meter, state=self.state.value, num_steps=self.num_steps)
 
     def _new_id(self) -> str:
         return self.parts.intake.new_id(self._taken)

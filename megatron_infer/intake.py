@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
+from megatron_infer.sampling.grammar import Grammars
 from megatron_infer.sampling.rng import derive_seed
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import CacheUse, Request
@@ -49,6 +50,7 @@ class Intake:
     def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
         self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
         self._eos_ids = frozenset(eos_ids)
+        self.grammars = Grammars(tokenizer, limits.vocab_size)
         self.num_seeds = 0
         """Seeds derived so far: the next unseeded request takes the one after."""
         self.num_ids = 0
@@ -116,7 +118,7 @@ class Intake:
         return wanted
 
     def check_params(self, params: SamplingParams) -> None:
-        """Hold parameters against the vocabulary and the tokenizer."""
+        """Hold parameters against the vocabulary and the tokenizer; waits for a grammar that is not compiled yet."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
         if params.return_routing and not self.limits.knows_routing:
@@ -142,6 +144,8 @@ class Intake:
                 raise RequestError("allowed_token_ids less bad_token_ids leaves no token to draw; allow at least one")
         elif params.bad_token_ids is not None and len(set(params.bad_token_ids)) >= self.limits.vocab_size:
             raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
+        if params.structured is not None:
+            self.grammars.cache.check(params.structured)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
         """The request's n sequences, leader first; the leader brings the others as its siblings. salt: `salt_of`."""
@@ -160,12 +164,17 @@ class Intake:
                 max_total=max_total,
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
-                cache=CacheUse(allowed=params.prompt_logprobs is None and not params.return_routing, salt=salt),
+                cache=CacheUse(allowed=_may_share(params), salt=salt),
             )
             for index in range(params.n)
         ]
         members[0].siblings = tuple(members[1:])
         return members
+
+
+def _may_share(params: SamplingParams) -> bool:
+    """Whether a cached prefix may stand for positions of the prompt: not where something of each is asked for."""
+    return params.prompt_logprobs is None and not params.return_routing and params.pooling != "mean"
 
 
 def salt_of(prompt: Prompt) -> str:

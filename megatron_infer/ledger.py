@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.pooling import Pooled, PoolLog
 from megatron_infer.forward.runner import Drawn, PromptScores
 from megatron_infer.intake import TextCodec
+from megatron_infer.metrics.meter import EngineMeter, outcome_of
 from megatron_infer.outputs import RequestMetrics, RequestOutput
 from megatron_infer.sampling.carried import ALONE, CarriedBatch
 from megatron_infer.schedule.params import SamplingParams
@@ -29,6 +31,9 @@ class Ledger:
         self._groups: dict[str, Group] = {}
         self._members: dict[str, tuple[Group, Sample]] = {}
         self._watched: set[str] = set()
+        self.meter = EngineMeter()
+        self.num_structured = 0
+        """Open accounts of structured output."""
         self.on_retire: Callable[[Group], None] | None = None
         """Told of every account that is closed, before its last output is handed out."""
 
@@ -72,6 +77,7 @@ class Ledger:
             samples=samples,
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            pooling=None if params.pooling is None else PoolLog(params.pooling, len(ids)),
         )
         group.event("ADD_ENGINE")
         self.enter(group)
@@ -80,6 +86,7 @@ class Ledger:
         """Take an account in, a new one or a loaded one -> whether its samples want work per token."""
         assert group.id not in self._groups, f"request {group.id!r} has an account already"
         self._groups[group.id] = group
+        self.num_structured += group.params.structured is not None
         params, samples = group.params, group.samples
         per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
         per_token = per_token or params.carries
@@ -95,10 +102,14 @@ class Ledger:
         if self.on_retire is not None:
             self.on_retire(group)
         output = group.output()
+        ids = [sample.request.id for sample in group.samples]
+        outcome = "error" if group.error is not None else outcome_of(s.request.finish_reason for s in group.samples)
+        self.meter.end(outcome, group.metrics.latency_s or 0.0, ids)
         del self._groups[group.id]
-        for sample in group.samples:
-            del self._members[sample.request.id]
-            self._watched.discard(sample.request.id)
+        self.num_structured -= group.params.structured is not None
+        for one in ids:
+            del self._members[one]
+            self._watched.discard(one)
         return output
 
     def on_event(self, request: Request, kind: str, payload: dict[str, Any]) -> None:
@@ -130,11 +141,10 @@ class Ledger:
         """A committed step -> outputs with news. Stop strings found here end their request in the scheduler."""
         if drawn.prompt_scores:
             self._take_prompt_scores(drawn.prompt_scores)
-        now = time.monotonic()
-        for piece in plan.prefill:
-            member = self._members.get(piece.request.id)
-            if member is not None and piece.samples and member[0].metrics.first_token_time is None:
-                member[0].metrics.first_token_time = now
+        for pooled in drawn.pooled:
+            self._take_pooled(pooled)
+        ended = tuple(ended)
+        self._count(plan, ended)
         touched: dict[str, Group] = {}
         if self._watched:
             if drawn.logprobs is not None:
@@ -145,6 +155,26 @@ class Ledger:
                 self._take_routing(plan, drawn.routing)
             self._take_tokens(plan, alive, touched, scheduler)
         return self.close(ended, touched)
+
+    def _count(self, plan: Plan, ended: Sequence[Request]) -> None:
+        """Tokens that were taken, not those dropped because their request had ended before."""
+        now = time.monotonic()
+        for piece in plan.prefill:
+            member = self._members.get(piece.request.id)
+            if member is not None and piece.samples and member[0].metrics.first_token_time is None:
+                group = member[0]
+                group.metrics.first_token_time = now
+                cached = group.samples[0].request.history.cached_tokens
+                waited = now - group.metrics.arrival_time
+                self.meter.first_token(waited, prompt=len(group.prompt_ids), cached=cached)
+        just_ended = {request.id for request in ended if request.finish_reason is not FinishReason.ERROR}
+        members = self._members
+        taken = [
+            request.id
+            for request in plan.sampled
+            if request.id in members and (request.finish_reason is None or request.id in just_ended)
+        ]
+        self.meter.tokens(taken, now)
 
     def close(self, ended: Iterable[Request], touched: dict[str, Group] | None = None) -> list[RequestOutput]:
         """Outputs of groups that ended or have news."""
@@ -223,6 +253,11 @@ class Ledger:
         member = self._members.get(request.id)
         if member is not None and member[1].carried is not None:
             member[1].carried.take_routing(start, rows)
+
+    def _take_pooled(self, pooled: Pooled) -> None:
+        member = self._members.get(pooled.request.id)
+        if member is not None and member[0].pooling is not None:
+            member[0].pooling.take(pooled.start, pooled.end, pooled.values_D.cpu().numpy())
 
     def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
         for scores in scored:

@@ -12,6 +12,7 @@ limit_spinning()  # before the imports below bring torch in, unless the script h
 
 # ruff: noqa: E402
 from megatron_infer.config import InferenceConfig, machine_config
+from megatron_infer.embeddings import Embedding, embeddings_of, params_for
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError
 from megatron_infer.forward.device import Device, choose_dtype
@@ -96,6 +97,19 @@ class LLM:
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
 
             return self.engine.generate(prompts, sampling_params, on_output=advance)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """The prompts' final hidden states as one vector each, in order: pooling "last" or "mean", of length 1 if
+        `normalize`; `dimensions` keeps the first components only, for models that were trained for it."""
+        outputs = self.engine.generate(prompts, params_for(pooling))
+        return embeddings_of(outputs, dimensions=dimensions, normalize=normalize)
 
     def chat(
         self,

@@ -102,3 +102,5 @@ class RequestOutput:
     events: list[RequestEvent] = field(default_factory=list)
     error: InferenceError | None = None
     """Why the request failed, when a sample's finish_reason is "error"."""
+    pooled: list[float] | None = None
+    """SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not normalised."""

@@ -12,10 +12,11 @@ from megatron_infer.forward.pipeline import is_of_collective
 from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.policy import CostModel
-from megatron_infer.schedule.request import FinishReason
+from megatron_infer.schedule.request import FinishReason, Request
 
 
 class Listener(Protocol):
@@ -111,7 +112,7 @@ class StepLoop:
         seconds = time.perf_counter() - started
         if parts.speeds is not None and parts.speeds.take(plan, seconds):
             self.set_costs(parts.speeds.costs)
-        parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps)
+        parts.report(plan, seconds, num_requests=len(self.ledger), step=self.num_steps, meter=self.ledger.meter)
         if self.is_idle:
             parts.leave_inference()
 
@@ -167,7 +168,8 @@ class StepLoop:
         started = time.perf_counter()
         try:
             flight = self.parts.forward(plan)
-            self.parts.runner.sample(flight)
+            masks = self._masks(plan, outputs) if self.ledger.num_structured else None
+            self.parts.runner.sample(flight, masks)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             if self._ranks is not None:
                 self._ranks.step_failed(error, time.perf_counter() - started, fatal=is_of_collective(error))
@@ -183,6 +185,35 @@ class StepLoop:
         self._flights.append(flight)
         return True
 
+    def _masks(self, plan: Plan, outputs: list[RequestOutput]) -> TokenMasks | None:
+        """What the rows of structured output may draw; made while the device runs the step's forward.
+
+        A mask needs the tokens before it on the host: where the step before has drawn one of them, it is committed now.
+        """
+        if needs_host_tokens(plan):
+            self._commit(outputs)
+        return self.parts.intake.grammars.masks(plan.sampled) if self.parts.runner.draws else None
+
+    def _complete(self, asked: Sequence[Request]) -> list[Request]:
+        """Structured output whose last token was drawn, or that went wrong: it ends -> those."""
+        ended: list[Request] = []
+        for request in asked:
+            reason: FinishReason | None = None
+            try:
+                if self.parts.intake.grammars.advance(request):
+                    reason = FinishReason.STOP
+            except InferenceError as error:
+                self.ledger.set_error(request, error)
+                reason = FinishReason.ERROR
+            if reason is None:
+                continue
+            if request.finish_reason is None:
+                self.parts.scheduler.finish(request, reason)
+                ended.append(request)
+            else:  # the same token also was the last one allowed: that the text is complete decides
+                request.finish_reason = reason
+        return ended
+
     def _commit(self, outputs: list[RequestOutput], *, leave: int = 0) -> None:
         """Read the steps in flight but for the last `leave`, apply them, and append what they brought to `outputs`.
 
@@ -197,11 +228,13 @@ class StepLoop:
             del self._flights[0]
             broken = [plan.sampled[index] for index in drawn.bad]
             for request in broken:
-                error = FailedStep("the model's logits are not finite; check its weights and dtype")
-                self.ledger.set_error(request, error)
+                self.ledger.set_error(request, nothing_to_draw(request))
                 scheduler.finish(request, FinishReason.ERROR)
             alive = self.ledger.alive(plan)
+            asked = structured_of(plan) if self.ledger.num_structured else ()
             ended = scheduler.commit(plan, drawn.result)
+            if asked:
+                ended = [*ended, *self._complete(asked)]
             outputs.extend(self.ledger.take(plan, drawn, alive, (*ended, *broken), scheduler))
 
     def _read(self, flight: Flight) -> Drawn:
@@ -237,3 +270,26 @@ class StepLoop:
                 self.ledger.set_error(request, error)
                 self.parts.scheduler.finish(request, FinishReason.ERROR)
         outputs.extend(self.ledger.close(members.values()))
+
+
+def needs_host_tokens(plan: Plan) -> bool:
+    """Whether a request of structured output draws behind a token that only the device knows."""
+    for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+        if request.params.structured is not None and len(request.tokens) <= start:
+            return True
+    return False
+
+
+def structured_of(plan: Plan) -> list[Request]:
+    """Who takes a token of structured output from the step; ask before the scheduler commits."""
+    return [one for one in plan.sampled if one.params.structured is not None and one.finish_reason is None]
+
+
+def nothing_to_draw(request: Request) -> FailedStep:
+    """Why a request drew no token."""
+    if request.params.structured is None:
+        return FailedStep("the model's logits are not finite; check its weights and dtype")
+    return FailedStep(
+        "structured output has no token to draw: bad_token_ids, allowed_token_ids, stop_token_ids or min_tokens leave "
+        "none, its grammar went beyond the limits of a step, or the model's logits are not finite"
+    )

@@ -97,6 +97,8 @@ class Suspension:
         wanted = _known(tags)
         chosen = self._parts.config.kv_cache_management_mode if mode is None else _mode(mode)
         cache_leaves = KV_CACHE in wanted and self._leaves(chosen)
+        # PERSIST moves nothing: the next weights are packed over these copies. Who names the tag wants the memory.
+        copies_stay = tags is None and chosen is KVCacheManagementMode.PERSIST
         with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transit:
             meter = _Meter(self._parts)
             self._loop.stand_still(transit.tick)
@@ -111,9 +113,10 @@ class Suspension:
             elif KV_CACHE in fresh:
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
-            if WEIGHTS in fresh:
-                reports[WEIGHTS] = self._release_derived()
-            self._parts.device.trim()
+            if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._parts.derived.num_bytes):
+                reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
+            if cache_leaves or not copies_stay or self._parts.device.is_cuda:
+                self._parts.device.trim()
             if KV_CACHE in wanted:
                 self._mode = chosen
             if not self._away:
@@ -204,10 +207,11 @@ class Suspension:
             transit.undo("the restore", partial(store.release, _no_tick))
         return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
 
-    def _release_derived(self) -> TagReport:
+    def _release_derived(self, *, keep_memory: bool) -> TagReport:
         parts = self._parts
         derived, laid_up = parts.derived.num_bytes, parts.shelf_bytes()
-        parts.derived.release()
+        parts.derived.release(keep_memory=keep_memory)
+        derived -= parts.derived.num_bytes
         return TagReport(
             bytes_freed=derived + laid_up, bytes_copied=laid_up, bytes_resident=parts.weight_bytes() + laid_up
         )
@@ -217,7 +221,7 @@ class Suspension:
         parts = self._parts
         before = parts.derived.num_bytes
         if parts.derived.is_released:
-            transit.undo("the rebuilt copies", parts.derived.release)
+            transit.undo("the rebuilt copies", partial(parts.derived.release, keep_memory=before > 0))
         with parts.team.together("the look whether weights changed"):
             transit.tick("the look whether weights changed")
         parts.catch_up_with_weights(transit.tick)
@@ -230,11 +234,13 @@ class Suspension:
     def _report(
         self, command: str, mode: KVCacheManagementMode, meter: _Meter, tags: dict[str, TagReport]
     ) -> MemoryReport:
+        seconds = time.perf_counter() - meter.started
+        self._loop.ledger.meter.transition(command, seconds)
         return MemoryReport(
             command=command,
             mode=mode.value,
             state=self._lifecycle.state.value,
-            seconds=time.perf_counter() - meter.started,
+            seconds=seconds,
             tags={tag: tags[tag] for tag in TAGS if tag in tags},
             process_bytes_before=meter.in_use,
             process_bytes_after=self._parts.device.used_bytes(),

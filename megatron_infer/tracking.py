@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_infer.carried import carried_of
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.pooling import PoolLog
 from megatron_infer.intake import TextCodec
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.schedule.params import SamplingParams
@@ -154,6 +155,7 @@ class Group:
     samples: list[Sample]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooling: PoolLog | None = None
     events: list[RequestEvent] = field(default_factory=list)
     error: InferenceError | None = None
 
@@ -168,6 +170,7 @@ class Group:
         """As it stands, in its own mode (a delta is handed out once); `mode` "cumulative" shows everything again."""
         finished = self.finished
         leader = self.samples[0].request
+        pooled = None if self.pooling is None else self.pooling.result()
         self.metrics.num_output_tokens = sum(sample.request.num_output for sample in self.samples)
         self.metrics.num_pauses = sum(sample.request.history.num_pauses for sample in self.samples)
         self.metrics.num_evictions = sum(sample.request.history.num_evictions for sample in self.samples)
@@ -185,6 +188,7 @@ class Group:
             num_cached_tokens=leader.history.cached_tokens,
             events=self.events,
             error=self.error,
+            pooled=None if pooled is None else pooled.tolist(),
         )
 
 

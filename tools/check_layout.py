@@ -45,6 +45,8 @@ LAYERS: dict[str, int] = {
     "outputs": 4,
     "token_support": 3,
     "carried": 4,
+    "figures": 4,
+    "embeddings": 4,
     "parallel": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
@@ -95,6 +97,11 @@ PURE = (
     "context.layout",
     "context.stages",
     "metrics.core",
+    "metrics.books",
+    "metrics.catalog",
+    "metrics.figures",
+    "metrics.meter",
+    "metrics.serving",
     "parallel.__init__",
     "parallel.router",
 )

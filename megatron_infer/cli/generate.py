@@ -197,6 +197,8 @@ class Writer:
         line["prompt_token_ids"] = result.prompt_token_ids
         if result.prompt_logprobs is not None:
             line["prompt_logprobs"] = [p and _logprobs(p) for p in result.prompt_logprobs]
+        if result.pooled is not None:
+            line["pooled"] = result.pooled
         for one in result.outputs:
             self._put({**line, **_completion(one, many=len(result.outputs) > 1)})
 

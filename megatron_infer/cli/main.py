@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "bench": "throughput and latency, beside a peer and the machine's limits",
     "serve": "OpenAI's API over HTTP",
+    "bench-serve": "load on a server: latencies, throughput, errors",
     "coordinator": "spread requests over replicas",
     "replica": "serve a model behind a coordinator",
     "demo": "three prompts answered by a real 135M model",
@@ -31,7 +32,7 @@ COMMANDS = {
     "plan": "the sizes that follow from a model, the options and the memory",
     "env": "versions, CPU features, and which kernels are chosen and why",
 }
-"""Subcommand -> its line in --help; its module is megatron_infer.cli.NAME."""
+"""Subcommand -> its line in --help; its module is megatron_infer.cli.NAME, with _ for -."""
 FAILED, MISUSED, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
 
@@ -68,7 +69,7 @@ def build_parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         if name == command:
-            importlib.import_module(f"megatron_infer.cli.{name}").add_parser(subparsers)
+            importlib.import_module(f"megatron_infer.cli.{name.replace('-', '_')}").add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=line)
     return parser, subparsers.choices

@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     key = key_from(args)
     log_to_stderr()
     llm = load_llm(args)
-    replica = Replica(llm.engine, args.coordinator, name=args.name, key=key)
+    from megatron_infer.rl.served_weights import ServedWeights
+
+    commands = ServedWeights(llm.engine).commands()
+    replica = Replica(llm.engine, args.coordinator, name=args.name, key=key, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     note(f"serving for {args.coordinator}")
     with replica:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule.params import POOLINGS, SamplingParams
+from megatron_infer.schedule.structured import StructuredOutput
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -40,9 +43,26 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     flag("return_sampled_logprobs", "log probability of each token, raw and as drawn", action="store_true")
     flag("return_support", "how many ids each token was drawn among", action="store_true")
     flag("return_routing", "the experts of every position (--output writes them)", action="store_true")
+    how = "the prompt's hidden states as one vector (--output writes it; needs --max-tokens 1)"
+    flag("pooling", how, choices=POOLINGS)
     flag("skip_special_tokens", "leave special tokens out of the text (default)", action=argparse.BooleanOptionalAction)
     flag("detokenize", "turn tokens into text (default)", action=argparse.BooleanOptionalAction)
+    _add_structured_options(parser)
     parser.set_defaults(sampling_defaults=defaults)
+
+
+def _add_structured_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structured output", "what an answer must be; one of these")
+
+    def flag(name: str, help: str, **kwargs: Any) -> None:
+        group.add_argument(name, help=help, default=argparse.SUPPRESS, **kwargs)
+
+    flag("--json-schema", "JSON of the schema in this file", metavar="FILE", dest="structured_json_schema")
+    flag("--json", "a JSON object", action="store_true", dest="structured_json_object")
+    flag("--regex", "text that this regular expression matches", metavar="REGEX", dest="structured_regex")
+    flag("--grammar", "text of the Lark or GBNF grammar in this file", metavar="FILE", dest="structured_grammar")
+    flag("--choice", "one of these texts; repeatable", action="append", metavar="TEXT", dest="structured_choice")
+    flag("--compact", "JSON without white space", action="store_true", dest="structured_compact")
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +73,24 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
             values[name] = getattr(args, name)
     if values.get("logit_bias") is not None:
         values["logit_bias"] = dict(values["logit_bias"])
+    structured = {
+        name: getattr(args, f"structured_{name}")
+        for name in StructuredOutput.__dataclass_fields__
+        if hasattr(args, f"structured_{name}")
+    }
+    for name in ("json_schema", "grammar"):
+        if name in structured:
+            structured[name] = _content(structured[name])
+    if structured:
+        values["structured"] = StructuredOutput(**structured)
     return values
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
 
 
 def _ids(text: str) -> list[int]:

@@ -15,7 +15,7 @@ from megatron_infer.config import InferenceConfig
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.settings import ServerConfig, read_file, settings_from
 
-NOT_TYPED = ("max_stop", "max_stop_chars", "token_threads")
+NOT_TYPED = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
 """Options that only a configuration file and the environment say."""
 LAYOUT = ("dp", "tp", "pp", "ep")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_infer.carried import Carried
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.pooling import PoolLog
 from megatron_infer.intake import TextCodec
 from megatron_infer.outputs import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.schedule.params import SamplingParams
@@ -177,6 +178,7 @@ def encode_group(
         "stop_ids": numbers.put_ints(sorted(leader.stop_ids)),
         "cache": [leader.cache.allowed, leader.cache.salt],
         "prompt_logprobs": _maybe_logprobs(group.prompt_logprobs, numbers),
+        "pooling": _encode_pooling(group.pooling, numbers),
         "metrics": _encode_metrics(group.metrics, now),
         "events": _encode_events(group.events, now),
         "error": encode_error(group.error),
@@ -234,10 +236,28 @@ def decode_group(
         samples=samples,
         metrics=_decode_metrics(record["metrics"], now),
         prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, tokenizer),
+        pooling=_decode_pooling(params, record.get("pooling"), len(prompt_ids), numbers),
         events=_decode_events(record["events"], now),
         error=decode_error(record["error"]),
     )
     return SavedRequest(group=group, saved=saved)
+
+
+def _encode_pooling(log: PoolLog | None, numbers: Numbers) -> list[Any] | None:
+    """[positions, their sum]."""
+    if log is None or log.values_D is None:
+        return None
+    return [log.num_positions, numbers.put_floats(log.values_D.tolist())]
+
+
+def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, numbers: Numbers) -> PoolLog | None:
+    if params.pooling is None:
+        return None
+    log = PoolLog(params.pooling, num_prompt)
+    if record is not None:
+        log.num_positions = record[0]
+        log.values_D = np.asarray(numbers.get_floats(record[1]), dtype=np.float32)
+    return log
 
 
 def _encode_kv(kv: SavedKV, numbers: Numbers) -> list[Any]:
@@ -260,6 +280,7 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
         "prompt": output.prompt,
         "prompt_ids": numbers.put_ints(output.prompt_token_ids),
         "prompt_logprobs": _maybe_logprobs(output.prompt_logprobs, numbers),
+        "pooled": _maybe_floats(output.pooled, numbers),
         "outputs": [
             {
                 "index": one.index,
@@ -314,6 +335,7 @@ def decode_output(
         num_cached_tokens=record["num_cached_tokens"],
         events=_decode_events(record["events"], now),
         error=decode_error(record["error"]),
+        pooled=_found_floats(record.get("pooled"), numbers),
     )
 
 

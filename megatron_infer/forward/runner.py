@@ -13,9 +13,11 @@ from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.forward.pooling import Pooled, pool
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
@@ -54,6 +56,7 @@ class Drawn:
     """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
     cause: str = ""
     """What raised, where that was on this rank; `error` is every rank's."""
+    pooled: list[Pooled] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Flight:
     """Made by the forward."""
     logits_SV: Tensor | None = None
     prompt_scores: list[PromptScores] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
     carried: CarriedBatch | None = None
     routed_TLK: Tensor | None = None
@@ -85,7 +89,7 @@ class Flight:
         """Wait for the device and give the tokens."""
         routing = None if self.routing is None else as_ids(self.routing.wait())
         if self._tokens is None or self._bad is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing)
+            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
         bad = self._bad.wait()
         return Drawn(
             StepResult(self._tokens.wait().tolist()),
@@ -94,6 +98,7 @@ class Flight:
             self.prompt_scores,
             self.carried,
             routing,
+            pooled=self.pooled,
         )
 
 
@@ -146,6 +151,7 @@ class ModelRunner:
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
         flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+        flight.pooled = pool(plan, hidden_TD)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""
@@ -157,19 +163,29 @@ class ModelRunner:
         dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
         return torch.empty((num_tokens, shape.num_layers, shape.top_k), dtype=dtype, device=self._device.torch)
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn on this rank, or heard of."""
+        return True
+
     def then(self, action: Callable[[], None]) -> None:
         """Do this once the steps launched so far have done what they do on the host."""
         action()
 
     @torch.inference_mode()
-    def sample(self, flight: Flight) -> None:
+    def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
         """Draw the step's tokens on the device and start their way to the host."""
         if flight.logits_SV is None:
             return
         batch = flight.batch
         out = self.sampler.sample(
             flight.logits_SV,
-            SampleInputs(rows=batch.sample_rows, positions=batch.sample_positions, token_pool=self.builder.token_pool),
+            SampleInputs(
+                rows=batch.sample_rows,
+                positions=batch.sample_positions,
+                token_pool=self.builder.token_pool,
+                masks=masks,
+            ),
         )
         self.builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)

@@ -20,10 +20,12 @@ import torch
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
+from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
 from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.schedule.plan import Plan, Slice, StepResult
 
 log = logging.getLogger("megatron_infer")
@@ -93,9 +95,14 @@ class StageRunner(ModelRunner):
             flight.computed.exception()
         return flight
 
-    def sample(self, flight: Flight) -> None:
+    def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
         assert isinstance(flight, StageFlight)
-        flight.arrived = self._inbox.submit(partial(self._draw if self.link.is_last else self._hear, flight))
+        then = partial(self._draw, flight, masks) if self.link.is_last else partial(self._hear, flight)
+        flight.arrived = self._inbox.submit(then)
+
+    @property
+    def draws(self) -> bool:
+        return self.link.is_last
 
     def then(self, action: Callable[[], None]) -> None:
         self._lane.submit(action)
@@ -154,11 +161,11 @@ class StageRunner(ModelRunner):
         notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
         link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_stage=flight.failed_stage)
 
-    def _draw(self, flight: StageFlight) -> Drawn:
+    def _draw(self, flight: StageFlight, masks: TokenMasks | None) -> Drawn:
         """On the last stage: draw, and tell everyone."""
         if flight.failed_stage is None:
             try:
-                super().sample(flight)
+                super().sample(flight, masks)
                 drawn = Flight.read(flight)
             except Exception as error:
                 self._note_failure(flight, error)
@@ -180,8 +187,8 @@ class StageRunner(ModelRunner):
         tokens[bad] = 0
         if len(tokens):
             self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
-        logprobs, carried, routing, scores = _heard(flight.plan, message.extra)
-        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing)
+        logprobs, carried, routing, scores, pooled = _heard(flight.plan, message.extra)
+        return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing, pooled=pooled)
 
     @torch.inference_mode()
     def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
@@ -208,9 +215,9 @@ def _scored(plan: Plan) -> Iterator[Slice]:
 
 
 def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
-    """Logprobs, what tokens carry, routing and prompt scores as arrays; none when nobody asked."""
+    """Logprobs, what tokens carry, routing, prompt scores and pooled states as arrays; none when nobody asked."""
     logprobs, carried, routing, arrays = drawn.logprobs, drawn.carried, drawn.routing, []
-    if logprobs is None and carried is None and routing is None and not drawn.prompt_scores:
+    if logprobs is None and carried is None and routing is None and not drawn.prompt_scores and not drawn.pooled:
         return []
     vocab_size = 0 if carried is None else carried.vocab_size
     has = [logprobs is not None, carried is not None, routing is not None]
@@ -225,15 +232,15 @@ def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
         arrays.append(routing)
     for scores in drawn.prompt_scores:
         arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return arrays
+    return [*arrays, *(pooled.values_D.cpu().numpy() for pooled in drawn.pooled)]
 
 
 def _heard(
     plan: Plan, arrays: Sequence[np.ndarray]
-) -> tuple[LogprobBatch | None, CarriedBatch | None, np.ndarray | None, list[PromptScores]]:
+) -> tuple[LogprobBatch | None, CarriedBatch | None, np.ndarray | None, list[PromptScores], list[Pooled]]:
     """What `_told` said, on another rank."""
     if not arrays:
-        return None, None, None, []
+        return None, None, None, [], []
     at, logprobs, carried, routing = 1, None, None, None
     has_logprobs, has_carried, has_routing, vocab_size = arrays[0].tolist()
     if has_logprobs:
@@ -252,5 +259,9 @@ def _heard(
     for piece in _scored(plan):
         scores.append(PromptScores(piece.request, piece.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
         at += 4
+    pooled = []
+    for piece, _ in pooled_slices(plan):
+        pooled.append(pooled_as(piece, torch.from_numpy(arrays[at])))
+        at += 1
     assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
-    return logprobs, carried, routing, scores
+    return logprobs, carried, routing, scores, pooled

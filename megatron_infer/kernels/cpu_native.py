@@ -53,15 +53,17 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
     """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
     if not _multiplies(library, dtype):
         return None
-    function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int])
+    function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
     width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
 
-    def pack(weight: Tensor) -> Tensor:
+    def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()
         rows, inner = weight.shape
-        panels = torch.empty(-(-rows // width) * width * inner, dtype=dtype)
-        function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
-        return panels
+        size = -(-rows // width) * width * inner
+        if panels is None or panels.numel() != size:
+            panels = torch.empty(size, dtype=dtype)
+        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
+        return panels, int(checksum)
 
     # bf16 is multiplied in pairs along the inner dimension.
     return PackedLayout(name=PANELS, takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0, pack=pack)

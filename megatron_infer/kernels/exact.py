@@ -66,7 +66,7 @@ class ExactOps(NativeOps):
         source: Tensor | None = self._packed_of(id(weight))
         plain = _same(weight, self._dtype)
         if source is None and self._layout is not None and self._layout.takes(plain):
-            source = self._layout.pack(plain)
+            source, _ = self._layout.pack(plain, None)
         function = self._linear if source is None else self._panels
         source = plain if source is None else source
         added = None if bias is None else _same(bias, self._dtype)

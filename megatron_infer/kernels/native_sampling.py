@@ -18,19 +18,19 @@ class NativeSampling:
         self._draw, self._score = {}, {}
         for dtype, suffix in _SUFFIXES.items():
             draw, score = getattr(library, f"mi_draw_{suffix}"), getattr(library, f"mi_score_{suffix}")
-            draw.argtypes, draw.restype = [_P, _I, _I, _I, _P, _P, _P, _P, _P, ctypes.c_int], None
-            score.argtypes, score.restype = [_P, _I, _I, _I, _P, _I, _P, _P, _P, _P, ctypes.c_int], None
+            draw.argtypes, draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
+            score.argtypes, score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
             self._draw[dtype], self._score[dtype] = draw, score
 
-    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token, largest logit, logit and id of the last candidate kept) of each row; rows may be strided.
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(token, largest logit, logit and id of the last candidate kept, mass) of each row; rows may be strided.
 
         columns_5M: float64 1 / temperature, top_k (V when off), top_p, min_p, uniform. A row without a finite largest
-        logit gives token 0. Where nothing was cut the last kept is (-inf, V).
+        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `Choice`.
         """
         rows, vocab = logits_MV.shape
         assert logits_MV.stride(1) == 1 and columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
-        token, cut_id = torch.empty(2, rows, dtype=torch.int64)
+        token, cut_id, mass = torch.empty(3, rows, dtype=torch.int64)
         top, cut_logit = torch.empty(2, rows)
         self._draw[logits_MV.dtype](
             logits_MV.data_ptr(),
@@ -42,16 +42,26 @@ class NativeSampling:
             top.data_ptr(),
             cut_logit.data_ptr(),
             cut_id.data_ptr(),
+            mass.data_ptr(),
             torch.get_num_threads(),
         )
-        return token, top, cut_logit, cut_id
+        return token, top, cut_logit, cut_id, mass
 
-    def score(self, logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(log probability, rank, `top` most likely ids, theirs) of each row's token; rows may be strided."""
+    def score(
+        self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(log probability, rank, `top` most likely ids, theirs) of each row's token; rows may be strided.
+
+        known: mass and largest logit of the rows as `draw` gave them for these very logits; the same bits, sooner.
+        """
         rows, vocab = logits_AV.shape
         assert logits_AV.stride(1) == 1 and token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
         logprob, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         top_ids, top_logprobs = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
+        if known is not None:
+            mass, largest = known
+            assert mass.dtype is torch.int64 and largest.dtype is torch.float32 and len(mass) == len(largest) == rows
+            assert mass.is_contiguous() and largest.is_contiguous()
         self._score[logits_AV.dtype](
             logits_AV.data_ptr(),
             logits_AV.stride(0),
@@ -59,6 +69,8 @@ class NativeSampling:
             vocab,
             token_A.data_ptr(),
             top,
+            None if known is None else known[0].data_ptr(),
+            None if known is None else known[1].data_ptr(),
             logprob.data_ptr(),
             rank.data_ptr(),
             top_ids.data_ptr(),

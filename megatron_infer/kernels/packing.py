@@ -34,10 +34,16 @@ class PackedLayout:
     name: str
     takes: Callable[[Tensor], bool]
     """Whether a CPU matrix can be packed."""
-    pack: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor, Tensor | None], tuple[Tensor, int | None]]
+    """(weight, its present copy or None) -> its copy, that one where it can be written over; the weight's checksum (the
+    native one) where it is known on the way."""
 
 
-ONEDNN = PackedLayout(name="oneDNN prepacked", takes=lambda weight: weight.dtype in PACKABLE_DTYPES, pack=pack_weight)
+ONEDNN = PackedLayout(
+    name="oneDNN prepacked",
+    takes=lambda weight: weight.dtype in PACKABLE_DTYPES,
+    pack=lambda weight, copy: (pack_weight(weight), None),
+)
 
 
 def unavailable(dtype: torch.dtype) -> str | None:
@@ -84,14 +90,24 @@ class PackedLinears:
         self.get: Callable[[int], Tensor | None] = self._packed.get
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
 
-    def pack(self, weights: Iterable[Tensor]) -> None:
-        """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out."""
+    def pack(self, weights: Iterable[Tensor]) -> dict[int, int]:
+        """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
+
+        Copies of weights that were packed before are written over where the layout can. -> checksums by id(weight), of
+        those that the layout took on the way.
+        """
         unique = {id(weight): weight for weight in weights}
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
-        self._packed.clear()  # freed first: the peak stays at one extra set
+        for key in self._packed.keys() - {id(weight) for weight in self._weights}:
+            del self._packed[key]  # freed first: the peak stays at one extra set
+        sums = {}
         with torch.no_grad():
             for weight in self._weights:
-                self._packed[id(weight)] = self.layout.pack(weight.detach())
+                key = id(weight)
+                self._packed[key], checksum = self.layout.pack(weight.detach(), self._packed.pop(key, None))
+                if checksum is not None:
+                    sums[key] = checksum
+        return sums
 
     def clear(self) -> None:
         """Give the copies back; linears run plain until the next `pack`."""
@@ -105,7 +121,7 @@ class PackedLinears:
             return f"{len(wanted.keys() ^ self._packed.keys())} weights are packed or missing that should not be"
         with torch.no_grad():
             for place, (key, weight) in enumerate(wanted.items()):
-                have, want = self._packed[key], self.layout.pack(weight.detach())
+                have, want = self._packed[key], self.layout.pack(weight.detach(), None)[0]
                 if have.is_mkldnn:
                     have, want = have.to_dense(), want.to_dense()
                 if not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):

@@ -109,11 +109,12 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
+        """Take in `value`, `times` times."""
         if math.isnan(value):
             raise ValueError(f"histogram {self.name}: cannot observe NaN")
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     @property
     def count(self) -> int:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.metrics.catalog import as_row, engine_families
 from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.figures import EngineFigures
 
 STEP_METRIC = "inference/inference_step"
 logger = logging.getLogger("megatron_infer")
@@ -60,11 +62,11 @@ class WandbSink:
             self._families.add(name)
         self.writer.log(dict(values))
 
-    def write(self, snapshot: StepSnapshot) -> None:
-        """One console line and, with a writer, one row."""
+    def write(self, snapshot: StepSnapshot, figures: EngineFigures | None = None) -> None:
+        """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets, too."""
         logger.info("%s", console_line(snapshot))
         if self.writer is not None:
-            values = snapshot.as_metrics()
+            values = snapshot.as_metrics() | ({} if figures is None else as_row(engine_families(figures)))
             values[STEP_METRIC] += self.offset
             self.writer.log(values)
 
@@ -97,5 +99,5 @@ def console_line(s: StepSnapshot) -> str:
 def _last_step(writer: object) -> int:
     """The x value the run already holds: its summary is local, unlike its history."""
     run = getattr(writer, "run", writer)
-    summary = getattr(run, "summary", None)
+    summary: Any = getattr(run, "summary", None)
     return int(summary.get(STEP_METRIC) or 0) if hasattr(summary, "get") else 0

@@ -121,6 +121,7 @@ class ExactForward:
             raise ModelError(f"exact_math: {reason}")
         self.vocab_size = adopted.shape.vocab_size
         """True size; what logits have beyond is padding."""
+        self._chosen: tuple[Tensor, Tensor] | None = None
         chosen = select.choose_exact(
             adopted.device, self._dtype, specs=adopted.specs, block_size=256, ssm_specs=adopted.ssm_specs
         )
@@ -145,12 +146,25 @@ class ExactForward:
         if packed is None:
             _check_causal(given.get("attention_mask"), given.get("position_ids"), tokens_bs)
         hidden_TD = self._hidden(tokens_bs.flatten(), lengths)
+        if self._chosen is not None:
+            rows_P, positions_P = self._chosen
+            hidden_PD = hidden_TD.index_select(0, rows_P * tokens_bs.shape[1] + positions_P)
+            return self._adopted.logits(hidden_PD, self._ops).unsqueeze(0)
         logits_TV = self._adopted.logits(hidden_TD, self._ops)
         logits_bsV = logits_TV.view(*tokens_bs.shape, -1)
         labels_bs = given.get("labels")
         if labels_bs is None:
             return logits_bsV
         return -self.token_logprobs(logits_bsV, labels_bs)
+
+    @contextlib.contextmanager
+    def logits_at(self, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
+        """As `models.positions.logits_at`: inside, this forward gives logits [1, P, V]."""
+        self._chosen = rows_P, positions_P
+        try:
+            yield
+        finally:
+            self._chosen = None
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
         """`token_logprobs` of what this forward gave: over the true vocabulary, and over all tensor-parallel ranks'."""

@@ -98,8 +98,12 @@ class Broadcasts:
             if control.command == end:
                 self.standing.pop(command, None)
         version = control.args.get("version")
-        if control.command == "set_weight_version" and isinstance(version, int):
+        if not isinstance(version, int):
+            return
+        if control.command == "set_weight_version":
             self.weight_version = max(self.weight_version, version)
+        elif control.command in ("finish_weights", "cancel_weights"):  # one that is taken back brings the old one again
+            self.weight_version = version
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:

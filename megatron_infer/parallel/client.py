@@ -80,6 +80,8 @@ class _Receiver:
             metrics.first_token_time = now
         if news.prompt_logprobs is not None:
             output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
+        if news.pooled is not None:
+            output.pooled = wire.bytes_to_floats(news.pooled)
         output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
         output.error = None if news.error is None else wire.error_of(news.error)
         output.finished = news.finished

@@ -36,6 +36,7 @@ class Desk:
         self.counts = self.dispatch.counts
         self.broadcasts = Broadcasts(send, clock)
         self._num_entered = 0
+        self._started = time.time()
         self._last_tick = clock()
 
     # ------------------------------------------------------------------ peers
@@ -235,6 +236,7 @@ class Desk:
         router = self.dispatch.router
         return {
             **asdict(self.counts),
+            "started": self._started,
             "waiting": self.dispatch.num_waiting,
             "clients": len(self._clients),
             "policy": None if router is None else router.policy.value,

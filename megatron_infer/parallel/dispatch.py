@@ -285,4 +285,5 @@ def _readdressed(output: wire.Output, request_id: int) -> wire.Output:
         output.prompt,
         output.num_cached,
         output.prompt_logprobs,
+        output.pooled,
     )

@@ -264,8 +264,11 @@ class _Home:
 
     def __init__(self, model: Model, options: dict[str, Any], access: dict[str, Any], name: str) -> None:
         from megatron_infer.parallel.replica import Replica
+        from megatron_infer.rl.served_weights import ServedWeights
 
-        self._replica = Replica(_engine_of(model, options), access["address"], key=access["key"], name=name)
+        engine = _engine_of(model, options)
+        commands = ServedWeights(engine).commands()
+        self._replica = Replica(engine, access["address"], key=access["key"], name=name, commands=commands)
 
     def serve(self) -> None:
         """For life. An engine that has failed takes its process along: Ray starts another."""

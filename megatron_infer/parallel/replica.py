@@ -10,23 +10,24 @@ sight of it, the replica aborts what it was given (others go on with it) and reg
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_infer.context.prefix_changes import PrefixReport
-from megatron_infer.errors import InferenceError, RequestError, TransitionTimeout
+from megatron_infer.errors import InferenceError, UnknownRequest
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.link import Link
+from megatron_infer.parallel.orders import obey
 from megatron_infer.parallel.served import (
     Facts,
     ServedEngine,
     ServedRequest,
+    can_step,
     facts_of,
     params_of,
     prefix_changes_of,
@@ -54,11 +55,15 @@ class Replica:
         name: str = "",
         key: bytes | None = None,
         timeout_s: float = 10.0,
+        commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
+        """commands: what it obeys beside the engine's own controls, by name (`wire.COMMANDS`)."""
         self.engine = engine
+        self._commands = dict(commands or {})
         self._changes = prefix_changes_of(engine)
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
+        self._preparing: dict[int, wire.Cancel | None] = {}  # wait for their grammars, perhaps cancelled meanwhile
         self._incarnation = self._welcomed_as = 0  # what the engine's thread knows of, and the talking one
         self._num_foreign = 0
         self._facts: Facts = facts_of(engine)
@@ -79,10 +84,10 @@ class Replica:
         reason = "it was stopped"
         try:
             while self._take_messages():
-                if self.engine.can_step():
+                if can_step(self.engine):
                     self._step()
                 self._flush(time.monotonic())
-                if self._draining and not self._requests:
+                if self._may_end():
                     reason = "it has drained"
                     return
             if self._failure is not None:
@@ -153,7 +158,7 @@ class Replica:
         """Apply what has come, waiting while there is nothing to compute -> False when it is time to end."""
         while not self._stopping:
             with self._wake:
-                if not self._inbox and not self.engine.can_step() and not (self._draining and not self._requests):
+                if not self._inbox and not can_step(self.engine) and not self._may_end():
                     self._wake.wait(HOLD_S if self._held() else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
@@ -161,9 +166,12 @@ class Replica:
                 self._apply(came, message)
             if messages:
                 self._look()
-            if self.engine.can_step() or self._held() or self._draining:
+            if can_step(self.engine) or self._held() or self._may_end():
                 return not self._stopping
         return False
+
+    def _may_end(self) -> bool:
+        return self._draining and not self._requests and not self._preparing
 
     def _apply(self, came: float, message: wire.Message | int | None) -> None:
         if isinstance(message, int):
@@ -176,7 +184,7 @@ class Replica:
         elif isinstance(message, wire.Cancel):
             self._cancel(message)
         elif isinstance(message, wire.Command) and message.incarnation == self._incarnation:
-            answer = self._obey(message, came)
+            answer = obey(self.engine, self._commands, message, came)
             self._look()  # first: whoever has the answer sees the state that it led to
             self.link.send(wire.Done(message.number, message.incarnation, answer))
         elif isinstance(message, wire.Refused):
@@ -206,41 +214,35 @@ class Replica:
     def _begin(self, run: wire.Run) -> None:
         try:
             request = ServedRequest(run, params_of(run))
+            preparing = request.prepare(self.engine)
+            if preparing is not None:  # it comes again, so that steps go on meanwhile
+                self._preparing.setdefault(run.number)
+                preparing.add_done_callback(lambda _: self._post(run))
+                return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
-            refused = wire.Output(run.number, run.incarnation, [], True, refused=wire.failure_of(error))
-            self.link.send(refused)
+            self._preparing.pop(run.number, None)
+            self.link.send(wire.Output(run.number, run.incarnation, [], True, refused=wire.failure_of(error)))
             return
         self._requests[request.id] = self._numbers[run.number] = request
+        cancel = self._preparing.pop(run.number, None)
+        if cancel is not None:
+            self._cancel(cancel)
 
     def _cancel(self, cancel: wire.Cancel) -> None:
+        if cancel.number in self._preparing:
+            self._preparing[cancel.number] = cancel
         request = self._numbers.get(cancel.number)
         if request is None:
             return
-        output = self.engine.abort(request.id)
+        try:
+            output = self.engine.abort(request.id)
+        except UnknownRequest:  # a pause has ended it, and the next step hands it out
+            return
         if cancel.silent:
             del self._requests[request.id], self._numbers[cancel.number]
         else:
             self._deliver(request, output)
-
-    def _obey(self, command: wire.Command, came: float) -> wire.Answer:
-        """Carry out a command between two steps; an error of it is the answer."""
-        left = command.timeout_s - (time.monotonic() - came)
-        try:
-            if command.command not in wire.COMMANDS:
-                raise RequestError(f"unknown command {command.command!r}")
-            if left <= 0:
-                raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
-            method = getattr(self.engine, command.command, None)
-            if method is None:
-                raise NotImplementedError(f"{type(self.engine).__name__} has no {command.command}()")
-            args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
-            value = method(**args)
-        except Exception as error:  # whatever it is, whoever asked is told, and the replica goes on
-            return wire.Answer(ok=False, kind=type(error).__name__, message=str(error))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)
-        return wire.Answer(ok=True, value=value if isinstance(value, (dict, int, str)) else None)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -328,3 +330,4 @@ class Replica:
                 self.engine.abort(request_id)
         self._requests.clear()
         self._numbers.clear()
+        self._preparing.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Facts:
     num_requests: int
     """Unfinished, whoever sent them."""
     limits: dict[str, int] = field(default_factory=dict)
-    """max_sequence_length (prompt and answer), vocab_size, num_blocks."""
+    """max_sequence_length (prompt and answer), vocab_size, num_blocks, num_ranks (processes of the engine)."""
 
 
 class ServedEngine(Protocol):
@@ -59,6 +60,7 @@ def facts_of(engine: Any) -> Facts:
         facts: Facts = engine.replica_facts()
         return facts
     parts, config = engine.parts, engine.config
+    lockstep = parts.team.lockstep
     return Facts(
         block_size=config.block_size_tokens,
         capacity=parts.sizes.max_requests,
@@ -69,23 +71,33 @@ def facts_of(engine: Any) -> Facts:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.ledger),
-        limits=_limits_of(parts.intake.limits),
+        limits=_limits_of(parts.intake.limits, 1 if lockstep is None else lockstep.size),
     )
 
 
-def _limits_of(limits: Any) -> dict[str, int]:
+def can_step(engine: Any) -> bool:
+    """Whether the engine has a step to do. With weights that are half written it has none: its requests wait."""
+    lifecycle = getattr(engine, "lifecycle", None)
+    return bool(engine.can_step()) and (lifecycle is None or lifecycle.torn is None)
+
+
+def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:
     capacity = limits.num_usable_blocks * limits.block_size + 1
     return {
         "max_sequence_length": min(limits.max_sequence_length, capacity),
         "vocab_size": limits.vocab_size,
         "num_blocks": limits.num_usable_blocks,
+        "num_ranks": num_ranks,
     }
 
 
 def stats_of(engine: Any) -> dict[str, Any]:
     """The engine's own figures as plain values; {} for one that keeps none."""
     stats = engine.stats() if hasattr(engine, "stats") else {}
-    return dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
+    values = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else dict(stats)
+    if hasattr(engine, "figures"):
+        values["figures"] = engine.figures().to_dict()
+    return values
 
 
 def prefix_changes_of(engine: Any) -> PrefixChanges | None:
@@ -162,6 +174,12 @@ class ServedRequest:
     def id(self) -> str:
         return f"{self.run.incarnation}.{self.run.number}"
 
+    def prepare(self, engine: Any) -> Future[Any] | None:
+        """What the engine would wait for at `begin`, if it is not done; None: nothing."""
+        prepare = getattr(engine, "prepare", None)
+        future: Future[Any] | None = None if prepare is None else prepare(self.params)
+        return None if future is None or future.done() else future
+
     def begin(self, engine: Any) -> None:
         """Put it into the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
@@ -206,6 +224,7 @@ class ServedRequest:
             prompt,
             output.num_cached_tokens,
             prompt_logprobs,
+            wire.floats_to_bytes(output.pooled) if output.finished else None,
         )
 
     def hold(self, news: wire.Output) -> wire.Output:
@@ -299,6 +318,7 @@ def _merged(first: wire.Output, second: wire.Output) -> wire.Output:
         first.prompt if second.prompt is None else second.prompt,
         max(first.num_cached, second.num_cached),
         first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        second.pooled,
     )
 
 

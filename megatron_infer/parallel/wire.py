@@ -41,8 +41,17 @@ SCHEMA = 2
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
 DEFAULT_PORT = 5757
-COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
-"""What a `Control` may ask of replicas."""
+WEIGHT_COMMANDS = (
+    "load_weights",
+    "begin_weights",
+    "write_weights",
+    "finish_weights",
+    "settle_weights",
+    "cancel_weights",
+    "check_weights",
+)
+COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache", *WEIGHT_COMMANDS)
+"""What a `Control` may ask of replicas; those about weights of replicas that were given them."""
 assert sys.byteorder == "little", "token ids travel as they lie in memory, which is little endian"
 
 
@@ -226,6 +235,8 @@ class Output(_Message):
     """Token ids of a prompt that came as text, with the first output."""
     num_cached: int = 0
     prompt_logprobs: list[list[tuple[int, float, int | None, str | None]] | None] | None = None
+    pooled: bytes | None = None
+    """fp32, with the last output."""
 
 
 class Abort(_Message):

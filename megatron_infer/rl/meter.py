@@ -98,9 +98,9 @@ class MismatchMeter:
     ) -> None:
         """share: of finished samples, chosen by a hash of request id, sample and `seed`: on all ranks the same.
 
-        alarm: "auto": `Alarm.of` the model; None: none. registry: gets a gauge for every figure. on_alarm: is
-        called before MismatchAlarm is raised, if the alarm says so. attribute: search for the place of an alarm, which
-        runs one sequence four times.
+        alarm: "auto": `Alarm.of` the model; None: none. registry: gets a gauge for every figure; None: the
+        one that is exported with the engine's own figures. on_alarm: is called before MismatchAlarm is raised, if the
+        alarm says so. attribute: search for the place of an alarm, which runs one sequence four times.
         """
         if not 0 < share <= 1:
             raise ConfigError(f"share is {share}, it must be above 0 and at most 1 (all finished samples)")
@@ -116,7 +116,8 @@ class MismatchMeter:
         """Since the meter was made; tokens that were compared."""
         self.seconds = 0.0
         """Spent on scoring, likewise."""
-        self._session, self._sinks, self._registry = session, tuple(sinks), registry
+        self._session, self._sinks = session, tuple(sinks)
+        self._registry = session.engine.ledger.meter.registry if registry is None else registry
         self._on_alarm, self._seed = on_alarm, seed
         self._search = LayerSearch(session) if attribute else None
         self._num_chosen = 0
@@ -221,8 +222,7 @@ class MismatchMeter:
         self.last = report
         self.num_windows += 1
         self.num_tokens += report.figures.num_tokens
-        if self._registry is not None:
-            report.figures.set_gauges(self._registry)
+        report.figures.set_gauges(self._registry)
         for sink in self._sinks:
             sink.write_mismatch(report.figures.as_metrics())
         if not report.is_alarm:

@@ -1,12 +1,13 @@
 """Log probabilities of given tokens by the forward that trains.
 
-Legend: B sequences, S positions, V this rank's part of the vocabulary, D hidden.
+Legend: B sequences, S positions, P positions that are scored, V this rank's part of the vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_infer.config import ModelShape
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.models.exact import exact_math
+from megatron_infer.models.positions import logits_at
 from megatron_infer.parallel.groups import ParallelGroups
 
 
@@ -29,13 +31,17 @@ class Scorer:
         """exact: scores have the bits of an engine with batch_invariant=True, by `models.exact.exact_math`."""
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
 
-    def check(self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int) -> None:
+    def check(
+        self, sequences: Sequence[Sequence[int]], temperature: float, micro_batch_tokens: int, starts: Sequence[int]
+    ) -> None:
         """Raise for what cannot be scored."""
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}, it must be above 0; 1.0 scores the model's own logits")
         if micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens is {micro_batch_tokens}, it must be at least 1")
-        for place, sequence in enumerate(sequences):
+        if len(starts) != len(sequences):
+            raise ConfigError(f"start has {len(starts)} entries for {len(sequences)} sequences; one each, or a number")
+        for place, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
             if not 2 <= len(sequence) <= self._shape.max_position:
                 raise InvalidPrompt(
                     f"sequence {place} has {len(sequence)} tokens, a score takes 2 to {self._shape.max_position} "
@@ -46,6 +52,11 @@ class Scorer:
                     f"sequence {place} has token ids {min(sequence)} to {max(sequence)}, the vocabulary is 0 to "
                     f"{self._shape.vocab_size - 1}"
                 )
+            if not 1 <= start < len(sequence):
+                raise ConfigError(
+                    f"start of sequence {place} is {start}, of {len(sequence)} tokens; it must be 1 to "
+                    f"{len(sequence) - 1}: the first token scored, and a first token has no score"
+                )
 
     def score(
         self,
@@ -54,30 +65,38 @@ class Scorer:
         *,
         temperature: float,
         micro_batch_tokens: int,
+        starts: Sequence[int],
     ) -> list[Tensor]:
-        """forward(ids_BS, positions_BS, None): of the model or of a wrapper -> fp32 [len - 1] for each sequence."""
+        """forward(ids_BS, positions_BS, None): of the model or of a wrapper -> fp32 [len - start] for each sequence."""
         if self._exact:
             with exact_math(self._model) as math:
                 scores = functools.partial(math.token_logprobs, temperature=temperature)
-                return self._score(forward, sequences, scores, micro_batch_tokens)
+                return self._score(forward, sequences, starts, scores, math.logits_at, micro_batch_tokens)
         scores = functools.partial(self._scores, temperature=temperature)
-        return self._score(forward, sequences, scores, micro_batch_tokens)
+        only = functools.partial(logits_at, self._model)
+        return self._score(forward, sequences, starts, scores, only, micro_batch_tokens)
 
     def _score(
         self,
         forward: Callable[..., Tensor],
         sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
         scores: Callable[[Tensor, Tensor], Tensor],
+        only: Callable[[Tensor, Tensor], AbstractContextManager[None]],
         micro_batch_tokens: int,
     ) -> list[Tensor]:
-        """scores(logits, targets): log probabilities of the targets."""
+        """scores(logits, targets): log probabilities of the targets. only: `models.positions.logits_at`, or alike."""
         device = next(self._model.parameters()).device
         found: list[Tensor | None] = [None] * len(sequences)
         for places in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):
             ids_BS = self._padded([sequences[place] for place in places], device)
-            scores_BS = self._micro_batch(forward, ids_BS, scores)
-            for row, place in enumerate(places):
-                found[place] = scores_BS[row, : len(sequences[place]) - 1]
+            spans = [(starts[place], len(sequences[place])) for place in places]
+            rows_P = torch.tensor([row for row, span in enumerate(spans) for _ in range(*span)], device=device)
+            targets_P = torch.tensor([at for span in spans for at in range(*span)], device=device)
+            with only(rows_P, targets_P - 1):
+                scores_P = self._micro_batch(forward, ids_BS, ids_BS[rows_P, targets_P], scores)
+            for place, own in zip(places, scores_P.split([end - start for start, end in spans]), strict=True):
+                found[place] = own
         return [scores for scores in found if scores is not None]
 
     def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -91,9 +110,13 @@ class Scorer:
         return ids_BS.to(device)
 
     def _micro_batch(
-        self, forward: Callable[..., Tensor], ids_BS: Tensor, scores: Callable[[Tensor, Tensor], Tensor]
+        self,
+        forward: Callable[..., Tensor],
+        ids_BS: Tensor,
+        targets_P: Tensor,
+        scores: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """fp32 [B, S - 1]."""
+        """fp32 [P], of the targets by the logits [1, P, V] that the forward gives."""
         groups, model = self._groups, self._model
         batch, length = ids_BS.shape
         positions_BS = torch.arange(length, device=ids_BS.device).expand(batch, -1)
@@ -106,14 +129,14 @@ class Scorer:
             model.set_input_tensor(received)
         out = forward(ids_BS, positions_BS, None)
         if groups.is_last_stage:
-            scores_BS = scores(out[:, :-1], ids_BS[:, 1:])
+            scores_P = scores(out, targets_P.unsqueeze(0)).squeeze(0)
         else:
             dtype = model.config.pipeline_dtype or model.config.params_dtype
             dist.send(out.to(dtype).contiguous(), dst=stages[groups.pp_rank + 1], group=groups.pp)
-            scores_BS = torch.empty(batch, length - 1, dtype=torch.float32, device=ids_BS.device)
+            scores_P = torch.empty(len(targets_P), dtype=torch.float32, device=ids_BS.device)
         if groups.pp is not None:
-            dist.broadcast(scores_BS, src=stages[-1], group=groups.pp)
-        return scores_BS
+            dist.broadcast(scores_P, src=stages[-1], group=groups.pp)
+        return scores_P
 
     def _scores(self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
         logits_BSV = logits_BSV.float()

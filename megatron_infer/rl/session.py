@@ -175,20 +175,25 @@ class RolloutSession:
         temperature: float = 1.0,
         grad: bool = False,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        start: int | Sequence[int] = 1,
     ) -> list[Tensor]:
-        """Log probabilities of each sequence's tokens but the first, given those before -> fp32 [len - 1] each.
+        """Log probabilities of each sequence's tokens from `start` on, given those before -> fp32 [len - start] each.
 
+        start: of all sequences, or of each. Positions before it (a prompt's) cost no output layer and no softmax.
         By the forward that trains, in eval mode, of logits / temperature; with `grad` they can be differentiated (not
         over pipeline stages). micro_batch_tokens: padded tokens of a forward at most, above which a sequence is alone.
         With batch_invariant=True they have the bits of the engine's log probabilities (its raw ones at temperature 1).
         Every rank of the model has all scores. In any block, and outside.
         """
         sequences = [list(sequence) for sequence in sequences]
+        starts = [start] * len(sequences) if isinstance(start, int) else list(start)
         team = self.engine.parts.team
         if team.lockstep is not None:
-            digest = hashlib.blake2b(json.dumps([sequences, temperature, grad]).encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b(
+                json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
+            ).hexdigest()
             team.lockstep.meet("score()", arguments=digest)
-        self._scorer.check(sequences, temperature, micro_batch_tokens)
+        self._scorer.check(sequences, temperature, micro_batch_tokens, starts)
         if grad and team.groups.pp is not None:
             raise NotImplementedError(
                 "score(grad=True) over pipeline stages: the backward pass belongs to megatron-core's schedule; "
@@ -198,7 +203,7 @@ class RolloutSession:
         forward = self._chain[0] if grad else self.model
         with self._switch.scoring(grad=grad):
             return self._scorer.score(
-                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens
+                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
             )
 
     @contextmanager

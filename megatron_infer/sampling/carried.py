@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import Choice
 from megatron_infer.sampling.logprobs import Score
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.stages import Lane, make_lane
 
@@ -63,7 +64,7 @@ def num_bytes(vocab_size: int) -> int:
 def support_places(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> np.ndarray:
     """CarriedBatch.support of rows that carry something."""
     places = np.full(len(rows), WHOLE, dtype=np.int64)
-    cut = (flags & (Wants.FILTER | Wants.MIN_TOKENS)) != 0
+    cut = (flags & (Wants.FILTER | Wants.MIN_TOKENS | Wants.GRAMMAR)) != 0
     for place in np.flatnonzero(flags & Wants.EDIT).tolist():
         extras = params.extras[int(rows[place])]
         cut[place] |= extras.allowed_ids is not None or len(extras.bad_ids) > 0
@@ -100,18 +101,21 @@ def carry(
     logits_SV: Tensor,
     positions: np.ndarray,
     token_pool: Tensor,
+    masks: TokenMasks | None,
     tokens_S: Tensor,
     drawn: Choice,
     score: Score,
+    score_own: Score,
 ) -> CarriedBatch:
-    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order."""
+    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order. score_own: `score` for the
+    lane's rows of the model's logits."""
     lane, vocab = plan.lane, logits_SV.shape[1]
     values, token_A = lane.take(logits_SV), lane.take(tokens_S)
-    raw = score(values, token_A, 0)[0]
+    raw = score_own(values, token_A, 0)[0]
     bits = torch.empty(0, num_bytes(vocab), dtype=torch.uint8, device=logits_SV.device)
     if plan.same:
         return CarriedBatch(lane.places, raw, raw.masked_fill(plan.greedy_A, 0.0), plan.support, bits, vocab)
-    values = lane.drawn_from(values, positions, token_pool, drawn, plan.temperature_A)
+    values = lane.drawn_from(values, positions, token_pool, masks, drawn, plan.temperature_A)
     own = score(values, token_A, 0)[0].masked_fill(plan.greedy_A, 0.0)
     if plan.cut_A is not None:
         bits = pack_bits(values.index_select(0, plan.cut_A) > -torch.inf)

@@ -50,6 +50,8 @@ class Choice:
     cut_logit_M: Tensor | None = None
     cut_id_M: Tensor | None = None
     """The last candidate kept by the filters; None: nothing was cut."""
+    mass_M: Tensor | None = None
+    """int64 sum of the whole row's weights at temperature 1, for rows whose draw has taken it; 0 for others."""
 
     def replace(self, index: Tensor, other: Choice) -> None:
         """Rows `index` become `other`'s."""
@@ -59,6 +61,8 @@ class Choice:
             self.cut_logit_M.index_copy_(0, index, other.cut_logit_M)
         if self.cut_id_M is not None and other.cut_id_M is not None:
             self.cut_id_M.index_copy_(0, index, other.cut_id_M)
+        if self.mass_M is not None and other.mass_M is not None:
+            self.mass_M.index_copy_(0, index, other.mass_M)
 
 
 def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:

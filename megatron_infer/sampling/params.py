@@ -34,9 +34,11 @@ class Wants(IntFlag):
     SUPPORT = 128
     ROUTING = 256
     """return_routing: of no interest to the sampler, but this is where a step's rows are looked up."""
+    GRAMMAR = 512
+    """Structured output: only what the step's mask of the row allows."""
 
 
-TOUCHED = Wants.PENALTY | Wants.EDIT | Wants.MIN_TOKENS
+TOUCHED = Wants.PENALTY | Wants.EDIT | Wants.MIN_TOKENS | Wants.GRAMMAR
 """Wants that change logits before anything is chosen from them."""
 
 
@@ -109,6 +111,8 @@ class RowParams:
         if params.return_routing:
             flags |= Wants.ROUTING
             self.num_routing += 1
+        if params.structured is not None:
+            flags |= Wants.GRAMMAR
         if flags & (Wants.EDIT | Wants.MIN_TOKENS):
             self.extras[row] = self._extras(request)
         self.flags[row] = flags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, make_lane, split
@@ -21,12 +23,14 @@ from megatron_infer.sampling.stages import Lane, make_lane, split
 class SamplingKernels(Protocol):
     """A backend's own draws and scores, for logits of the model's dtype and fp32; rows may be strided."""
 
-    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What `filters.draw_any` and `draw_filtered` do, by `Shape.columns_5M` -> the fields of a Choice."""
         ...
 
-    def score(self, logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `logprobs.score` does."""
+    def score(
+        self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `logprobs.score` does; known: mass and largest logit that `draw` found in the same rows."""
         ...
 
 
@@ -40,6 +44,8 @@ class SampleInputs:
     """[S] index in its sequence of the token to be drawn: the length of its context."""
     token_pool: Tensor
     """int32 [rows, positions] on the device: prompt and output ids of each row, read below `positions`."""
+    masks: TokenMasks | None = None
+    """Of the rows with structured output; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,18 @@ class Sampler:
         tokens_S = whole.token_M.masked_fill(bad_S, 0)
         carried = None
         if self._carries is not None:
-            carried = carry(self._carries, logits_SV, positions, inputs.token_pool, tokens_S, whole, self.score)
+            score_own = self._score_of_model(self._carries.lane, whole)
+            carried = carry(
+                self._carries,
+                logits_SV,
+                positions,
+                inputs.token_pool,
+                inputs.masks,
+                tokens_S,
+                whole,
+                self.score,
+                score_own,
+            )
         return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
     def _plan(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> None:
@@ -125,13 +142,16 @@ class Sampler:
     def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
         values = lane.take(logits_SV)
         if lane.wants & TOUCHED:
-            values = lane.edited(values, inputs.positions, inputs.token_pool)
+            values = lane.edited(values, inputs.positions, inputs.token_pool, inputs.masks)
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
             return Choice(self.argmax(values), values.amax(-1).float())
         lane.shape.columns_5M[4].copy_(torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])))
         if self._kernels is not None:
-            return Choice(*self._kernels.draw(values, lane.shape.columns_5M))
+            choice = Choice(*self._kernels.draw(values, lane.shape.columns_5M))
+            if lane.wants & TOUCHED:
+                choice.mass_M = None  # of other logits than the model's
+            return choice
         draw = draw_filtered if lane.wants & Wants.FILTER else draw_any
         return draw(values.float(), lane.shape)
 
@@ -142,6 +162,7 @@ class Sampler:
             torch.empty(num_rows, device=device),
             torch.full((num_rows,), -torch.inf, device=device),
             torch.full((num_rows,), self.vocab_size, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
         for lane, choice in zip(self._lanes, choices, strict=True):
             whole.replace(lane.places_M, choice)
@@ -153,16 +174,23 @@ class Sampler:
         if lane is None:
             return None
         rows = inputs.rows[lane.places]
+        values, score_rows = lane.take(logits_SV), self._score_of_model(lane, drawn)
         if self._processed:
             temperature = self.params.table[0, rows]
             temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
-            values, divisors = lane.take(logits_SV), torch.from_numpy(temperature).to(logits_SV.device)
-            values = lane.drawn_from(values, inputs.positions, inputs.token_pool, drawn, divisors)
-        else:
-            values = lane.take(logits_SV)
+            if lane.wants & (TOUCHED | Wants.FILTER) or (temperature != 1.0).any():
+                divisors = torch.from_numpy(temperature).to(logits_SV.device)
+                values = lane.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
+                score_rows = self.score
         counts = self.params.num_logprobs[rows]
-        scored = self.score(values, lane.take(tokens_S), int(counts.max()))
+        scored = score_rows(values, lane.take(tokens_S), int(counts.max()))
         return LogprobBatch(lane.places, *scored, counts)
+
+    def _score_of_model(self, lane: Lane, drawn: Choice) -> Score:
+        """`score` for the lane's rows of the model's logits: what drawing has summed up is not summed again."""
+        if self._kernels is None or drawn.mass_M is None:
+            return self.score
+        return partial(self._kernels.score, known=(lane.take(drawn.mass_M), lane.take(drawn.top_M)))
 
 
 def _argmax(logits_SV: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import FEW, MANY, Choice, Shape
 from megatron_infer.sampling.logprobs import processed
+from megatron_infer.sampling.masks import MaskedRows, TokenMasks
 from megatron_infer.sampling.params import GREEDY_BELOW, TOUCHED, RowParams, Wants
 from megatron_infer.sampling.penalties import Penalties, TokenEdits
 
@@ -28,31 +29,41 @@ class Lane:
     shape: Shape | None
     edits: TokenEdits | None
     penalties: Penalties | None
+    masked: MaskedRows | None
 
     def take(self, tensor_S: Tensor) -> Tensor:
         """This lane's rows: a view when it is the whole step, else a copy."""
         return tensor_S if self.places_M is None else tensor_S.index_select(0, self.places_M)
 
-    def edited(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor) -> Tensor:
-        """The lane's logits after bias, masks and penalties: an fp32 copy. positions [S]."""
+    def edited(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, masks: TokenMasks | None) -> Tensor:
+        """The lane's logits after bias, masks and penalties: an fp32 copy. positions [S]; masks: the step's."""
         work = logits_MV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if self.edits is not None:
             self.edits.apply(work)
         if self.penalties is not None:
             self.penalties.apply(work, positions[self.places], token_pool)
+        if self.masked is not None:
+            assert masks is not None, "rows of structured output without masks"
+            self.masked.apply(work, masks)
         return work
 
     def drawn_from(
-        self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, drawn: Choice, temperature_M: Tensor
+        self,
+        logits_MV: Tensor,
+        positions: np.ndarray,
+        token_pool: Tensor,
+        masks: TokenMasks | None,
+        drawn: Choice,
+        temperature_M: Tensor,
     ) -> Tensor:
         """Logits of the distributions that this lane's tokens were drawn from, fp32 [M, V].
 
         drawn: the whole step's choices. temperature_M: 1 for greedy rows.
         """
         cut = Choice(drawn.token_M, drawn.top_M)
-        if drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
+        if self.wants & Wants.FILTER and drawn.cut_logit_M is not None and drawn.cut_id_M is not None:
             cut.cut_logit_M, cut.cut_id_M = self.take(drawn.cut_logit_M), self.take(drawn.cut_id_M)
-        return processed(self.edited(logits_MV, positions, token_pool), temperature_M, cut)
+        return processed(self.edited(logits_MV, positions, token_pool, masks), temperature_M, cut)
 
 
 def split(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> list[Lane]:
@@ -78,6 +89,7 @@ def make_lane(params: RowParams, rows: np.ndarray, flags: np.ndarray, places: np
         shape=_shape(params, own_rows, device) if wants & Wants.DRAW else None,
         edits=TokenEdits.build(params, own_rows, own_flags, device),
         penalties=Penalties(params, own_rows, own_flags, device) if wants & Wants.PENALTY else None,
+        masked=MaskedRows.of(flags, places, device) if wants & Wants.GRAMMAR else None,
     )
 
 

@@ -143,7 +143,12 @@ class TensorParallelSampler:
         places = others[self._spread.own(len(others))]
         out = self._sampler.sample(
             whole_MV,
-            SampleInputs(rows=inputs.rows[places], positions=inputs.positions[places], token_pool=inputs.token_pool),
+            SampleInputs(
+                rows=inputs.rows[places],
+                positions=inputs.positions[places],
+                token_pool=inputs.token_pool,
+                masks=None if inputs.masks is None else inputs.masks.take(places),
+            ),
         )
         packed[:, 0], packed[:, 1] = out.tokens_S, out.bad_S
         found = out.logprobs

@@ -9,9 +9,11 @@ from numbers import Integral, Real
 from typing import Any
 
 from megatron_infer.errors import RequestError, unknown_name
+from megatron_infer.schedule.structured import StructuredOutput, structured_of
 
 MAX_N = 1024
 MAX_LOGPROBS = 100
+POOLINGS = ("last", "mean")
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -27,7 +29,8 @@ _SWITCHES = (
 class SamplingParams:
     """How one request is sampled. Checked when made: a value that cannot be meant raises RequestError.
 
-    Tokens are drawn after: penalties and logit_bias, allowed and bad ids, temperature, top_k, top_p, min_p.
+    Tokens are drawn after: penalties and logit_bias, allowed and bad ids, structured output, temperature, top_k,
+    top_p, min_p.
     """
 
     n: int = 1
@@ -77,6 +80,11 @@ class SamplingParams:
     """Which ids each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
     return_routing: bool = False
     """Which experts every position went to in every mixture-of-experts layer; takes no cached prefix for its prompt."""
+    pooling: str | None = None
+    """Give the prompt's final hidden states as one vector: "last" its last position's, "mean" the mean over all, which
+    takes no cached prefix. Needs max_tokens=1 and n=1. None: off."""
+    structured: StructuredOutput | None = None
+    """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -86,6 +94,7 @@ class SamplingParams:
         self._settle_lengths()
         self._settle_distribution()
         self._settle_tokens()
+        object.__setattr__(self, "structured", structured_of(self.structured))
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -116,6 +125,8 @@ class SamplingParams:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
             plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured is not None:
+            plain["structured"] = self.structured.to_dict()
         return plain
 
     @property
@@ -143,6 +154,11 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens:,}, more than max_tokens, which is {self.max_tokens:,}; "
                 "lower min_tokens or raise max_tokens"
             )
+        if self.pooling is not None:
+            if self.pooling not in POOLINGS:
+                raise RequestError(f"pooling is {' or '.join(POOLINGS)}, got {_show(self.pooling)}; None turns it off")
+            if self.max_tokens != 1 or self.n != 1:
+                raise RequestError(f"pooling needs max_tokens=1 and n=1, got {self.max_tokens} and {self.n}; ask apart")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _int(self, name, 0, MAX_LOGPROBS, "None turns them off, 0 gives those of the tokens themselves")

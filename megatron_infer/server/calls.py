@@ -56,9 +56,20 @@ Handler = Callable[[Call], Awaitable[Any]]
 class CallEndpoint:
     """An ASGI endpoint of one operation."""
 
-    def __init__(self, handler: Handler, body: Any, settings: ServerConfig, hints: dict[str, str]) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        body: Any,
+        settings: ServerConfig,
+        hints: dict[str, str],
+        *,
+        optional: bool = False,
+        limit: str = "max_body_bytes",
+    ) -> None:
+        """optional: no body counts as {}. limit: the option that says how many bytes a body may have."""
         self._handler, self._body, self._settings = handler, body, settings
-        self._hints = hints
+        self._hints, self._optional = hints, optional
+        self._limit = limit
         self._decoder = None if body is None else msgspec.json.Decoder(body)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -86,9 +97,11 @@ class CallEndpoint:
 
     async def _read(self, scope: Any, receive: Any) -> Any:
         headers = dict(scope["headers"])
-        data = await limits.read_body(headers, receive, limit=self._settings.max_body_bytes)
+        data = await limits.read_body(headers, receive, limit=getattr(self._settings, self._limit), option=self._limit)
         if self._decoder is None:
             return data
+        if not data and self._optional:
+            return self._decoder.decode(b"{}")
         limits.check_content_type(headers.get(b"content-type"))
         try:
             return self._decoder.decode(data)

@@ -12,6 +12,7 @@ from megatron_infer.outputs import CompletionOutput, RequestOutput
 from megatron_infer.server.asking import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
 from megatron_infer.server.calls import Call, Events, Reply
 from megatron_infer.server.conversation import prompt_ids
+from megatron_infer.server.deltas import join
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import Draft, Splitter
 from megatron_infer.server.flights import Job, params_from
@@ -22,6 +23,8 @@ from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
 ROUTE = "chat"
+PROMPT_END = 32
+"""Tokens of a prompt that its `prompt_end` is made of."""
 
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
@@ -63,10 +66,10 @@ class Chat:
     async def answer(self, call: Call) -> Reply | Events:
         asked = await self._prepare(call.body)
         if asked.body.stream:
-            items = self._stream(asked)
+            items = self._stream(asked, call.id)
             await anext(items)  # refusals are answers with a status of their own
             return Events(items)
-        async with self._service.fly([asked.job]) as flight:
+        async with self._service.fly([asked.job], names=(asked.id, call.id)) as flight:
             (output,) = await flight.results()
         return Reply(self._whole(asked, output))
 
@@ -84,6 +87,7 @@ class Chat:
             tokenizer,
             body.messages,
             tools=draft.tools,
+            call_format=draft.call_format,
             variables=draft.template,
             add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final=continued,
@@ -91,6 +95,7 @@ class Chat:
         )
         job = Job(prompt_ids=ids, params=params, salt=body.cache_salt or "")
         await service.check(job)
+        draft.prompt_end = await service.decode(ids[-PROMPT_END:], skip_special=False)
         return _Asked(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), body, job, draft)
 
     def _settle(self, body: ChatBody, values: dict[str, Any]) -> None:
@@ -128,7 +133,7 @@ class Chat:
         splitter = asked.draft.make_splitter()
         message: dict[str, Any] = {"role": "assistant", "content": None}
         for part in splitter.feed(one.text, finished=True):
-            _join(message, part)
+            join(message, part)
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
         if asked.shows_tokens:
@@ -153,13 +158,13 @@ class Chat:
 
     # ------------------------------------------------------------------ streams
 
-    async def _stream(self, asked: _Asked) -> AsyncGenerator[Any]:
+    async def _stream(self, asked: _Asked, call_id: str) -> AsyncGenerator[Any]:
         """None once the call is accepted, then chunks: each sample's role first, its finish_reason last."""
         number = asked.job.params.n
         readers = [Reader() for _ in range(number)]
         splitters = [asked.draft.make_splitter() for _ in range(number)]
         output: RequestOutput | None = None
-        async with self._service.fly([asked.job], stream=True) as flight:
+        async with self._service.fly([asked.job], stream=True, names=(asked.id, call_id)) as flight:
             await flight.taken(min(1.0, self._settings.keep_alive_s))
             yield None
             for index in range(number):
@@ -213,10 +218,3 @@ class Chat:
 
 def _empty_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _join(message: dict[str, Any], part: dict[str, Any]) -> None:
-    """A delta into a whole message: texts are joined, lists are extended."""
-    for name, value in part.items():
-        before = message.get(name)
-        message[name] = value if before is None else before + value

@@ -67,10 +67,10 @@ class Completions:
         body: CompletionBody = call.body
         asked = await self._prepare(body)
         if body.stream:
-            items = self._stream(asked)
+            items = self._stream(asked, call.id)
             await anext(items)  # refusals are answers with a status of their own
             return Events(items)
-        async with self._service.fly(asked.jobs) as flight:
+        async with self._service.fly(asked.jobs, names=(asked.id, call.id)) as flight:
             outputs = await flight.results()
         return Reply(self._whole(asked, outputs))
 
@@ -197,13 +197,13 @@ class Completions:
 
     # ------------------------------------------------------------------ streams
 
-    async def _stream(self, asked: _Asked) -> AsyncGenerator[Any]:
+    async def _stream(self, asked: _Asked, call_id: str) -> AsyncGenerator[Any]:
         """None once the call is accepted, then chunks."""
         body = asked.body
         number = asked.jobs[0].params.n
         readers = [[Reader() for _ in range(number)] for _ in asked.jobs]
         latest: dict[int, RequestOutput] = {}
-        async with self._service.fly(asked.jobs, stream=True) as flight:
+        async with self._service.fly(asked.jobs, stream=True, names=(asked.id, call_id)) as flight:
             await flight.taken(min(1.0, self._settings.keep_alive_s))
             yield None
             for place, text in enumerate(asked.texts):

@@ -11,7 +11,9 @@ import msgspec
 
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.schemas import Message
+from megatron_infer.text import tool_prompt
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have fields of their own."""
@@ -22,12 +24,14 @@ def prompt_ids(
     messages: Sequence[Message],
     *,
     tools: list[dict[str, Any]] | None = None,
+    call_format: CallFormat = HERMES,
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final: bool = False,
     keep_tokens: bool = True,
 ) -> list[int]:
     """The conversation as token ids. keep_tokens: assistant turns that bring their token ids are made of these.
+    call_format: how calls are written where the chat template knows no tools.
 
     Text of a turn drawn by a model and encoded anew may give other tokens than were drawn; a trainer needs the same
     ones. Raises ApiError 400, or InvalidPrompt from the template.
@@ -48,6 +52,8 @@ def prompt_ids(
     for name in RESERVED:
         if name in (variables or {}):
             raise bad_request(f"chat_template_kwargs: {name} has a field of its own", "chat_template_kwargs")
+    if not tokenizer.knows_tools:
+        given, tools = tool_prompt.as_plain(given, tools, call_format), None
     text = tokenizer.apply_chat_template(
         given, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
     )
@@ -84,7 +90,7 @@ def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
             arguments = msgspec.json.decode(arguments or "{}")  # what a model wrote need not be JSON
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 
 def _mark() -> str:

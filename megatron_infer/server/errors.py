@@ -56,13 +56,13 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-def context_overflow(limit: int, num_prompt: int, num_asked: int) -> ApiError:
+def context_overflow(limit: int, num_prompt: int, num_asked: int, *, field: str = "prompt") -> ApiError:
     """A prompt, with the answer that was asked for, that has no room."""
     asked = f"you requested {num_prompt + num_asked:,} tokens ({num_prompt:,} in the prompt, {num_asked:,} to generate)"
     if num_prompt >= limit:
         asked = f"your prompt has {num_prompt:,} tokens, and one more must fit"
     message = f"This model's maximum context length is {limit:,} tokens. However, {asked}. Shorten it."
-    return bad_request(message, "prompt" if num_prompt >= limit else "max_tokens", "context_length_exceeded")
+    return bad_request(message, field if num_prompt >= limit else "max_tokens", "context_length_exceeded")
 
 
 def api_error_of(error: BaseException) -> ApiError:

@@ -8,15 +8,16 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megatron_infer.text.tool_parsers import HERMES, CallFormat
+
 NOT_SERVED: dict[str, str] = {
-    "tools": "tools: this server does not serve tool calls; describe the tools in a message",
-    "tool_choice": "tool_choice: this server does not serve tool calls",
-    "parallel_tool_calls": "parallel_tool_calls: this server does not serve tool calls",
+    "tools": "tools: tool calls are served at /v1/chat/completions only",
+    "tool_choice": "tool_choice: tool calls are served at /v1/chat/completions only",
+    "parallel_tool_calls": "parallel_tool_calls: tool calls are served at /v1/chat/completions only",
     "functions": "functions: use tools",
     "function_call": "function_call: use tool_choice",
-    "response_format": "response_format: this server does not constrain outputs",
-    "guided_json": "guided_json: use response_format",
-    "guided_regex": "guided_regex: use response_format",
+    "guided_whitespace_pattern": "guided_whitespace_pattern: use structured_outputs with disable_any_whitespace",
+    "guided_decoding_backend": "guided_decoding_backend: there is one, llguidance; leave it out",
     "reasoning_effort": "reasoning_effort: give what the model's template knows in chat_template_kwargs",
     "audio": "audio: this server makes text",
     "prediction": "prediction: predicted outputs are not served",
@@ -57,20 +58,29 @@ class Draft:
     """Of SamplingParams, by name."""
     tools: list[dict[str, Any]] | None = None
     """Given to the chat template."""
+    call_format: CallFormat = HERMES
+    """How calls are written for a chat template that knows no tools."""
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
+    structured: tuple[str, dict[str, Any]] | None = None
+    """(a field, what it asks of the answer: fields of StructuredOutput), for a rule of `structured` to settle."""
     make_splitter: Callable[[], Splitter] = PlainSplitter
-    """One for each sample of a chat."""
+    """One for each sample of a chat, made when `prompt_end` is known."""
+    prompt_end: str = ""
+    """The last words of a chat's prompt, special tokens too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraField:
     """A field of a module. `apply` is called with its value where it was given and is not null, in the order of
-    registration; it raises ApiError (400) for what it cannot honour."""
+    registration; it raises ApiError (400) for what it cannot honour. None: a rule of the module reads it."""
 
     name: str
     type: Any
-    apply: Callable[[Any, Draft], Awaitable[None]]
+    apply: Callable[[Any, Draft], Awaitable[None]] | None
+
+
+Rule = Callable[[Any, Draft], Awaitable[None]]
 
 
 class ExtraFields:
@@ -78,11 +88,19 @@ class ExtraFields:
 
     def __init__(self) -> None:
         self._fields: dict[str, list[ExtraField]] = {}
+        self._rules: dict[str, list[Rule]] = {}
         self.hints = dict(NOT_SERVED)
         """Field -> why it is refused, of those that nobody serves."""
 
     def add(self, route: str, extra: ExtraField) -> None:
-        self._fields.setdefault(route, []).append(extra)
+        fields = self._fields.setdefault(route, [])
+        assert extra.name not in [one.name for one in fields], f"{route}: {extra.name} is registered already"
+        fields.append(extra)
+
+    def add_rule(self, route: str, rule: Rule) -> None:
+        """`rule` is called with the body of every call and its draft, after all fields: for what acts together, or
+        though no field was given."""
+        self._rules.setdefault(route, []).append(rule)
 
     def extend(self, route: str, base: type[msgspec.Struct]) -> type[msgspec.Struct]:
         """`base` with the route's fields: what its bodies are decoded as."""
@@ -97,5 +115,7 @@ class ExtraFields:
     async def apply(self, route: str, body: Any, draft: Draft) -> None:
         for extra in self._fields.get(route, ()):
             value = getattr(body, extra.name, None)
-            if value is not None:
+            if value is not None and extra.apply is not None:
                 await extra.apply(value, draft)
+        for rule in self._rules.get(route, ()):
+            await rule(body, draft)

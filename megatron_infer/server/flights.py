@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.errors import RequestError
+from megatron_infer.metrics.serving import RequestWatch, ServerMeter
 from megatron_infer.outputs import RequestOutput
+from megatron_infer.parallel import wire
 from megatron_infer.parallel.client import AsyncInferenceClient
 from megatron_infer.schedule.params import SamplingParams
 
@@ -68,8 +70,19 @@ class Flight:
     `updates` and `results` raise the first request's error; then the others are of no use to anyone, either.
     """
 
-    def __init__(self, client: AsyncInferenceClient, jobs: Sequence[Job], *, stream: bool) -> None:
-        self._client, self._jobs, self._stream = client, jobs, stream
+    def __init__(
+        self,
+        client: AsyncInferenceClient,
+        jobs: Sequence[Job],
+        *,
+        stream: bool,
+        meter: ServerMeter,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        """names: what it can be ended by, see `Service.abort`."""
+        self.names = names
+        self._client, self._jobs, self._stream, self._meter = client, jobs, stream, meter
+        self._watches: dict[int, RequestWatch] = {}
         self._numbers: dict[int, int] = {}
         self._mailbox = Mailbox()
         self._early: dict[int, RequestOutput] = {}
@@ -91,12 +104,27 @@ class Flight:
         prompt: dict[str, Any] = {"prompt_token_ids": job.prompt_ids}
         if job.salt:
             prompt["cache_salt"] = job.salt
-        mailbox = self._mailbox
-        self._numbers[index] = self._client.begin(
-            prompt, job.params, lambda item: mailbox.put(index, item), stream=self._stream
-        )
+        mailbox, watch = self._mailbox, self._meter.request(stream=self._stream)
+        self._watches[index] = watch
+
+        def sink(item: RequestOutput | BaseException) -> None:
+            _note(watch, item)
+            mailbox.put(index, item)
+
+        self._numbers[index] = self._client.begin(prompt, job.params, sink, stream=self._stream)
+
+    def end(self) -> None:
+        """End what is under way; its last outputs, with what it has, come as ever."""
+        for number in self._numbers.values():
+            self._client.end(number)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._numbers)
 
     def _abort(self) -> None:
+        for watch in self._watches.values():
+            watch.left()
         for number in self._numbers.values():
             self._client.end(number)
         self._numbers.clear()
@@ -104,6 +132,7 @@ class Flight:
     def fail(self, error: BaseException) -> None:
         """End every request with `error`; from the event loop."""
         for index in self._numbers:
+            self._watches[index].failed("error")
             self._mailbox.put(index, error)
 
     async def taken(self, patience_s: float) -> None:
@@ -135,6 +164,15 @@ class Flight:
                 self._numbers.pop(index, None)
             news[index] = item
         return news
+
+
+def _note(watch: RequestWatch, item: RequestOutput | BaseException) -> None:
+    if isinstance(item, wire.CoordinatorError) and not isinstance(item, wire.Overloaded):
+        watch.failed("error")
+    elif isinstance(item, BaseException):
+        watch.failed("refused")
+    else:
+        watch.news(item)
 
 
 def params_from(values: dict[str, Any]) -> SamplingParams:

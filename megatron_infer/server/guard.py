@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from megatron_infer.metrics.serving import CLIENT_LEFT, ServerMeter
 from megatron_infer.server.auth import KeyCheck
 from megatron_infer.server.errors import ApiError
 from megatron_infer.server.limits import discard
@@ -37,7 +38,9 @@ class Guard:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        await _GuardedCall(scope, send, self._log_requests).run(self._inner, receive, self._refusal(scope))
+        await _GuardedCall(scope, send, self._log_requests, self._service.meter).run(
+            self._inner, receive, self._refusal(scope)
+        )
 
     def _refusal(self, scope: Any) -> ApiError | None:
         """What stands in the way of the call, before anything of it is read."""
@@ -50,8 +53,9 @@ class Guard:
 
 
 class _GuardedCall:
-    def __init__(self, scope: Any, send: Any, logged: bool) -> None:
-        self._scope, self._send, self._logged = scope, send, logged
+    def __init__(self, scope: Any, send: Any, logged: bool, meter: ServerMeter) -> None:
+        self._scope, self._send, self._logged, self._meter = scope, send, logged, meter
+        meter.call_began()
         self._status = 0
         self._began = time.perf_counter()
         given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
@@ -72,6 +76,7 @@ class _GuardedCall:
                 message = "the server failed; its log has the reason under this request's id"
                 await self._refuse(ApiError(500, message, code="internal_error"), receive)
         finally:
+            self._count()
             if self._logged:
                 self._write()
 
@@ -86,6 +91,12 @@ class _GuardedCall:
             self._status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
         await self._send(message)
+
+    def _count(self) -> None:
+        state = self._scope["state"]
+        status = CLIENT_LEFT if state.get("left") or not self._status else self._status
+        seconds = time.perf_counter() - self._began
+        self._meter.call_ended(self._scope["method"], state.get("route"), status, seconds)
 
     def _write(self) -> None:
         """One line; neither query nor body, where secrets and prompts may be."""

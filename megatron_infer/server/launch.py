@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -75,7 +74,7 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
             model=options.model,
             fleet=fleet,
         )
-        asyncio.run(front.serve(listening, on_ready=lambda url: note(f"serving {options.model} at {url}")))
+        front.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))
         clean = not front.was_forced
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -98,7 +97,7 @@ def attach(options: EngineOptions, settings: ServerConfig, coordinator: str, key
         front = Front(
             settings, coordinator=coordinator, key=key, tokenizer=read_card(folder, **card), model=options.model
         )
-        asyncio.run(front.serve(listening, on_ready=lambda url: note(f"serving {options.model} at {url}")))
+        front.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))
     finally:
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)

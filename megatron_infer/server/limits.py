@@ -31,21 +31,23 @@ def check_content_type(value: bytes | None) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-async def read_body(headers: dict[bytes, bytes], receive: Receive, *, limit: int) -> bytes:
+async def read_body(
+    headers: dict[bytes, bytes], receive: Receive, *, limit: int, option: str = "max_body_bytes"
+) -> bytes:
     """The body, of which never more than `limit` bytes are held. Raises ApiError 413, 408, Disconnected."""
     try:
         async with asyncio.timeout(BODY_S):
-            return await _read(headers, receive, limit)
+            return await _read(headers, receive, limit, option)
     except TimeoutError:
         message = f"the body has not come within {BODY_S:g} s"
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
 
-async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
+async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, option: str) -> bytes:
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         await discard(receive)
-        raise _too_large(limit, f"{int(announced):,}")
+        raise _too_large(limit, option, f"{int(announced):,}")
     parts, total = [], 0
     while True:
         message = await receive()
@@ -56,7 +58,7 @@ async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int) -> by
         if total > limit:
             if message.get("more_body", False):
                 await discard(receive)
-            raise _too_large(limit, f"more than {limit:,}")
+            raise _too_large(limit, option, f"more than {limit:,}")
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -75,6 +77,6 @@ async def discard(receive: Receive) -> None:
                     return
 
 
-def _too_large(limit: int, got: str) -> ApiError:
-    message = f"the body has {got} bytes, the limit is {limit:,} (max_body_bytes); send less at once"
+def _too_large(limit: int, option: str, got: str) -> ApiError:
+    message = f"the body has {got} bytes, the limit is {limit:,} ({option}); send less at once"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -29,19 +30,20 @@ class ErrorReply(msgspec.Struct):
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
     async def document(call: Call) -> Reply:
-        return Reply(describe(app, settings))
+        return Reply(describe(app, settings, service.names))
 
     app.add(Operation(method="GET", path="/openapi.json", handler=document, summary="This document"))
 
 
-def describe(app: App, settings: ServerConfig) -> dict[str, Any]:
-    """The OpenAPI document of what is served, with the limits of this server."""
+def describe(app: App, settings: ServerConfig, names: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI document of what is served, with the limits of this server and the names of its model."""
     has_key = settings.api_key is not None
     bodies = {key: app.body_of(operation) for key, operation in app.operations.items()}
     types = [body for body in bodies.values() if body is not None]
     schemas, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
     for component in components.values():
         _put_limits(component, settings)
+        _put_names(component, names)
     body_schemas = iter(schemas)
     paths: dict[str, Any] = {}
     for (path, method), operation in app.operations.items():
@@ -69,6 +71,13 @@ def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
                 choice["maximum"] = min(choice["maximum"], limit)
 
 
+def _put_names(component: dict[str, Any], names: Sequence[str]) -> None:
+    """What `model` may be, in place of any text."""
+    for choice in component.get("properties", {}).get("model", {}).get("anyOf", ()):
+        if choice.get("type") == "string":
+            choice["enum"] = list(names)
+
+
 def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REFERENCE.format(name="ErrorReply")}}}
     statuses = {*operation.statuses, *((400, 413, 415, 503) if schema is not None else ())}
@@ -84,7 +93,10 @@ def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, An
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if schema is not None:
-        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        shown["requestBody"] = {
+            "required": not operation.optional_body,
+            "content": {"application/json": {"schema": schema}},
+        }
     if has_key and not operation.open:
         shown["security"] = [{"key": []}]
     return shown

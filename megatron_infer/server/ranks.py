@@ -39,6 +39,7 @@ from megatron_infer.models.plan_shape import shape_of
 from megatron_infer.models.sources import open_source
 from megatron_infer.parallel.groups import build_groups
 from megatron_infer.parallel.replica import Replica
+from megatron_infer.rl.served_weights import ServedWeights
 from megatron_infer.server.fleet import Fleet, Role
 from megatron_infer.server.launch import CARD_TIMEOUT_S, STOP_S, EngineOptions, make_card, told_by
 from megatron_infer.server.settings import ServerConfig
@@ -64,13 +65,14 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         store.wait([MEETING], timedelta(seconds=CARD_TIMEOUT_S))
         meeting = json.loads(store.get(MEETING))
         engine = _engine(options, groups)
-        team = engine.parts.team.groups
+        team, weights = engine.parts.team.groups, ServedWeights(engine)
         if not team.is_leader:
             _ignore_signals()
-            engine.follow()
+            engine.follow(weights.followed())
             return
         key = None if meeting["key"] is None else meeting["key"].encode()
-        replica = Replica(engine, meeting["address"], name=f"replica{team.dp_rank}", key=key)
+        name, commands = f"replica{team.dp_rank}", weights.commands()
+        replica = Replica(engine, meeting["address"], name=name, key=key, commands=commands)
         leaving = threading.Thread(target=_leave, args=(store, frontage, replica), daemon=True)
         _ignore_signals() if frontage is None else frontage.pass_signals_on()
         leaving.start()

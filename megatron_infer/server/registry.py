@@ -38,6 +38,10 @@ class Operation:
     """Served without the API key."""
     control: bool = False
     """It steers the engines: served only with `ServerConfig.control`."""
+    optional_body: bool = False
+    """No body at all counts as {}."""
+    body_limit: str = "max_body_bytes"
+    """Option that says how many bytes its body may have."""
 
 
 class App:
@@ -47,10 +51,13 @@ class App:
         self._settings = settings
         self.operations: dict[tuple[str, str], Operation] = {}
         self.fields = ExtraFields()
+        self.withheld: set[str] = set()
+        """Paths that would be served with `ServerConfig.control`."""
 
     def add(self, operation: Operation) -> None:
         assert not (operation.open and operation.control), f"{operation.path} would steer engines without a key"
         if operation.control and not self._settings.control:
+            self.withheld.add(operation.path)
             return
         key = (operation.path, operation.method)
         assert key not in self.operations, f"{operation.method} {operation.path} is registered already"
@@ -64,17 +71,25 @@ class App:
     def routes(self) -> list[Route]:
         paths: dict[str, dict[str, CallEndpoint]] = {}
         for operation in self.operations.values():
-            endpoint = CallEndpoint(operation.handler, self.body_of(operation), self._settings, self.fields.hints)
+            endpoint = CallEndpoint(
+                operation.handler,
+                self.body_of(operation),
+                self._settings,
+                self.fields.hints,
+                optional=operation.optional_body,
+                limit=operation.body_limit,
+            )
             paths.setdefault(operation.path, {})[operation.method] = endpoint
-        return [Route(path, _ByMethod(methods), methods=list(methods)) for path, methods in paths.items()]
+        return [Route(path, _ByMethod(path, methods), methods=list(methods)) for path, methods in paths.items()]
 
 
 class _ByMethod:
     """The endpoint of each method of a path."""
 
-    def __init__(self, endpoints: dict[str, CallEndpoint]) -> None:
-        self._endpoints = endpoints
+    def __init__(self, path: str, endpoints: dict[str, CallEndpoint]) -> None:
+        self._path, self._endpoints = path, endpoints
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["route"] = self._path
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._endpoints[method](scope, receive, send)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.metrics.serving import ServerMeter
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.client import AsyncInferenceClient
 from megatron_infer.server.errors import ApiError, bad_request, context_overflow, unavailable
@@ -65,9 +66,12 @@ class Service:
         self.stats: dict[str, Any] = {}
         """The coordinator's report, at most LOOK_S old while `is_connected`."""
         self.is_connected = False
+        self.meter = ServerMeter()
         self._fleet = fleet
         self._facts: Facts | None = None
         self._draining = False
+        self.gates: list[Callable[[], Awaitable[None]]] = []
+        """Asked before requests begin: each may wait, or raise ApiError."""
         self._flights: set[Flight] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,7 +126,9 @@ class Service:
             self.is_connected = True
         except (InferenceError, TimeoutError):
             self.is_connected = False
+            self.meter.saw(None, self.workers)
             return
+        self.meter.saw(self.stats, self.workers)
         limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
         if limits:
             self._facts = Facts(
@@ -159,6 +165,15 @@ class Service:
         """Wait until nothing is under way."""
         await self._idle.wait()
 
+    def abort(self, names: Iterable[str] | None = None) -> int:
+        """End the requests of calls that go by one of `names` (None: all), which get what they have -> how many."""
+        wanted = None if names is None else set(names)
+        chosen = [flight for flight in self._flights if wanted is None or flight.names & wanted]
+        count = sum(flight.num_unfinished for flight in chosen)
+        for flight in chosen:
+            flight.end()
+        return count
+
     @property
     def num_calls(self) -> int:
         """Calls whose requests are under way."""
@@ -172,32 +187,36 @@ class Service:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def check(self, job: Job, *, name: str = "max_tokens") -> None:
-        """Raises ApiError for a job that the engines would refuse or could not do as asked."""
+    async def check(self, job: Job, *, field: str = "prompt") -> None:
+        """Raises ApiError for a job that the engines would refuse or could not do as asked. field: the prompt's."""
         facts, num_prompt = await self.facts(), len(job.prompt_ids)
         if num_prompt == 0:
-            raise bad_request("the prompt is empty (0 tokens); give at least one", "prompt", "empty_prompt")
+            raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
         asked = job.params.max_tokens
         if num_prompt + (asked or 1) > facts.max_length:
-            raise context_overflow(facts.max_length, num_prompt, asked or 1)
+            raise context_overflow(facts.max_length, num_prompt, asked or 1, field=field)
         wrong = next((i for i in job.prompt_ids if not 0 <= i < facts.vocab_size), None)
         if wrong is not None:
             message = f"token id {wrong} is outside the vocabulary (0 to {facts.vocab_size - 1})"
-            raise bad_request(message, "prompt", "invalid_token_id")
+            raise bad_request(message, field, "invalid_token_id")
 
     @asynccontextmanager
-    async def fly(self, jobs: Sequence[Job], *, stream: bool = False) -> AsyncIterator[Flight]:
+    async def fly(
+        self, jobs: Sequence[Job], *, stream: bool = False, names: Iterable[str] = ()
+    ) -> AsyncIterator[Flight]:
         """Begin requests; leaving the context aborts what has not ended. Raises ApiError 503 without engines.
 
-        stream: news come as tokens are drawn, not only at the end.
+        stream: news come as tokens are drawn, not only at the end. names: for `abort`.
         """
+        for gate in self.gates:
+            await gate()
         refused = self.refusal()
         if refused is not None:
             raise refused
         reason = None if self._fleet is None else self._fleet.failure()
         if reason is not None:
             raise unavailable(reason, "engine_failed")
-        flight = Flight(self.client, jobs, stream=stream)
+        flight = Flight(self.client, jobs, stream=stream, meter=self.meter, names=frozenset(names))
         self._flights.add(flight)
         self._idle.clear()
         try:

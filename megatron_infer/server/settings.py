@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.text.reasoning import REASONING
+from megatron_infer.text.tool_parsers import FORMATS
 
 ENV_PREFIX = "MEGATRON_INFER_"
+METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,16 @@ class ServerConfig:
     """Key that every caller must show as "Authorization: Bearer KEY". None: whoever reaches the port is served."""
     served_model_name: tuple[str, ...] = ()
     """Names the model goes by in requests, the first one in replies. Empty: the name it was loaded by."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, mistral, granite, json; auto: as its chat template says."""
+    reasoning_parser: str | None = None
+    """How the model marks its thoughts: deepseek_r1, qwen3, granite. None: they are content as all else."""
     control: bool = False
-    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key."""
+    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key beyond loopback."""
+    weights_root: str | None = None
+    """Directory below which paths of new weights must lie. None: no weights are read from files."""
+    max_weight_bytes: int = 512 << 20
+    """Bytes of one body of new weights; a larger update comes in several."""
     max_queue: int = 1024
     """Requests that may wait for an engine; further ones are answered 429."""
     max_body_bytes: int = 8 << 20
@@ -42,6 +53,10 @@ class ServerConfig:
     """Stop texts of a request, and stop token ids beyond the model's own."""
     max_stop_chars: int = 1024
     """Characters of one stop text."""
+    max_schema_bytes: int = 64 << 10
+    """Bytes of a schema, pattern, grammar or list of choices (response_format and its like)."""
+    max_schema_depth: int = 32
+    """Levels of objects and lists within each other in a schema."""
     request_timeout_s: float = 600.0
     """Time for a call from its body to its last byte; over it, its requests are aborted."""
     keep_alive_s: float = 15.0
@@ -50,15 +65,29 @@ class ServerConfig:
     """After SIGTERM, what is under way may go on so long."""
     token_threads: int = 2
     """Threads that tokenize and render chat templates."""
+    prometheus_metrics_mode: str = "instrument_only"
+    """instrument_only: GET /metrics beside the other routes, with the API key if there is one. launch_server: also at
+    metrics_port of this machine, without a key. launch_multiproc_server: there, together with what other processes
+    write into the folder PROMETHEUS_MULTIPROC_DIR."""
+    metrics_port: int = 9400
+    """Port at 127.0.0.1 for a metrics server of its own; 0: one that the system chooses."""
+    record: str | None = None
+    """File that every completed generation call is appended to (JSONL: time, path, body, how long it took), for
+    bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
     log_requests: bool = True
     """A line for every call on standard error; never prompts, texts or keys."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}, it must be 0 to 65535")
-        for name in ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars"):
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be 0 to 65535")
+        if self.prometheus_metrics_mode not in METRICS_MODES:
+            message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
+            raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
+        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
         for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
@@ -67,10 +96,18 @@ class ServerConfig:
         for name in ("request_timeout_s", "keep_alive_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be more than 0")
+        for name, value, known in (
+            ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
+            ("reasoning_parser", self.reasoning_parser, [*REASONING]),
+        ):
+            if value is not None and value not in known:
+                raise ConfigError(f"{unknown_name(name, value, known)}; there is {', '.join(known)}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key is empty; None means no key")
-        if self.control and self.api_key is None:
-            raise ConfigError("control needs an API key: whoever reaches the port could steer the engines; set api_key")
+        if self.control and self.api_key is None and not self.is_local:
+            raise ConfigError(f"control at {self.host} needs an API key: others could steer the engines; set api_key")
+        if self.weights_root is not None and not Path(self.weights_root).is_dir():
+            raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
 
     @property
     def is_local(self) -> bool:

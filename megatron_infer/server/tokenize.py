@@ -11,13 +11,17 @@ from megatron_infer.server.registry import App, Operation
 from megatron_infer.server.schemas import DetokenizeBody, TokenizeBody
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.tools import form_of
+from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
+    form = form_of(service.tokenizer, settings) or HERMES
+
     async def tokenize(call: Call) -> Reply:
         body: TokenizeBody = call.body
         service.check_model(body.model)
-        ids = await _ids(body, service)
+        ids = await _ids(body, service, form)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
         if body.return_token_strs:
             tokenizer = service.require_tokenizer()
@@ -45,7 +49,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
     )
 
 
-async def _ids(body: TokenizeBody, service: Service) -> list[int]:
+async def _ids(body: TokenizeBody, service: Service, form: CallFormat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give prompt (a text) or messages (a conversation), and not both", "prompt")
     if body.messages is None:
@@ -62,6 +66,7 @@ async def _ids(body: TokenizeBody, service: Service) -> list[int]:
         prompt_ids,
         service.require_tokenizer(),
         body.messages,
+        call_format=form,
         variables=body.chat_template_kwargs,
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final=continued,

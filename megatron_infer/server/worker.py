@@ -21,10 +21,11 @@ def serve(
     """Until SIGTERM, which lets what is under way end. An error of the engine's loop passes through."""
     from megatron_infer.llm import LLM  # torch loads here
     from megatron_infer.parallel.replica import Replica
+    from megatron_infer.rl.served_weights import ServedWeights
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
-    replica = Replica(llm.engine, coordinator, name=name)
+    replica = Replica(llm.engine, coordinator, name=name, commands=ServedWeights(llm.engine).commands())
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = llm.engine.parts.shape
     tell(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})

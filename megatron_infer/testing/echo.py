@@ -9,18 +9,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.context.prefix import root_of, salted
 from megatron_infer.context.prefix_changes import PrefixChanges
-from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest, WrongState
-from megatron_infer.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
+from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.meter import EngineMeter
+from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.served import Facts
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.testing.echo_controls import EchoControls
 
 VOCAB = 1000
 MAX_TOKENS = 16
@@ -49,6 +53,7 @@ class _Sequence:
     lease: Lease | None = None
     num_cached: int = 0
     num_sent: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -61,14 +66,18 @@ class _Request:
     prompt: list[int]
     salt: str
     samples: list[_Sequence]
+    logprobs: bool = False
+    pooled: list[float] | None = None
     aborted: bool = False
+    has_begun: bool = False
+    came: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
         return self.aborted or all(one.finished for one in self.samples)
 
 
-class EchoEngine:
+class EchoEngine(EchoControls):
     """Serves `max_requests` sequences at once, one token each a step, from a cache of `num_blocks` blocks."""
 
     def __init__(
@@ -83,6 +92,7 @@ class EchoEngine:
         policy: str = "longest_prefix",
         alpha: float = 0.5,
     ) -> None:
+        super().__init__()
         self.context = DynamicInferenceContext(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -94,12 +104,12 @@ class EchoEngine:
         self.prefix_changes = PrefixChanges(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.weight_version = 0
-        self.state = "running"
+        self.meter = EngineMeter()
         self._policy, self._alpha = policy, alpha
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[tuple[_Request, _Sequence]] = deque()
         self._running: list[tuple[_Request, _Sequence]] = []
+        self._ended: list[RequestOutput] = []
 
     def replica_facts(self) -> Facts:
         return Facts(
@@ -128,6 +138,22 @@ class EchoEngine:
             "num_free_blocks": self.context.num_free_blocks,
         }
 
+    def figures(self) -> EngineFigures:
+        pool = self.context.pool
+        return EngineFigures(
+            state=self.state,
+            weight_version=self.weight_version,
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_paused=0,
+            capacity=self.context.num_rows,
+            blocks_used=pool.num_blocks - pool.num_free,
+            blocks_cached=pool.num_cached,
+            blocks_paused=0,
+            blocks_free=pool.num_free - pool.num_cached,
+            **self.meter.as_figures(),
+        )
+
     def add_request(
         self,
         prompt: Any,
@@ -136,7 +162,7 @@ class EchoEngine:
         request_id: str | None = None,
         stream: Any = "delta",
     ) -> str:
-        """Queue a prompt of token ids. Only the number of tokens, n, seed and temperature of `params` act."""
+        """Queue a prompt of token ids. Only the number of tokens, n, seed, temperature and pooling of `params` act."""
         params = SamplingParams() if params is None else params
         salt = ""
         if isinstance(prompt, Mapping):
@@ -174,7 +200,9 @@ class EchoEngine:
                     num_sent=len(tokens),
                 )
             )
-        request = self._requests[request_id] = _Request(request_id, prompt, salt, samples)
+        pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
+        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, pooled)
+        self._requests[request_id] = request
         self._waiting.extend((request, one) for one in samples if not one.finished)
 
     def abort(self, request_id: str) -> RequestOutput:
@@ -192,10 +220,13 @@ class EchoEngine:
         return bool(self._requests)
 
     def can_step(self) -> bool:
-        return self.state == "running" and bool(self._requests)
+        return bool(self._ended) or (self.state == "running" and not self.torn and bool(self._requests))
 
     def step(self) -> list[RequestOutput]:
         """Admit what fits, draw one token each, and let the time pass that this takes."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
         seconds = self.step_s
         while self._waiting:
             request, one = self._waiting[0]
@@ -208,35 +239,36 @@ class EchoEngine:
             time.sleep(seconds)
         outputs: dict[str, RequestOutput] = {}
         touched: dict[str, _Request] = {}
+        drawn: list[str] = []
         for request, one in self._running:
             token = one.state % VOCAB
             one.tokens.append(token)
+            if not one.spans or one.spans[-1].policy_version != self.weight_version:
+                first = len(one.tokens) - 1 - one.num_prompt
+                oldest = one.spans[0].policy_version if one.spans else self.weight_version
+                one.spans.append(VersionSpan(first, self.weight_version, oldest, self.weight_version))
             one.state = crc32(wire.ids_to_bytes([token]), one.state)
             assert one.lease is not None
             self.context.commit(one.lease, one.tokens, len(one.tokens) - 1)
             if one.finished:
                 self._release(one)
             touched[request.id] = request
+            drawn.append(f"{request.id} {id(one)}")
         self._running = [pair for pair in self._running if not pair[1].finished]
+        self.meter.tokens(drawn, time.monotonic())
         for request in touched.values():
+            if not request.has_begun:
+                request.has_begun = True
+                cached = request.samples[0].num_cached
+                waited = time.monotonic() - request.came
+                self.meter.first_token(waited, prompt=len(request.prompt), cached=cached)
             outputs[request.id] = self._output(request)
         return list(outputs.values())
 
     # ------------------------------------------------------------------ controls
 
-    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        if self.state != "running":
-            raise WrongState(f"pause() while the engine is {self.state}", state=self.state)
-        self.state = "paused"
-
-    def unpause(self, *, timeout_s: float | None = None) -> None:
-        if self.state != "paused":
-            raise WrongState(f"unpause() while the engine is {self.state}", state=self.state)
-        self.state = "running"
-
-    def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        """Cached blocks are never hit again; tokens stay what they are."""
-        self.weight_version = version
+    def end_all(self) -> None:
+        self._ended = [self.abort(request_id) for request_id in list(self._requests)]
 
     def reset_prefix_cache(self) -> int:
         return self.context.forget_all()
@@ -270,9 +302,22 @@ class EchoEngine:
             new = one.tokens[one.num_prompt + one.num_sent :]
             one.num_sent += len(new)
             text = "".join(f"{token} " for token in new)
-            outputs.append(CompletionOutput(index=index, text=text, token_ids=new, finish_reason=reason))
+            logprobs = [{token: Logprob(-token / VOCAB, 1, f"{token} ")} for token in new] if request.logprobs else None
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=text,
+                    token_ids=new,
+                    finish_reason=reason,
+                    logprobs=logprobs,
+                    spans=list(one.spans),
+                )
+            )
         if request.finished:
             del self._requests[request.id]
+            ids = [f"{request.id} {id(one)}" for one in request.samples]
+            outcome = "abort" if request.aborted else "length"
+            self.meter.end(outcome, time.monotonic() - request.came, ids)
         return RequestOutput(
             request_id=request.id,
             prompt=None,
@@ -282,4 +327,5 @@ class EchoEngine:
             finished=request.finished,
             metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
             num_cached_tokens=request.samples[0].num_cached,
+            pooled=request.pooled if request.finished else None,
         )

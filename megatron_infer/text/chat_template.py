@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -46,8 +47,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
+def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -56,8 +56,22 @@ def _compile(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
     try:
-        return environment.from_string(template)
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"chat template: line {error.lineno}: {error.message}") from error
+
+
+@lru_cache(maxsize=16)
+def reads(template: str, variable: str) -> bool:
+    """Whether a template looks at a variable. Raises ModelError for one that does not parse."""
+    try:
+        return variable in jinja2.meta.find_undeclared_variables(_environment().parse(template))
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(f"chat template: line {error.lineno}: {error.message}") from error
 
@@ -91,5 +105,5 @@ def render(
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

@@ -50,6 +50,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template of conversations with tools; None where the model has none."""
+        return self._templates.get("tool_use", self._templates.get("default"))
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        template = self.tool_template
+        return template is not None and chat_template.reads(template, "tools")
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` lets the tokenizer put its BOS / EOS around them, as the model was trained."""
         if not isinstance(text, str):

@@ -15,6 +15,7 @@ from megatron_infer.cli import generate
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.outputs import Logprob
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.structured import StructuredOutput
 
 
 def lines(path) -> list[dict]:
@@ -135,7 +136,8 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
         "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
-        "--return-sampled-logprobs --return-support --return-routing --no-skip-special-tokens --no-detokenize"
+        "--return-sampled-logprobs --return-support --return-routing --regex a+ --no-skip-special-tokens "
+        "--no-detokenize"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
     params = llm.engine.added[0].params
@@ -161,6 +163,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         logprobs=2,
         prompt_logprobs=0,
         return_sampled_logprobs=True,
+        structured=StructuredOutput(regex="a+"),
         return_support=True,
         return_routing=True,
         skip_special_tokens=False,
@@ -168,7 +171,10 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
     )
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
-    assert not unchanged  # a field added to SamplingParams needs its flag, and its place above
+    # A field added to SamplingParams needs its flag, and its place above.
+    assert unchanged == ["pooling"]  # which goes with a single token
+    command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
+    assert llm.engine.added[-1].params.pooling == "mean"
 
 
 def test_a_wrong_flag_is_told_before_the_model_loads(monkeypatch):
@@ -225,3 +231,26 @@ def test_files_that_cannot_be_used_are_told_before_the_model_loads(tmp_path, com
 def test_no_prompt_is_a_usage_error(command, capsys):
     assert command("generate", "m") == 2
     assert "give --prompt TEXT or --prompts-file FILE" in capsys.readouterr().err
+
+
+def test_what_an_answer_must_be_reaches_the_engine(command, llm, tmp_path):
+    schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('start: "é"', encoding="utf-8")
+    for flags, structured in {
+        ("--json-schema", str(schema), "--compact"): StructuredOutput(json_schema={"type": "integer"}, compact=True),
+        ("--json",): StructuredOutput(json_object=True),
+        ("--regex", "a+"): StructuredOutput(regex="a+"),
+        ("--grammar", str(grammar)): StructuredOutput(grammar='start: "é"'),
+        ("--choice", "a", "--choice", "b"): StructuredOutput(choice=["a", "b"]),
+        (): None,
+    }.items():
+        assert command("generate", "m", "--prompt", "x", "--raw", *flags) == 0
+        assert llm.engine.added[-1].params.structured == structured
+    for flags, message in {
+        ("--regex", "a", "--json"): "exactly one of",
+        ("--grammar", str(tmp_path / "none")): "none: cannot be read",
+        ("--json-schema", str(grammar)): "json_schema is not JSON",
+    }.items():
+        with pytest.raises(RequestError, match=message):
+            command("generate", "m", "--prompt", "x", "--raw", *flags)

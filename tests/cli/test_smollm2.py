@@ -47,3 +47,11 @@ def test_bench_measures_the_real_model(tmp_path, capsys):
     ours = report["engines"]["megatron_infer"]
     assert 0 < ours["shares"]["bound"] < 1.5 and ours["output_tok_s"]["median"] > 0
     assert "of the bound" in capsys.readouterr().out
+
+
+def test_generate_keeps_to_a_schema(tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    ask = ["generate", "smollm2", "--prompt", "How many legs has a cat?", "--json-schema", str(schema), "--compact"]
+    assert main([*ask, "--max-tokens", "40", *SMALL]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out)["n"], int)

@@ -188,8 +188,12 @@ class DeafEngine(EchoEngine):
         return super().step()
 
 
+class StayingEngine(EchoEngine):
+    suspend = None
+
+
 def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_too():
-    with cluster(2) as (one, _, client):
+    with cluster(2, engines=[StayingEngine(), StayingEngine()]) as (one, _, client):
         answers = client.pause()
         assert {name: answer.ok for name, answer in answers.items()} == {"r0": True, "r1": True}
         assert [r["state"] for r in client.stats()["replicas"]] == ["paused"] * 2, "known before the answers are"
@@ -203,7 +207,7 @@ def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_t
         with pytest.raises(wire.ControlFailed, match="r0: unpause\\(\\) while the engine is running") as caught:
             client.unpause()
         assert set(caught.value.results) >= {"r0", "r1"}
-        with pytest.raises(wire.ControlFailed, match="EchoEngine has no suspend"):
+        with pytest.raises(wire.ControlFailed, match="StayingEngine has no suspend"):
             client.suspend()
         with pytest.raises(ConfigError, match="unknown command 'shutdown'"):
             client.control("shutdown")

@@ -51,6 +51,25 @@ def rounds(trainer: MegatronTrainer, session: Any, rows: slice = slice(None)) ->
     return found
 
 
+def check_starts(session: Any) -> None:
+    """Scores from a start on, and their gradients, are those of the end of all scores."""
+    from megatron_infer.testing.cpu_shim import cpu_shim
+
+    sequences, starts = [[*prompt, 1, 2, 3] for prompt in prompts()], [len(prompt) for prompt in prompts()]
+    parameters = list(session.model.parameters())
+    can_grad = session.engine.parts.team.groups.pp is None
+    with cpu_shim(1), session.training():
+        whole = session.score(sequences, grad=can_grad)
+        ends = torch.cat([own[first - 1 :] for own, first in zip(whole, starts, strict=True)])
+        got = torch.cat(session.score(sequences, start=starts, grad=can_grad))
+        assert len(got) == 3 * len(sequences)
+        torch.testing.assert_close(got, ends, atol=2e-6, rtol=0)
+        if can_grad:
+            want = torch.autograd.grad(ends.square().sum(), parameters)
+            for mine, its in zip(torch.autograd.grad(got.square().sum(), parameters), want, strict=True):
+                torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
 def score(session: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     """megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take."""
     from megatron_infer.testing.cpu_shim import cpu_shim
@@ -76,6 +95,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         late = "late" in name
         trainer = MegatronTrainer(model, distributed=True, overlap=late, smooth=True)
         session = make_session([trainer.model], trainer.optimizer, settings={"collective_timeout_s": 60})
+        check_starts(session)
         replicated = late
         got = rounds(trainer, session, slice(rank, rank + 1) if replicated else slice(None))
         assert got["answers"] == want["answers"], name

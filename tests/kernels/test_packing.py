@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_infer.kernels import packing
-from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
+from megatron_infer.kernels.cpu_native import NativeOps, native_checksum, panel_layout
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears
 
@@ -138,3 +138,26 @@ def test_missing_operator_is_a_reason_not_a_crash(monkeypatch):
     monkeypatch.setattr(packing, "pack_weight", broken)
     assert "no such operator" in packing.unavailable(torch.float32)
     assert "float16" in packing.unavailable(torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (33, 70), (7, 2), (640, 1026), (2000, 576)], ids=str)
+def test_panels_hold_every_entry_and_packing_tells_the_checksum(native_library, dtype, shape):
+    layout = panel_layout(native_library, dtype)
+    if layout is None:
+        pytest.skip(f"no {dtype} products")
+    weight = torch.randn(shape).to(dtype)
+    panels, checksum = layout.pack(weight, None)
+    assert checksum == native_checksum(native_library, weight)
+    rows, inner = shape
+    width, pair = native_library.mi_panel_rows(), 4 // dtype.itemsize
+    padded = torch.zeros(-(-rows // width) * width, inner, dtype=dtype)
+    padded[:rows] = weight
+    want = padded.view(-1, width, inner // pair, pair).transpose(1, 2)
+    assert torch.equal(panels.view(want.shape), want)
+    weight.mul_(-1)
+    again, checksum = layout.pack(weight, panels)
+    assert again.data_ptr() == panels.data_ptr() and torch.equal(panels.view(want.shape), -want)
+    assert checksum == native_checksum(native_library, weight)
+    other, _ = layout.pack(torch.zeros(rows + 16, inner, dtype=dtype), panels)
+    assert other.data_ptr() != panels.data_ptr()

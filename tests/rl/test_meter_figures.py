@@ -131,6 +131,15 @@ def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():
     assert report.figures.worst.position > 0 and meter.num_tokens == 288
 
 
+def test_figures_stand_beside_the_engines_own_unless_a_registry_is_given():
+    session = session_of("attention")
+    report = rollout(session, MismatchMeter(session, share=1.0))
+    beside = {one.name: one.value for one in session.engine.figures().beside}
+    assert len(beside) == len(list(MismatchFigures.described()))
+    assert beside["megatron_infer_mismatch_kl_k3_nats"] == report.figures.kl_k3
+    assert beside["megatron_infer_mismatch_num_tokens"] == report.figures.num_tokens == 144
+
+
 def test_what_makes_no_sense_is_refused():
     session = session_of("attention")
     for share in (0.0, 1.5):

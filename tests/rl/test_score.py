@@ -70,6 +70,44 @@ def test_gradients_of_scores_are_those_of_the_models_own_loss(wrapper, limit):
         torch.testing.assert_close(mine.grad, its.grad, atol=1e-6, rtol=1e-4)
 
 
+STARTS = [1, 20, 3, 6, 59, 5]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("start", [1, STARTS], ids=["all", "own"])
+def test_scores_from_a_start_on_are_the_end_of_all_scores(kind, start):
+    session = make_session(MAKERS[kind]().train())
+    starts = [1] * 6 if start == 1 else start
+    whole = session.score(sequences(), micro_batch_tokens=64)
+    got = session.score(sequences(), micro_batch_tokens=64, start=start)
+    for mine, its, first in zip(got, whole, starts, strict=True):
+        assert len(mine) == len(its) - first + 1
+        # a library's product of fewer rows may round otherwise; exact mode's does not: test_score_exact.py
+        torch.testing.assert_close(mine, its[first - 1 :], atol=2e-6, rtol=0)
+
+
+def test_the_output_layer_sees_only_positions_that_are_scored():
+    model, seen = MAKERS["attention"](), []
+    session = make_session(model)
+    hook = model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].shape[0]))
+    session.score(sequences(), start=STARTS, micro_batch_tokens=128)
+    session.score(sequences())
+    assert sum(seen[:-1]) == sum(len(ids) - first for ids, first in zip(sequences(), STARTS, strict=True))
+    assert seen[-1] == sum(len(ids) - 1 for ids in sequences()), "padding is not scored"
+    hook.remove()
+    assert not model.output_layer._forward_pre_hooks
+    assert model(torch.tensor([[1, 2]]), torch.arange(2)[None], None).shape[1] == 2
+
+
+def test_gradients_from_a_start_on_are_those_of_a_masked_loss():
+    model, twin = (MAKERS["attention"]() for _ in range(2))
+    torch.cat(make_session(model).score(sequences(), start=STARTS, grad=True)).square().sum().backward()
+    whole = make_session(twin).score(sequences(), grad=True)
+    torch.cat([own[first - 1 :] for own, first in zip(whole, STARTS, strict=True)]).square().sum().backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_gradients_can_be_taken_from_within_generating():
     model = MAKERS["attention"]()
     session = make_session(model)
@@ -114,3 +152,10 @@ def test_what_cannot_be_scored_is_refused():
         session.score([[1, 2]], temperature=0)
     with pytest.raises(ConfigError, match="micro_batch_tokens is 0"):
         session.score([[1, 2]], micro_batch_tokens=0)
+    for start, message in (
+        (0, "is 0, of 2 tokens"),
+        (2, "is 2, of 2 tokens; it must be 1 to 1"),
+        ([1, 1], "2 entries"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            session.score([[1, 2]], start=start)

@@ -87,6 +87,18 @@ def test_ratios_are_one_for_fresh_weights_too():
         assert torch.equal(new[len(prompt) - 1 :], old)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_from_a_start_on_have_the_bits_of_all_scores(name):
+    session = make_session(MODELS[name](), settings=EXACT)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (9, 40, 23, 40)]
+    starts = [8, 1, 20, 31]
+    for how in ({}, {"temperature": 0.6}, {"micro_batch_tokens": 50}, {"grad": True}):
+        whole, got = session.score(sequences, **how), session.score(sequences, start=starts, **how)
+        for mine, its, first in zip(got, whole, starts, strict=True):
+            assert torch.equal(mine, its[first - 1 :])
+
+
 def test_without_it_the_ratios_are_near_one_only():
     session = make_session(MODELS["bf16"](), settings=EXACT | {"batch_invariant": False})
     samples = rollouts(session, 0)

@@ -128,3 +128,37 @@ def test_scores_of_a_row_of_nan_are_nan(native):
     logprob, _, ids, logprobs = native.score(logits, torch.tensor([5, 5]), 4)
     assert logprob.isnan().tolist() == [False, True] and bool(logprobs[1].isnan().all())
     assert bool(((ids >= 0) & (ids < 500)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("top", [0, 5])
+def test_a_score_that_takes_over_what_the_draw_summed_up_has_the_same_bits(native, top, dtype):
+    rng = np.random.default_rng(3)
+    logits = random_logits(rng, 60, 5003, dtype=dtype)
+    logits[7, 11], logits[8] = torch.nan, -torch.inf
+    columns = torch.ones(5, 60, dtype=torch.float64)
+    columns[1], columns[3] = 5003, 0.0
+    columns[0, 20:30] = 1 / 0.7  # the sum of another temperature does not serve
+    columns[1, 30:40], columns[2, 40:50] = 40, 0.9
+    columns[4] = torch.from_numpy(rng.random(60))
+    token, largest, _, _, mass = native.draw(logits, columns)
+    assert bool((mass[:7] > 0).all()) and bool((mass[50:] > 0).all())
+    assert not mass[[7, 8, *range(20, 40)]].any()
+    alone, taken = native.score(logits, token, top), native.score(logits, token, top, known=(mass, largest))
+    for wanted, got in zip(alone, taken, strict=True):
+        assert torch.equal(wanted.view(torch.int32), got.view(torch.int32))
+
+
+def test_log_probabilities_do_not_depend_on_the_company_a_row_is_drawn_in(native):
+    rng = np.random.default_rng(4)
+    params = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.9}, {"logit_bias": {3: 2.0}}, {"top_k": 5}]
+    requests = [make_request([1], seed=i, logprobs=0, return_sampled_logprobs=True, **p) for i, p in enumerate(params)]
+    logits = random_logits(rng, len(requests), 3000, dtype=torch.bfloat16)
+    for mode in ("raw", "processed"):
+        whole = Rows(requests, 3000, mode=mode, kernels=native).sample(logits)
+        for place, request in enumerate(requests):
+            alone = Rows([request], 3000, mode=mode, kernels=native).sample(logits[place : place + 1])
+            assert alone.tokens_S[0] == whole.tokens_S[place]
+            assert alone.logprobs.token_logprob[0] == whole.logprobs.token_logprob[place]
+            assert alone.carried.raw[0] == whole.carried.raw[place]
+            assert alone.carried.processed[0] == whole.carried.processed[place]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -29,34 +28,40 @@ TEMPLATE = (
 START, END = 256, 257
 
 
-@lru_cache(maxsize=1)
-def tokenizer() -> Tokenizer:
+@lru_cache(maxsize=4)
+def tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """A byte a token, and the two marks of ChatML."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return Tokenizer(backend, eos_ids=[END], template=TEMPLATE, name="tiny")
+    return Tokenizer(backend, eos_ids=[END], template=template, name="tiny")
 
 
 @contextlib.contextmanager
-def serving(*engines, modules=(), coordinator_options=None, text=True, **settings):
-    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator."""
+def serving(*engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, **settings):
+    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator.
+
+    commands_of: engine -> what its replica obeys beside the engine's own controls.
+    """
     engines = engines or (EchoEngine(),)
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
-        replicas = [stack.enter_context(replica(one.address, engine, name=f"r{i}")) for i, engine in enumerate(engines)]
+        replicas = []
+        for i, engine in enumerate(engines):
+            commands = None if commands_of is None else commands_of(engine)
+            replicas.append(stack.enter_context(replica(one.address, engine, name=f"r{i}", commands=commands)))
         listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
-        encoder = tokenizer() if text else None
+        encoder = (encoder or tokenizer()) if text else None
         front = Front(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
         ready = threading.Event()
         done = SimpleNamespace(error=None)
 
         def run():
             try:
-                asyncio.run(front.serve(listening, on_ready=lambda url: ready.set()))
+                front.run(listening, on_ready=lambda url: ready.set())
             except BaseException as error:
                 done.error = error
                 raise

@@ -12,6 +12,7 @@ from megatron_infer.testing.echo import EchoEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
+F = {"type": "function", "function": {"name": "f"}}
 
 
 def turn(**fields):
@@ -115,8 +116,16 @@ WRONG = [
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs: Expected `bool`"),
     (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs is given without logprobs"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21, the limit here is 5"),
-    (CHAT, {"messages": HI, "tools": []}, "does not serve tool calls"),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "does not constrain outputs"),
+    (CHAT, {"messages": HI, "tools": []}, "length >= 1"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "missing required field `function`"),
+    (CHAT, {"messages": HI, "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT, {"messages": HI, "tools": [F, F]}, "stands there twice"),
+    (CHAT, {"messages": HI, "tool_choice": "auto"}, "tool_choice goes with tools"),
+    (CHAT, {"messages": HI, "parallel_tool_calls": True}, "parallel_tool_calls goes with tools"),
+    (CHAT, {"messages": HI, "tools": [F], "tool_choice": "any"}, "Invalid enum value 'any'"),
+    (CHAT, {"messages": HI, "tools": [F], "tool_choice": {"type": "function"}}, "missing required field `function`"),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "xml"),
     (CHAT, {"messages": HI, "functions": []}, "use tools"),
     (CHAT, {"messages": HI, "store": True}, "store"),
     (CHAT, {"messages": HI, "modalities": ["audio"]}, "modalities"),

@@ -8,13 +8,10 @@ import msgspec
 import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
-from megatron_infer.errors import ConfigError
-from megatron_infer.server.app import create_app
 from megatron_infer.server.calls import Reply
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.fields import ExtraField
 from megatron_infer.server.registry import Operation
-from megatron_infer.server.settings import ServerConfig
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -42,10 +39,9 @@ class Halves:
         return "tool_calls" if reason == "length" else reason
 
 
-async def apply_tools(value, draft):
+async def apply_hints(value, draft):
     if not value:
-        raise bad_request("tools is empty", "tools")
-    draft.tools = value
+        raise bad_request("hints is empty", "hints")
     draft.template["opening"] = value[0]["name"]
     draft.make_splitter = Halves
 
@@ -60,7 +56,7 @@ def register(app, service, settings):
 
     app.add(Operation(method="POST", path="/shout", handler=shout, body=Shout, summary="Say it louder"))
     app.add(Operation(method="POST", path="/steer", handler=shout, body=Shout, summary="Steer", control=True))
-    app.fields.add("chat", ExtraField(name="tools", type=list[dict], apply=apply_tools))
+    app.fields.add("chat", ExtraField(name="hints", type=list[dict], apply=apply_hints))
     app.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
 
 
@@ -77,7 +73,7 @@ def test_operation_of_a_module_is_served_with_its_body_checked(case):
 
 
 def test_field_of_a_module_acts_where_it_was_added_and_is_refused_elsewhere(case):
-    asked = {"messages": HI, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "tools": [{"name": "f"}]}
+    asked = {"messages": HI, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "hints": [{"name": "f"}]}
     reply = post(case, CHAT, **asked).json()
     ids = tokenizer().encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nf", add_special=False)
     assert reply["prompt_token_ids"] == ids and END in ids
@@ -92,8 +88,8 @@ def test_field_of_a_module_acts_where_it_was_added_and_is_refused_elsewhere(case
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == echo_tokens(ids, 8)
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     for body, message in (
-        ({"tools": []}, "tools is empty"),
-        ({"tools": 5}, "tools: Expected"),
+        ({"hints": []}, "hints is empty"),
+        ({"hints": 5}, "hints: Expected"),
         ({"least": 99}, "min_tokens"),
     ):
         assert message in post(case, CHAT, **asked | body).json()["error"]["message"]
@@ -108,7 +104,7 @@ def test_document_shows_every_operation_and_field_with_its_range(case):
     )
     schemas = document["components"]["schemas"]
     chat = schemas["ChatBody"]
-    assert {"tools", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] is False
+    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] is False
     assert "tools" not in schemas["CompletionBody"]["properties"]
     top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
     assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
@@ -116,6 +112,9 @@ def test_document_shows_every_operation_and_field_with_its_range(case):
     responses = document["paths"][CHAT]["post"]["responses"]
     assert {"200", "400", "404", "413", "415", "429", "503"} <= set(responses)
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    for name in ("CompletionBody", "ChatBody", "TokenizeBody"):
+        kinds = document["components"]["schemas"][name]["properties"]["model"]["anyOf"]
+        assert {"type": "string", "enum": ["tiny"]} in kinds, "the names that are served, not any text"
 
 
 def test_model_without_a_tokenizer_takes_token_ids_and_says_so():
@@ -147,14 +146,14 @@ def test_key_is_asked_for_and_never_shown(caplog, capsys):
 
 
 def test_what_steers_engines_is_served_only_where_it_is_asked_for(case):
-    assert post(case, "/steer", text="a").status_code == 404
+    for path in ("/steer", "/pause", "/release_memory_occupation"):
+        refused = post(case, path, text="a")
+        assert refused.status_code == 404 and "with --control only" in refused.json()["error"]["message"]
     assert "/steer" not in case.http.get("/openapi.json").json()["paths"]
     key = {"Authorization": "Bearer k"}
     with serving(modules=(SimpleNamespace(register=register),), control=True, api_key="k") as other:
         assert post(other, "/steer", text="a").status_code == 401
         assert other.http.post("/steer", json={"text": "a"}, headers=key).json()["said"] == "A"
-    with pytest.raises(ConfigError, match="control is on, but nothing"):
-        create_app(SimpleNamespace(tokenizer=None), ServerConfig(control=True, api_key="k"))
 
 
 def test_events_helper_refuses_a_stream_that_was_cut():

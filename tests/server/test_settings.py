@@ -30,7 +30,9 @@ def test_command_line_goes_before_environment_before_file(tmp_path):
         ({"request_timeout_s": float("nan")}, "expected float"),
         ({"api_key": " "}, "api_key is empty"),
         ({"api_key": 12345}, "api_key is what was given, expected str"),
-        ({"control": True}, "control needs an API key"),
+        ({"control": True, "host": "0.0.0.0"}, "control at 0.0.0.0 needs an API key"),
+        ({"weights_root": "/nowhere/at/all"}, "weights_root is '/nowhere/at/all', which is no directory"),
+        ({"max_weight_bytes": 0}, "max_weight_bytes is 0"),
         ({"served_model_name": [1]}, "served_model_name is a name or a list of names"),
     ],
 )
@@ -55,7 +57,7 @@ def test_command_says_what_is_wrong_before_anything_is_loaded(capsys, monkeypatc
         (["serve"], "no model: give MODEL"),
         (["serve", "smollm2", "--port", "99999"], "port is 99999"),
         (["serve", "smollm2", "--tp", "2"], "torchrun --nproc-per-node 2 -m megatron_infer serve smollm2"),
-        (["serve", "smollm2", "--control"], "control needs an API key"),
+        (["serve", "smollm2", "--control", "--host", "0.0.0.0"], "control at 0.0.0.0 needs an API key"),
         (["serve", "smollm2", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1 port 8000"),
         (["serve", "smollm2", "--dp", "0"], "dp is 0"),
     ):

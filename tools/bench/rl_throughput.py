@@ -1,10 +1,11 @@
 """Rollouts inside a training loop against TRL's generation with transformers: same weights, prompts, dtype, threads.
 
-    python tools/bench/rl_throughput.py [--model smollm2] [--prompts 8] [--group-size 8] [--max-tokens 256] [--rounds 3]
+    python tools/bench/rl_throughput.py [--dtype float32] [--prompts 8] [--group-size 8] [--max-tokens 256] [--rounds 3]
 
 A round of ours is what a loop does: wake up, draw every group, sleep, take over changed weights; all of it counts. A
 round of TRL's is the call that GRPOTrainer 1.16 makes without vLLM: every prompt once for each sample, left-padded, one
-`generate` that runs to the longest answer; tokens behind an end of sequence do not count. They take turns.
+`generate` that runs to the longest answer; tokens behind an end of sequence do not count. They take turns. Both have
+the same dtype: float32 is what GRPOTrainer loads a model in unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ limit_spinning()  # before torch is imported
 
 # ruff: noqa: E402
 import argparse
+import os
 import platform
 import statistics
 import time
@@ -37,6 +39,9 @@ from megatron_infer.schedule.params import SamplingParams
 TOPICS = ["the sea", "a bee", "snow", "the moon", "bread", "a river", "gold", "the wind", "salt", "a horse"]
 
 
+WARM_UP_TOKENS = 16
+
+
 class Ours:
     """A session whose weights change after every rollout."""
 
@@ -44,11 +49,11 @@ class Ours:
         self._session, self._prompts, self._args = session, prompts, args
         self.switch_s: list[float] = []
 
-    def round(self, number: int) -> int:
+    def round(self, number: int, max_tokens: int) -> int:
         """-> tokens drawn."""
         args, started = self._args, time.perf_counter()
         params = [
-            SamplingParams(n=args.group_size, max_tokens=args.max_tokens, logprobs=0, seed=number * 1000 + place)
+            SamplingParams(n=args.group_size, max_tokens=max_tokens, logprobs=0, seed=number * 1000 + place)
             for place in range(len(self._prompts))
         ]
         with self._session.generating() as roll:
@@ -82,7 +87,6 @@ class Theirs:
         self._mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         self._model, self._eos = model, torch.tensor(eos_ids)
         self._config = GenerationConfig(
-            max_new_tokens=args.max_tokens,
             do_sample=True,
             pad_token_id=eos_ids[0],
             eos_token_id=list(eos_ids),
@@ -94,8 +98,9 @@ class Theirs:
         )
 
     @torch.no_grad()
-    def round(self, number: int) -> int:
+    def round(self, number: int, max_tokens: int) -> int:
         torch.manual_seed(number)
+        self._config.max_new_tokens = max_tokens
         drawn = self._model.generate(input_ids=self._ids, attention_mask=self._mask, generation_config=self._config)[
             :, self._ids.shape[1] :
         ]
@@ -126,13 +131,12 @@ def main() -> None:
     ours = Ours(session, prompts, args)
     theirs = Theirs(load_transformers(Path(source.path), dtype=name, device="cpu"), prompts, tuple(plan.eos_ids), args)
     rates: dict[str, list[tuple[float, float]]] = {"megatron_infer": [], "transformers, as TRL calls it": []}
-    print(
-        f"{platform.processor() or platform.machine()}, {threads} threads, {name}; {args.prompts} x {args.group_size}"
-    )
+    machine = f"{platform.processor() or platform.machine()}, load average {os.getloadavg()[0]:.0f}"
+    print(f"{machine}, {threads} threads, {name}; {args.prompts} x {args.group_size}")
     for number in range(args.rounds + 1):  # the first round warms up
         for (side, found), draw in zip(rates.items(), (ours.round, theirs.round), strict=True):
             started, busy = time.perf_counter(), time.process_time()
-            tokens = draw(number)
+            tokens = draw(number, args.max_tokens if number else WARM_UP_TOKENS)
             seconds, cpu = time.perf_counter() - started, time.process_time() - busy
             if number:
                 found.append((tokens / seconds, tokens / cpu))

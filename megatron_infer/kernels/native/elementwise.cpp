@@ -1,5 +1,5 @@
 // Norms, activations, argmax and checksum over contiguous rows.
-#include "common.h"
+#include "checksum.h"
 
 namespace mi {
 
@@ -117,27 +117,6 @@ static void argmax(const T* x, int64_t stride, int64_t* out, int64_t rows, int64
     });
 }
 
-// Order-sensitive hash of n bytes: 128 independent multiply-xor lanes a stretch of 1 MiB, folded in order.
-static uint64_t hash_stretch(const unsigned char* p, int64_t n) {
-    constexpr int kLanes = 8;
-    vu lanes[kLanes];
-    for (int j = 0; j < kLanes; ++j)
-        for (int i = 0; i < W; ++i) lanes[j][i] = 0x9e3779b9u * (uint32_t)(j * W + i + 1);
-    int64_t at = 0;
-    for (; at + (int64_t)sizeof lanes <= n; at += sizeof lanes)
-        for (int j = 0; j < kLanes; ++j) {
-            vu words;
-            std::memcpy(&words, p + at + j * sizeof(vu), sizeof words);
-            lanes[j] = (lanes[j] ^ words) * 0x01000193u;
-            lanes[j] ^= lanes[j] >> 15;  // high bits reach the low ones, which a product alone never does
-        }
-    uint64_t hash = 0xcbf29ce484222325ull;
-    for (; at < n; ++at) hash = (hash ^ p[at]) * 0x100000001b3ull;
-    for (int j = 0; j < kLanes; ++j)
-        for (int i = 0; i < W; ++i) hash = (hash ^ lanes[j][i]) * 0x100000001b3ull;
-    return hash;
-}
-
 }  // namespace mi
 
 using namespace mi;
@@ -182,20 +161,6 @@ MI_ELEMENTWISE(f32, float)
 MI_ELEMENTWISE(bf16, bf16)
 
 uint64_t mi_checksum(const void* data, int64_t bytes, int threads) {
-    constexpr int64_t kStretch = 1 << 20, kMax = 4096;
-    uint64_t hash = (uint64_t)bytes, part[kMax];
-    const unsigned char* p = (const unsigned char*)data;
-    for (int64_t from = 0; from < bytes; from += kStretch * kMax) {
-        int64_t size = bytes - from < kStretch * kMax ? bytes - from : kStretch * kMax;
-        int64_t count = (size + kStretch - 1) / kStretch;
-        parallel_ranges(threads, count, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-                int64_t left = size - i * kStretch;
-                part[i] = hash_stretch(p + from + i * kStretch, left < kStretch ? left : kStretch);
-            }
-        });
-        for (int64_t i = 0; i < count; ++i) hash = (hash ^ part[i]) * 0x9e3779b97f4a7c15ull + 1;
-    }
-    return hash;
+    return checksum(data, bytes, threads, [](int64_t, int64_t) {});
 }
 }

@@ -5,11 +5,13 @@
 // tokens passes, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8 to 64
 // tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same order
 // whatever the number of tokens, so a token's result does not depend on what else is in the step.
-#include "common.h"
+#include "checksum.h"
 
 namespace mi {
 
 constexpr int kBlock = 12;        // tokens with an accumulator each
+constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
+constexpr int64_t kManyTokens = 20;  // from which they are: fewer tokens wait for memory, which likes one stream
 constexpr int64_t kTokens = 256;  // tokens that pass over a stretch of panels before the next ones do
 
 // pair: inner entries that one multiplication takes.
@@ -43,51 +45,65 @@ struct PanelLinear {
     T* out;
     int64_t x_stride, inner, rows;
 
-    template <int M>
+    // M tokens by N neighbouring panels: what is broadcast of an input serves N products.
+    template <int M, int N>
     void block(int64_t token, int64_t panel, bool fetch) const {
         constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
         const T* w = panels + panel * W * inner;
         const T* in = x + token * x_stride;
-        vf acc[M] = {};
+        const T* next = w + (N > 1 ? N * W * inner : ahead);
+        vf acc[N][M] = {};
         auto advance = [&](int64_t i) {
-            const auto column = P::weights(w);
-            for (int m = 0; m < M; ++m) acc[m] = P::add(acc[m], column, in + m * x_stride + i);
+            typename P::Vec column[N];
+            for (int n = 0; n < N; ++n) column[n] = P::weights(w + n * W * inner);
+            for (int m = 0; m < M; ++m)
+                for (int n = 0; n < N; ++n) acc[n][m] = P::add(acc[n][m], column[n], in + m * x_stride + i);
         };
         if (fetch)
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
-                __builtin_prefetch(w + ahead, 0, 2);
+                // the panels are one stretch of memory, and are fetched as one
+                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, 2);
+                next += N * W * P::pair;
                 advance(i);
             }
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
-        const int64_t row = panel * W;
-        const int width = rows - row < W ? (int)(rows - row) : W;
-        const vf add = bias ? load_part(bias + row, width) : vf{};
-        for (int m = 0; m < M; ++m) {
-            T* to = out + (token + m) * rows + row;
-            if (width == W)
-                store(to, acc[m] + add);
-            else
-                store_part(to, acc[m] + add, width);
+        for (int n = 0; n < N; ++n) {
+            const int64_t row = (panel + n) * W;
+            const int width = rows - row < W ? (int)(rows - row) : W;
+            const vf add = bias ? load_part(bias + row, width) : vf{};
+            for (int m = 0; m < M; ++m) {
+                T* to = out + (token + m) * rows + row;
+                if (width == W)
+                    store(to, acc[n][m] + add);
+                else
+                    store_part(to, acc[n][m] + add, width);
+            }
         }
     }
 
-    template <int M>
+    template <int M, int N>
     void block_of(int64_t count, int64_t token, int64_t panel, bool fetch) const {
         if constexpr (M > 0) {
-            if (count == M) return block<M>(token, panel, fetch);
-            block_of<M - 1>(count, token, panel, fetch);
+            if (count == M) return block<M, N>(token, panel, fetch);
+            block_of<M - 1, N>(count, token, panel, fetch);
         }
     }
 
     // Panels begin .. end for tokens first .. first + count, in blocks of nearly equal size.
     void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
         const int64_t blocks = (count + kBlock - 1) / kBlock;
-        for (int64_t panel = begin; panel < end; ++panel)
+        for (int64_t panel = begin; panel < end;) {
+            const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
             for (int64_t b = 0; b < blocks; ++b) {
                 const int64_t from = count * b / blocks, to = count * (b + 1) / blocks;
-                block_of<kBlock>(to - from, first + from, panel, b == 0);
+                if (width == 1)
+                    block_of<kBlock, 1>(to - from, first + from, panel, b == 0);
+                else
+                    block_of<kBlock, kPanels>(to - from, first + from, panel, b == 0);
             }
+            panel += width;
+        }
     }
 };
 
@@ -110,19 +126,62 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     parallel((int)(stretches < threads ? stretches : threads), body);
 }
 
-template <class T>
-static void pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
-    constexpr int pair = Product<T>::pair;
-    parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
-        for (int64_t panel = begin; panel < end; ++panel) {
-            T* to = out + panel * W * inner;
-            for (int r = 0; r < W; ++r) {
-                const int64_t row = panel * W + r;
-                for (int64_t i = 0; i < inner; i += pair)
-                    for (int j = 0; j < pair; ++j)
-                        to[i * W + r * pair + j] = row < rows ? weight[row * inner + i + j] : T{};
-            }
+#if defined(__AVX512F__)
+// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy goes past the caches:
+// nothing reads it soon, and a line need not be fetched to be overwritten.
+inline void transpose(const char* rows, int64_t stride, char* out) {
+    __m512i a[16], b[16];
+    for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * stride);
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4)
+        for (int i = 0; i < 2; ++i) {
+            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
+            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
         }
+    // a[4 r + i]: of rows 4 r .. 4 r + 3 the columns i, i + 4, i + 8, i + 12
+    for (int i = 0; i < 4; ++i) {
+        const __m512i even = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), odd = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+        const __m512i even2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        const __m512i odd2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_stream_si512((__m512i*)(out + i * 64), _mm512_shuffle_i32x4(even, even2, 0x88));
+        _mm512_stream_si512((__m512i*)(out + (i + 8) * 64), _mm512_shuffle_i32x4(even, even2, 0xdd));
+        _mm512_stream_si512((__m512i*)(out + (i + 4) * 64), _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        _mm512_stream_si512((__m512i*)(out + (i + 12) * 64), _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+    }
+}
+#endif
+
+template <class T>
+static void pack_panel(const T* weight, T* out, int64_t inner, int64_t rows, int64_t panel) {
+    constexpr int pair = Product<T>::pair;
+    T* to = out + panel * W * inner;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const int64_t step = 64 / (int64_t)sizeof(T);
+    if ((panel + 1) * W <= rows && (uintptr_t)to % 64 == 0)
+        for (; i + step <= inner; i += step)
+            transpose((const char*)(weight + panel * W * inner + i), inner * (int64_t)sizeof(T), (char*)(to + i * W));
+#endif
+    for (int r = 0; r < W; ++r) {
+        const int64_t row = panel * W + r;
+        for (int64_t k = i; k < inner; k += pair)
+            for (int j = 0; j < pair; ++j) to[k * W + r * pair + j] = row < rows ? weight[row * inner + k + j] : T{};
+    }
+}
+
+// -> the weight's checksum: what has just been read for it is packed before it leaves the cache.
+template <class T>
+static uint64_t pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
+    const int64_t panel_bytes = W * inner * (int64_t)sizeof(T);
+    return checksum(weight, rows * inner * (int64_t)sizeof(T), threads, [&](int64_t from, int64_t to) {
+        const int64_t begin = (from + panel_bytes - 1) / panel_bytes, end = (to + panel_bytes - 1) / panel_bytes;
+        for (int64_t panel = begin; panel < end; ++panel) pack_panel(weight, out, inner, rows, panel);
+#if defined(__AVX512F__)
+        _mm_sfence();
+#endif
     });
 }
 
@@ -135,8 +194,8 @@ extern "C" {
 int mi_panel_rows() { return W; }
 
 #define MI_PANELS(SUFFIX, T)                                                                                               \
-    void mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                       \
-        pack((const T*)weight, (T*)out, inner, rows, threads);                                                             \
+    uint64_t mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                   \
+        return pack((const T*)weight, (T*)out, inner, rows, threads);                                                      \
     }                                                                                                                      \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \

@@ -94,21 +94,25 @@ struct Chosen {
     int64_t token;
     float top, cut_logit;
     int64_t cut_id;
+    int64_t mass;  // of the whole row at temperature 1, where it was summed up: what a log probability is held against
 };
 
 class Drawer {
    public:
     template <class T>
     Chosen draw(const T* x, int64_t vocab, const Wish& wish) {
-        Chosen chosen = {0, scan(x, vocab), -std::numeric_limits<float>::infinity(), vocab};
+        Chosen chosen = {0, scan(x, vocab), -std::numeric_limits<float>::infinity(), vocab, 0};
         if (!std::isfinite(chosen.top)) return chosen;
         Scaling scaling = {chosen.top, wish.inverse_temperature};
         bool has_top_k = wish.top_k < (double)vocab, has_top_p = wish.top_p < 1.0;
         if (!has_top_k && !has_top_p && wish.min_p <= 0.0) {
-            chosen.token = draw_any(x, vocab, scaling, wish.uniform);
+            int64_t total = 0;
+            chosen.token = draw_any(x, vocab, scaling, wish.uniform, total);
+            chosen.mass = wish.inverse_temperature == 1.0 ? total : 0;
             return chosen;
         }
         int64_t mass = has_top_p && !has_top_k ? weigh(x, vocab, scaling, nullptr) : 0;
+        chosen.mass = wish.inverse_temperature == 1.0 ? mass : 0;
         int64_t few = has_top_k ? (int64_t)wish.top_k : kMany;
         collect(x, vocab, few);
         if (draw_filtered(vocab, wish, scaling, mass, chosen)) return chosen;
@@ -118,12 +122,15 @@ class Drawer {
     }
 
     // The token's log probability and rank, and the `count` most likely ids with theirs; NaN where the row has none.
+    // mass: above 0 the row's, of which `top` is the maximum: integers, so summed once or twice it is the same.
     template <class T>
-    void score(const T* x, int64_t vocab, int64_t token, int64_t count, float* logprob, int64_t* rank, int64_t* ids,
-               float* logprobs) {
-        float top = scan(x, vocab), own = to_float(x[token]);
+    void score(const T* x, int64_t vocab, int64_t token, int64_t count, int64_t mass, float top, float* logprob,
+               int64_t* rank, int64_t* ids, float* logprobs) {
+        if (mass <= 0 || count) top = scan(x, vocab);
+        const float own = to_float(x[token]);
         double norm = std::numeric_limits<double>::quiet_NaN();
-        if (std::isfinite(top)) norm = top + std::log((double)weigh(x, vocab, {top, 1.0}, nullptr) / kScale);
+        if (mass <= 0 && std::isfinite(top)) mass = weigh(x, vocab, {top, 1.0}, nullptr);
+        if (std::isfinite(top)) norm = top + std::log((double)mass / kScale);
         *logprob = (float)(own - norm);
         *rank = 1 + count_before(x, vocab, own, token);
         if (!std::isfinite(top)) {
@@ -183,11 +190,10 @@ class Drawer {
         return broken ? std::numeric_limits<float>::quiet_NaN() : top;
     }
 
-    // In id order: the stretch that holds the target, then the entry in it.
+    // In id order: the stretch that holds the target, then the entry in it. total comes as 0 and leaves as the sum.
     template <class T>
-    int64_t draw_any(const T* x, int64_t vocab, Scaling scaling, double uniform) {
+    int64_t draw_any(const T* x, int64_t vocab, Scaling scaling, double uniform, int64_t& total) {
         sums_.clear();
-        int64_t total = 0;
         for (int64_t i = 0; i < vocab; i += kStretch) {
             sums_.push_back(total);
             total += weigh(x + i, std::min(kStretch, vocab - i), scaling, nullptr);
@@ -286,7 +292,7 @@ class Drawer {
 // columns: double [5][rows], in the order of Wish.
 template <class T>
 void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns, int64_t* token,
-                      float* top, float* cut_logit, int64_t* cut_id, int threads) {
+                      float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {
     parallel_ranges(threads, rows, [&](int64_t begin, int64_t end) {
         static thread_local Drawer drawer;
         for (int64_t row = begin; row < end; ++row) {
@@ -297,18 +303,19 @@ void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const do
             top[row] = chosen.top;
             cut_logit[row] = chosen.cut_logit;
             cut_id[row] = chosen.cut_id;
+            mass[row] = chosen.mass;
         }
     });
 }
 
-// Per row: token in; log probability, rank, `count` ids and log probabilities out.
+// Per row: token in; log probability, rank, `count` ids and log probabilities out. mass and top: null, or as drawn with.
 template <class T>
 void score_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
-                float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) {
+                const int64_t* mass, const float* top, float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) {
     parallel_ranges(threads, rows, [&](int64_t begin, int64_t end) {
         static thread_local Drawer drawer;
         for (int64_t row = begin; row < end; ++row)
-            drawer.score(x + row * stride, vocab, token[row], count, logprob + row, rank + row, ids + row * count,
+            drawer.score(x + row * stride, vocab, token[row], count, mass ? mass[row] : 0, top ? top[row] : 0.0f, logprob + row, rank + row, ids + row * count,
                          logprobs + row * count);
     });
 }
@@ -320,14 +327,15 @@ using namespace mi;
 
 extern "C" {
 
-#define MI_SAMPLING(SUFFIX, T)                                                                                        \
-    void mi_draw_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns,          \
-                          int64_t* token, float* top, float* cut_logit, int64_t* cut_id, int threads) {               \
-        draw_rows((const T*)x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, threads);                 \
-    }                                                                                                                 \
-    void mi_score_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token,          \
-                           int64_t count, float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) { \
-        score_rows((const T*)x, stride, rows, vocab, token, count, logprob, rank, ids, logprobs, threads);            \
+#define MI_SAMPLING(SUFFIX, T)                                                                                          \
+    void mi_draw_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns,            \
+                          int64_t* token, float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {  \
+        draw_rows((const T*)x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, mass, threads);             \
+    }                                                                                                                   \
+    void mi_score_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token,            \
+                           int64_t count, const int64_t* mass, const float* top, float* logprob, int64_t* rank,         \
+                           int64_t* ids, float* logprobs, int threads) {                                                \
+        score_rows((const T*)x, stride, rows, vocab, token, count, mass, top, logprob, rank, ids, logprobs, threads);   \
     }
 MI_SAMPLING(f32, float)
 MI_SAMPLING(bf16, bf16)

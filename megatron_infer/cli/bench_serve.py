@@ -1,0 +1,378 @@
+"""`megatron-infer bench-serve URL`: load on a server as clients make it, open or closed loop, new or replayed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.cli.bench_workload import Workload, make_workload, parse_range, percentile
+from megatron_infer.cli.loading import note
+from megatron_infer.errors import ConfigError, InferenceError
+
+if TYPE_CHECKING:
+    from megatron_infer.cli.serve_load import Call, Load
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+SHAREGPT_PROMPT, SHAREGPT_ANSWER = (4.3, 1.3, 4, 1024), (5.1, 0.9, 4, 1024)
+"""Mean and deviation of the log of a length in tokens, and its bounds: about what ShareGPT's conversations have."""
+WORDS = "time year people way day man thing woman life child world school state family student group country".split()
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench-serve",
+        help="load on a server: latencies, throughput, errors",
+        description="Sends streaming requests to an OpenAI-compatible server and reports percentiles of time to first "
+        "token, time between pieces and whole requests, tokens per second, and errors by code. With --rate requests "
+        "come at random times whatever the server does (open loop); else --concurrency are under way at once.",
+    )
+    parser.add_argument("url", metavar="URL", help="of the server: http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="default: MEGATRON_INFER_API_KEY of the environment")
+    parser.add_argument("--model", metavar="NAME", help="as the server names it (default: the first it serves)")
+    parser.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
+    parser.add_argument("--num-requests", type=_count, default=64, metavar="N")
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument("--concurrency", type=_count, default=16, metavar="N", help="closed loop: requests at once")
+    loop.add_argument("--rate", type=_rate, metavar="R", help="open loop: requests a second, Poisson")
+    work = parser.add_argument_group("what is asked")
+    work.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
+    work.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
+    work.add_argument("--sharegpt", action="store_true", help="lengths as ShareGPT's conversations have, instead")
+    work.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts")
+    work.add_argument("--token-range", type=parse_range, default=(100, 1000), metavar="LOW:HIGH", help="ids of prompts")
+    work.add_argument(
+        "--prompts", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": ...}, with other fields if wanted'
+    )
+    work.add_argument("--replay", metavar="FILE", help="calls that serve --record has kept, at their times")
+    work.add_argument("--speed", type=_rate, default=1.0, metavar="X", help="replay so many times as fast")
+    work.add_argument(
+        "--no-ignore-eos", action="store_true", help="answers may end early; for servers without the field"
+    )
+    work.add_argument("--workload-seed", type=int, default=0, metavar="S")
+    parser.add_argument("--rounds", type=_count, default=1, metavar="N", help="the median round is shown")
+    parser.add_argument("--timeout", type=_rate, default=600.0, metavar="SECONDS")
+    parser.add_argument(
+        "--compare-offline",
+        metavar="MODEL",
+        help="the same work by an engine in this process, in turns: HTTP's overhead",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", metavar="FILE", help="draw latencies and throughput as PNG; needs matplotlib")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every call was answered, 1 when some failed. Raises InferenceError without a server."""
+    if args.plot is not None:
+        from megatron_infer.cli.bench_plot import require_matplotlib
+
+        require_matplotlib()
+    _check(args)
+    from megatron_infer.cli.serve_load import run_load
+
+    key = args.api_key or os.environ.get("MEGATRON_INFER_API_KEY")
+    model = _model_of(args, key)
+    calls, workload = calls_of(args, model)
+    closed = args.rate is None and args.replay is None
+    concurrency = min(args.concurrency, len(calls)) if closed else None
+    offline = None if args.compare_offline is None else _Offline(args.compare_offline, workload)
+    loads: list[Load] = []
+    rates: list[float] = []
+    for number in range(args.rounds):
+        if args.rounds > 1:
+            note(f"round {number + 1} of {args.rounds} ...")
+        loads.append(run_load(args.url, calls, concurrency=concurrency, key=key, timeout_s=args.timeout))
+        if offline is not None:
+            rates.append(offline.rate())
+    summaries = [summarize(load) for load in loads]
+    middle = sorted(range(args.rounds), key=lambda i: summaries[i]["output_tokens_per_s"])[args.rounds // 2]
+    how = f"{concurrency} at once" if closed else f"{args.rate:g}/s" if args.rate is not None else "as recorded"
+    report = {
+        "url": args.url,
+        "model": model,
+        "endpoint": args.endpoint,
+        "load": how,
+        **summaries[middle],
+        "rounds": [one["output_tokens_per_s"] for one in summaries],
+    }
+    if offline is not None:
+        through = statistics.median(one["output_tokens_per_s"] for one in summaries)
+        offline_rate = statistics.median(rates)
+        report["offline"] = {
+            "output_tokens_per_s": offline_rate,
+            "share": through / offline_rate,
+            "rounds": rates,
+            "other_load": offline.other_load,
+        }
+    print(render(report))
+    if args.json is not None:
+        _write(args.json, json.dumps(report, indent=1) + "\n")
+    if args.plot is not None:
+        from megatron_infer.cli.bench_plot import plot
+
+        plot(loads[middle], report, args.plot)
+    return 1 if set(report["codes"]) - {"200", "left"} else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL is {args.url!r}; give it as http://HOST:PORT")
+    if args.prompts is not None and args.replay is not None:
+        raise ConfigError("--prompts and --replay exclude each other")
+    if args.compare_offline is not None and (
+        args.rate is not None or args.replay or args.prompts or args.endpoint != "completions"
+    ):
+        raise ConfigError(
+            "--compare-offline needs prompts of its own making, at /v1/completions, --concurrency at once"
+        )
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such folder")
+
+
+def _model_of(args: argparse.Namespace, key: str | None) -> str:
+    """Raises InferenceError when the server does not answer, or has no model."""
+    import httpx
+
+    try:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        reply = httpx.get(f"{args.url.rstrip('/')}/v1/models", headers=headers, timeout=30.0)
+        if reply.status_code != 200:
+            raise InferenceError(f"{args.url}/v1/models answers {reply.status_code}: {reply.text[:200]}")
+        names = [one["id"] for one in reply.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise InferenceError(f"no server at {args.url}: {error or type(error).__name__}") from None
+    return args.model or str(names[0])
+
+
+# ---------------------------------------------------------------------- work
+
+
+def calls_of(args: argparse.Namespace, model: str) -> tuple[list[Call], Workload]:
+    """What to send, and the same for an engine here where it is of our making."""
+    from megatron_infer.cli.serve_load import Call
+
+    draw = random.Random(args.workload_seed)
+    workload = _workload(args)
+    if args.replay is not None:
+        return list(_recorded(args)), workload
+    if args.prompts is not None:
+        bodies = _given_bodies(args, draw)
+    elif args.endpoint == "chat":
+        bodies = [
+            {"messages": [{"role": "user", "content": " ".join(draw.choices(WORDS, k=len(ids)))}], "max_tokens": count}
+            for ids, count in zip(workload.prompts, workload.output_lens, strict=True)
+        ]
+    else:
+        bodies = [
+            {"prompt": ids, "max_tokens": count}
+            for ids, count in zip(workload.prompts, workload.output_lens, strict=True)
+        ]
+    common = {"model": model, "stream": True, "temperature": 0.0, "stream_options": {"include_usage": True}}
+    if not args.no_ignore_eos:
+        common["ignore_eos"] = True
+    at, calls = 0.0, []
+    for body in bodies:
+        if args.rate is not None:
+            at += draw.expovariate(args.rate)
+        path = PATHS["chat" if "messages" in body else "completions"]
+        calls.append(Call(path=path, body={**common, **body}, at=None if args.rate is None else at))
+    return calls, workload
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    low, high = args.token_range
+    common = {"concurrency": args.concurrency, "token_ids": range(low, high + 1), "seed": args.workload_seed}
+    if not args.sharegpt:
+        return make_workload(
+            num_requests=args.num_requests,
+            input_len=args.input_len,
+            output_len=args.output_len,
+            shared_prefix=args.shared_prefix,
+            **common,
+        )
+    draw = random.Random(args.workload_seed)
+    prefix = draw.choices(range(low, high + 1), k=args.shared_prefix)
+    lengths = [(_length(draw, SHAREGPT_PROMPT), _length(draw, SHAREGPT_ANSWER)) for _ in range(args.num_requests)]
+    return Workload(
+        prompts=[prefix + draw.choices(range(low, high + 1), k=size) for size, _ in lengths],
+        output_lens=[size for _, size in lengths],
+        concurrency=args.concurrency,
+    )
+
+
+def _length(draw: random.Random, of: tuple[float, float, int, int]) -> int:
+    mean, deviation, low, high = of
+    return min(high, max(low, round(draw.lognormvariate(mean, deviation))))
+
+
+def _lines(flag: str, path: str) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSONL file. Raises ConfigError naming the line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{flag} {path}, line {number}: {error}") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{flag} {path}, line {number}: expected an object, got a {type(value).__name__}")
+        found.append((number, value))
+    if not found:
+        raise ConfigError(f"{flag} {path} has no lines")
+    return found
+
+
+def _given_bodies(args: argparse.Namespace, draw: random.Random) -> list[dict[str, Any]]:
+    """As many as were asked for, from the first line again where the file is shorter."""
+    lines = _lines("--prompts", args.prompts)
+    for number, body in lines:
+        if ("prompt" in body) == ("messages" in body):
+            raise ConfigError(f"--prompts {args.prompts}, line {number}: give either prompt or messages")
+    chosen = [lines[i % len(lines)][1] for i in range(args.num_requests)]
+    return [{"max_tokens": draw.randint(*args.output_len), **body} for body in chosen]
+
+
+def _recorded(args: argparse.Namespace) -> Iterator[Call]:
+    from megatron_infer.cli.serve_load import Call
+
+    lines = _lines("--replay", args.replay)
+    try:
+        first = min(line["at"] for _, line in lines)
+        for _, line in sorted(lines, key=lambda item: item[1]["at"]):
+            body = {**line["body"], **({} if args.model is None else {"model": args.model})}
+            yield Call(
+                path=line["path"],
+                body=body,
+                at=(line["at"] - first) / args.speed,
+                leave_after=None if line["complete"] else line["seconds"],
+            )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"--replay {args.replay}: not what serve --record writes ({error} is missing)") from None
+
+
+class _Offline:
+    """The same work without HTTP."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        from megatron_infer.cli.bench_workload import run_engine
+        from megatron_infer.llm import LLM
+        from megatron_infer.schedule.params import SamplingParams
+
+        note(f"loading {name} ...")
+        self._engine, self._run, self._params = LLM(name).engine, run_engine, SamplingParams
+        self._workload = workload
+        self.other_load = 0.0
+        """Cores that others kept busy meanwhile, at most."""
+
+    def rate(self) -> float:
+        """Output tokens per second."""
+        self._engine.reset_prefix_cache()
+        result = self._run(self._engine, self._params, self._workload)
+        self.other_load = max(self.other_load, result.other_load or 0.0)
+        return sum(map(len, result.outputs)) / result.seconds
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def summarize(load: Load) -> dict[str, Any]:
+    """Percentiles in ms over calls that were completed; rates over everything that came."""
+    complete = [one for one in load.answers if one.is_complete]
+    series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": [], "e2e_ms": []}
+    for one in complete:
+        series["e2e_ms"].append(1e3 * (one.ended - one.sent))
+        if not one.token_times:
+            continue
+        series["ttft_ms"].append(1e3 * (one.token_times[0] - one.sent))
+        series["itl_ms"] += [1e3 * (b - a) for a, b in pairwise(one.token_times)]
+        if one.num_output > 1:
+            series["tpot_ms"].append(1e3 * (one.token_times[-1] - one.token_times[0]) / (one.num_output - 1))
+    num_output = sum(one.num_output for one in load.answers)
+    seconds = max(load.seconds, 1e-9)
+    messages = {one.code: one.message for one in reversed(load.answers) if one.message}
+    return {
+        "num_requests": len(load.answers),
+        "seconds": load.seconds,
+        "codes": dict(sorted(Counter(one.code for one in load.answers).items())),
+        "messages": messages,
+        "prompt_tokens": sum(one.num_prompt for one in load.answers),
+        "output_tokens": num_output,
+        "requests_per_s": len(complete) / seconds,
+        "output_tokens_per_s": num_output / seconds,
+        "latest_s": max((one.late for one in load.answers), default=0.0),
+        "latency": {name: _spread(values) for name, values in series.items() if values},
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.fmean(values),
+        **{f"p{p}": percentile(values, p) for p in (50, 90, 99)},
+        "max": max(values),
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report for a person."""
+    codes = ", ".join(f"{code}: {count}" for code, count in report["codes"].items())
+    lines = [
+        f"{report['url']}, {report['model']}: {report['num_requests']} requests, {report['load']}, "
+        f"{report['seconds']:.2f} s",
+        f"answers by code        {codes}",
+        f"tokens                 {report['prompt_tokens']:,} prompt, {report['output_tokens']:,} output",
+        f"throughput             {report['requests_per_s']:.2f} requests/s, "
+        f"{report['output_tokens_per_s']:,.1f} output tokens/s",
+    ]
+    if report["latency"]:
+        lines.append(f"{'ms':<12}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "max")))
+        names = {"ttft_ms": "first token", "itl_ms": "between", "tpot_ms": "per token", "e2e_ms": "whole"}
+        for name, values in report["latency"].items():
+            lines.append(f"{names[name]:<12}" + "".join(f"{value:>11,.1f}" for value in values.values()))
+    if report["latest_s"] > 0.1:
+        lines.append(f"this client fell behind by up to {report['latest_s']:.2f} s: its figures are its own limits")
+    if "offline" in report:
+        offline = report["offline"]
+        lines.append(
+            f"without HTTP           {offline['output_tokens_per_s']:,.1f} output tokens/s; "
+            f"the server reaches {100 * offline['share']:.1f} %"
+        )
+        if offline["other_load"] > 0.2:
+            lines.append(f"others kept {offline['other_load']:.1f} cores busy meanwhile: no figure to keep")
+    lines += [f"{code}: {message}" for code, message in report["messages"].items()]
+    return "\n".join(lines)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+    return value

@@ -1,0 +1,300 @@
+"""Metrics for Prometheus, through its client library, in three modes:
+
+instrument_only          they stand in the library's registry; whose process it is serves them
+launch_server            a server of its own answers GET /metrics
+launch_multiproc_server  several processes (ranks, replicas of a host) write into the folder PROMETHEUS_MULTIPROC_DIR,
+                         one of them serves all; when it ends, another one takes over
+
+    with PrometheusExporter.of_engine(llm.engine, mode="launch_server", port=9400) as exporter:
+        ...                                                    # curl http://127.0.0.1:9400/metrics
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.metrics.catalog import engine_families
+from megatron_infer.metrics.core import Family, Histogram, Labels
+from megatron_infer.metrics.figures import EngineFigures
+
+try:
+    import prometheus_client
+    from prometheus_client import core as prometheus
+    from prometheus_client import multiprocess, values
+    from prometheus_client.utils import floatToGoString
+except ImportError:  # pragma: no cover
+    raise ConfigError("Prometheus metrics need prometheus-client: pip install 'megatron-infer[server]'") from None
+
+log = logging.getLogger("megatron_infer")
+
+MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
+WRITE_S = 1.0
+"""How often a process of several writes its figures."""
+Read = Callable[[], Iterable[Family]]
+
+
+class PrometheusMetricsMode(str, Enum):
+    INSTRUMENT_ONLY = "instrument_only"
+    """The application serves them."""
+    LAUNCH_SERVER = "launch_server"
+    LAUNCH_MULTIPROC_SERVER = "launch_multiproc_server"
+
+
+def mode_of(mode: str | PrometheusMetricsMode) -> PrometheusMetricsMode:
+    """Raises ConfigError naming the nearest one."""
+    try:
+        return PrometheusMetricsMode(mode)
+    except ValueError:
+        known = [member.value for member in PrometheusMetricsMode]
+        message = unknown_name("prometheus_metrics_mode", str(mode), known)
+        raise ConfigError(f"{message}; one of {', '.join(known)}") from None
+
+
+class FamilyCollector:
+    """What the library asks when it is scraped."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def describe(self) -> list[Any]:
+        return []  # else the library would read the figures to learn their names
+
+    def collect(self) -> Iterator[Any]:
+        for family in self._read():
+            yield _translated(family)
+
+
+def _translated(family: Family) -> Any:
+    names = sorted({name for labels in family.series for name, _ in labels})
+    made: Any
+    if family.kind == "histogram":
+        made = prometheus.HistogramMetricFamily(family.name, family.help, labels=names)
+    elif family.kind == "counter":
+        made = prometheus.CounterMetricFamily(family.name, family.help, labels=names)
+    else:
+        made = prometheus.GaugeMetricFamily(family.name, family.help, labels=names)
+    for labels, metric in family.series.items():
+        shown = dict(labels)
+        given = [shown.get(name, "") for name in names]
+        if isinstance(metric, Histogram):
+            made.add_metric(given, _cumulative(metric), metric.total)
+        else:
+            made.add_metric(given, metric.value)
+    return made
+
+
+def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+    total, buckets = 0, []
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        total += count
+        buckets.append((_text(bound), float(total)))
+    return buckets
+
+
+def _text(bound: float) -> str:
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+
+
+def exposition(read: Read, accept: str = "") -> tuple[bytes, str]:
+    """The text of one scrape and its Content-Type, as `accept` asks."""
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(FamilyCollector(read))
+    encode, content_type = prometheus_client.exposition.choose_encoder(accept)
+    return encode(registry), content_type
+
+
+class PrometheusExporter:
+    """Shows what `read` gives at every scrape, until `close`."""
+
+    def __init__(
+        self,
+        read: Read,
+        *,
+        mode: str | PrometheusMetricsMode = PrometheusMetricsMode.INSTRUMENT_ONLY,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        registry: Any = None,
+    ) -> None:
+        """port: of a server that is launched; 0: a free one, see `url`. registry: the library's own by default.
+
+        Raises ConfigError for an unknown mode, a taken port, or launch_multiproc_server without its folder.
+        """
+        self.mode = mode_of(mode)
+        self.url: str | None = None
+        """Where it is served; None where the application does, or another process."""
+        self._registry = prometheus_client.REGISTRY if registry is None else registry
+        self._collector: FamilyCollector | None = None
+        self._server: tuple[Any, threading.Thread] | None = None
+        self._shared: _SharedFolder | None = None
+        self._host, self._port = host, port
+        if self.mode is PrometheusMetricsMode.LAUNCH_MULTIPROC_SERVER:
+            self._shared = _SharedFolder(read, self._serve)
+            self._shared.start()
+            return
+        self._collector = FamilyCollector(read)
+        self._registry.register(self._collector)
+        if self.mode is PrometheusMetricsMode.LAUNCH_SERVER:
+            try:
+                self._serve(self._registry)
+            except ConfigError:
+                self.close()
+                raise
+
+    @classmethod
+    def of_engine(cls, engine: Any, *, replica: str | None = None, **options: Any) -> PrometheusExporter:
+        """Metrics of an engine (DynamicInferenceEngine, `llm.engine`); replica: a label that tells several apart."""
+        labels = {} if replica is None else {"replica": replica}
+
+        def read() -> list[Family]:
+            figures: EngineFigures = engine.figures()
+            return engine_families(figures, **labels)
+
+        return cls(read, **options)
+
+    def close(self) -> None:
+        """Nothing is shown any more; counts of launch_multiproc_server stay in the sums of the others."""
+        if self._shared is not None:
+            self._shared.close()
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = self.url = None
+        if self._collector is not None:
+            self._registry.unregister(self._collector)
+            self._collector = None
+
+    def __enter__(self) -> PrometheusExporter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _serve(self, registry: Any) -> None:
+        try:
+            self._server = prometheus_client.start_http_server(self._port, self._host, registry)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cannot serve metrics at {self._host} port {self._port}: {reason}") from None
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{self._server[0].server_port}/metrics"
+
+
+class _SharedFolder:
+    """One process's part of the folder, written every WRITE_S; whoever holds its lock serves everybody's."""
+
+    def __init__(self, read: Read, serve: Callable[[Any], None]) -> None:
+        folder = os.environ.get(MULTIPROC_DIR)
+        if not folder or not os.path.isdir(folder):
+            shown = "is not set" if not folder else f"is {folder!r}, which is no folder"
+            raise ConfigError(
+                f"launch_multiproc_server: {MULTIPROC_DIR} {shown}; name an empty folder for all processes"
+            )
+        self._folder, self._read, self._serve = Path(folder), read, serve
+        self._value_class = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        self._values: dict[tuple[str, Labels, str], Any] = {}
+        self._lock = (self._folder / "megatron_infer.lock").open("w")
+        self._serves = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatron-infer-metrics", daemon=True)
+
+    def start(self) -> None:
+        self.write()
+        self._lead()
+        self._thread.start()
+
+    def close(self) -> None:
+        """A last write; gauges go, counts stay."""
+        self._stop.set()
+        self._thread.join()
+        self.write()
+        multiprocess.mark_process_dead(os.getpid(), str(self._folder))  # type: ignore[no-untyped-call]
+        self._lock.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(WRITE_S):
+            self.write()
+            try:
+                self._lead()
+            except ConfigError as error:  # others may still hold the port; tried again with the next write
+                log.warning("%s", error)
+
+    def _lead(self) -> None:
+        """Serve, if nobody does."""
+        import fcntl
+
+        if self._serves:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_LiveCollector(self.write, self._folder))
+        try:
+            self._serve(registry)
+        except ConfigError:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            raise
+        self._serves = True
+
+    def write(self) -> None:
+        """What `read` gives now."""
+        now = time.time()
+        for family in self._read():
+            for labels, metric in family.series.items():
+                if isinstance(metric, Histogram):
+                    for bound, count in zip((*metric.bounds, float("inf")), metric.counts, strict=True):
+                        self._value(family, labels, "_bucket", _text(bound)).set(count)
+                    self._value(family, labels, "_sum").set(metric.total)
+                else:
+                    self._value(family, labels).set(metric.value, timestamp=now)
+
+    def _value(self, family: Family, labels: Labels, suffix: str = "", le: str | None = None) -> Any:
+        key = (family.name + suffix, labels, le or "")
+        value = self._values.get(key)
+        if value is None:
+            shown = (*labels, *((("le", le),) if le is not None else ()))
+            names, given = [name for name, _ in shown], [text for _, text in shown]
+            base = family.name.removesuffix("_total")
+            value = self._values[key] = self._value_class(
+                family.kind, base, family.name + suffix, names, given, family.help, multiprocess_mode="livemostrecent"
+            )
+        return value
+
+
+class _LiveCollector:
+    """Everybody's files, without the gauges of processes that are gone."""
+
+    def __init__(self, write: Callable[[], None], folder: Path) -> None:
+        self._write, self._folder = write, folder
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Any:
+        self._write()
+        for path in self._folder.glob("gauge_live*_*.db"):
+            pid = path.stem.rpartition("_")[2]
+            if pid.isdigit() and not _is_alive(int(pid)):
+                multiprocess.mark_process_dead(int(pid), str(self._folder))  # type: ignore[no-untyped-call]
+        return multiprocess.MultiProcessCollector(None, str(self._folder)).collect()  # type: ignore[no-untyped-call]
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True

@@ -1,0 +1,43 @@
+"""The stock forward with logits at chosen positions alone: a prompt pays for no output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+@contextmanager
+def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
+    """Inside, model(...) of [B, S] tokens gives logits [1, P, V], of row and position by row and position.
+
+    Gradients flow as they do otherwise. Positions are chosen before the output layer; where hidden states are
+    spread over ranks (sequence parallelism) they are gathered for it, as the layer would have done. A pipeline stage
+    without an output layer is left alone.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None:
+        yield
+        return
+    found = layer.sequence_parallel
+
+    def choose(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_SBD: Tensor = args[0]
+        if found:
+            # The layer adds up over the ranks what flows back; what is left is to take this rank's part of it.
+            hidden_SBD = gather_from_sequence_parallel_region(
+                hidden_SBD, tensor_parallel_output_grad=False, group=module.tp_group
+            )
+        chosen_P = positions_P * hidden_SBD.shape[1] + rows_P
+        return (hidden_SBD.flatten(0, 1).index_select(0, chosen_P).unsqueeze(1), *args[1:])
+
+    hook = layer.register_forward_pre_hook(choose)
+    layer.sequence_parallel = False
+    try:
+        yield
+    finally:
+        layer.sequence_parallel = found
+        hook.remove()

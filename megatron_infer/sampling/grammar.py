@@ -1,0 +1,146 @@
+"""Structured output: a matcher a request, masks of what may come next, and whether anything may.
+
+    GrammarCache --template, copied--> matcher of a request --its tokens--> mask, or complete
+
+A matcher follows from the request's tokens alone: whoever comes back, from wherever, is matched anew from its first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_infer.errors import InferenceError
+from megatron_infer.sampling.masks import TokenMasks
+from megatron_infer.schedule.request import Request
+from megatron_infer.text.grammar import GrammarCache, one_line
+
+NUM_TIMED, PARALLEL_S = 4, 0.005
+"""So many masks are made one after the other; if the rest would take longer than this, threads share it."""
+
+
+class GrammarFailed(InferenceError):
+    """A request's tokens left its grammar, or matching them went beyond its limits."""
+
+
+@dataclass(slots=True)
+class _Match:
+    """How far a request's output has been matched."""
+
+    request: Request
+    matcher: Any
+    num_seen: int = 0
+
+
+class Grammars:
+    """The matchers of one engine's requests; for the engine's thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.cache = GrammarCache(tokenizer, vocab_size)
+        self._executor: Any = None
+        self._matches: dict[str, _Match] = {}
+
+    def masks(self, sampled: Sequence[Request]) -> TokenMasks | None:
+        """Masks of a step's sampled positions; every token of their requests must be known here.
+
+        A row is all zeros where nothing can be drawn.
+        """
+        self._forget_ended()
+        index = [place for place, request in enumerate(sampled) if request.params.structured is not None]
+        if not index:
+            return None
+        matched: list[tuple[_Match, int]] = []
+        failed: list[int] = []
+        for row, place in enumerate(index):
+            request = sampled[place]
+            if request.finish_reason is not None:
+                continue  # what is drawn for it is dropped
+            try:
+                match = self._match(request)
+                self._consume(match)
+                matched.append((match, row))
+            except InferenceError:  # its grammar went from the cache and cannot be had again
+                failed.append(row)
+        num_words = -(-int(self.cache.vocabulary.vocab_size) // 32)
+        bits_GW = np.full((len(index), num_words), -1, dtype=np.int32)
+        self._fill([(match.matcher, row) for match, row in matched], bits_GW)
+        for match, row in matched:
+            self._settle_ends(match, bits_GW[row])
+        bits_GW[failed] = 0
+        return TokenMasks(np.array(index, dtype=np.int64), bits_GW)
+
+    def advance(self, request: Request) -> bool:
+        """Match what the request has drawn -> whether its text is complete: nothing can be added to it.
+
+        Raises GrammarFailed.
+        """
+        if request.tokens[-1] in request.stop_ids:
+            self._matches.pop(request.id, None)
+            return False
+        match = self._match(request)
+        self._consume(match)
+        if match.matcher.is_error():
+            raise GrammarFailed(f"structured output: {one_line(match.matcher.get_error())}")
+        return bool(match.matcher.is_stopped())
+
+    def _match(self, request: Request) -> _Match:
+        found = self._matches.get(request.id)
+        if found is None or found.request is not request:
+            assert request.params.structured is not None, f"{request.id} draws freely"
+            template = self.cache.template(request.params.structured)
+            found = self._matches[request.id] = _Match(request, template.deep_copy())
+        return found
+
+    def _consume(self, match: _Match) -> None:
+        new = match.request.tokens[match.request.prompt_len + match.num_seen :]
+        if new:
+            match.num_seen += len(new)
+            match.matcher.consume_tokens(new)
+
+    def _fill(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
+        begun = time.perf_counter()
+        for done, (matcher, row) in enumerate(jobs):
+            if done == NUM_TIMED and (time.perf_counter() - begun) * (len(jobs) - done) > PARALLEL_S * done:
+                self._fill_in_threads(jobs[done:], bits_GW)
+                return
+            mask = bits_GW[row]
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def _fill_in_threads(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=min(4, os.cpu_count() or 1))
+        self._executor.unsafe_compute_mask_ptr(jobs, bits_GW.ctypes.data, bits_GW.shape[1] * 4, len(bits_GW))
+
+    def _settle_ends(self, match: _Match, mask_W: np.ndarray) -> None:
+        """The request's stop ids where the text may end, and no other end of sequence."""
+        matcher = match.matcher
+        if matcher.is_error():
+            mask_W[:] = 0
+            return
+        stop_ids = match.request.stop_ids
+        ends = matcher.is_accepting()
+        for token in self.cache.vocabulary.eos_tokens:
+            if token not in stop_ids:
+                _put(mask_W, token, False)
+        for token in stop_ids:
+            _put(mask_W, token, ends)
+
+    def _forget_ended(self) -> None:
+        ended = [key for key, match in self._matches.items() if match.request.finish_reason is not None]
+        for key in ended:
+            del self._matches[key]
+
+
+def _put(mask_W: np.ndarray, token: int, allowed: bool) -> None:
+    bytes_B = mask_W.view(np.uint8)
+    if allowed:
+        bytes_B[token >> 3] |= 1 << (token & 7)
+    else:
+        bytes_B[token >> 3] &= 0xFF ^ (1 << (token & 7))

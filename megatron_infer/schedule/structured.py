@@ -1,0 +1,154 @@
+"""What a request's text must be: a JSON schema, any JSON object, a regular expression, a grammar or one of some texts.
+
+The form is checked here; whether a schema or pattern can be compiled is for sampling.grammar to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_infer.errors import RequestError, unknown_name
+
+MAX_BYTES = 256 << 10
+"""Of a schema, pattern, grammar or all choices together, as UTF-8."""
+MAX_DEPTH = 64
+"""Of objects and lists within each other in a schema."""
+MAX_CHOICES = 4096
+_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The language that the output text is drawn from; exactly one of the first five fields says it.
+
+    Checked when made: what cannot be meant raises RequestError.
+    """
+
+    json_schema: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema; kept as JSON text. Properties come in the order in which it lists them."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression, in the syntax of Rust's regex crate, that the whole text matches."""
+    grammar: str | None = None
+    """A context-free grammar: llguidance's dialect of Lark, or GBNF (rules with ::=)."""
+    choice: Sequence[str] | None = None
+    """Texts of which the output is one; kept as a tuple."""
+    compact: bool = False
+    """No white space between the parts of JSON."""
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "compact"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"structured.{name} is True or False, got a {type(getattr(self, name)).__name__}")
+        given = [name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
+        if self.json_schema is False:  # a schema that nothing matches
+            given.insert(0, "json_schema")
+        if len(given) != 1:
+            got = ", ".join(given) if given else "none"
+            raise RequestError(f"structured takes exactly one of {', '.join(_KINDS)}; got {got}")
+        kind = given[0]
+        if kind == "json_schema":
+            object.__setattr__(self, kind, _schema_text(self.json_schema))
+        elif kind == "choice":
+            object.__setattr__(self, kind, _choices(self.choice))
+        elif kind != "json_object":
+            _text(kind, getattr(self, kind))
+        if self.compact and kind not in ("json_schema", "json_object"):
+            raise RequestError(f"structured.compact is about JSON, and has no meaning with {kind}; leave it out")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutput:
+        """From parsed JSON; an unknown key is refused with the nearest known one."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise RequestError(f"{unknown_name('field of structured', str(name), known)} ({', '.join(known)})")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was given, as JSON values: `from_dict` of it equals this."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
+
+    @property
+    def kind(self) -> str:
+        """The field that says the language."""
+        return next(name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False)
+
+
+def structured_of(value: object) -> StructuredOutput | None:
+    """A StructuredOutput from one or from a mapping. Raises RequestError."""
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if isinstance(value, Mapping):
+        return StructuredOutput.from_dict(value)
+    raise RequestError(f"structured is a StructuredOutput or a mapping of its fields, got a {type(value).__name__}")
+
+
+def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
+    """Raise RequestError for parsed JSON that is no schema or is nested deeper than max_depth."""
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"json_schema is a JSON object or a boolean, got a {type(schema).__name__}")
+    layer, depth = [schema], 0
+    while layer:
+        if depth > max_depth:
+            raise RequestError(f"json_schema is nested deeper than {max_depth} levels; name its parts in $defs")
+        nested = (list(one.values()) if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list))
+        layer, depth = [item for items in nested for item in items], depth + 1
+
+
+def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
+    """Raise RequestError for a text beyond max_bytes, or one that UTF-8 cannot hold."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} is not valid Unicode: it holds half of a surrogate pair") from None
+    if size > max_bytes:
+        raise RequestError(f"{name} has {size:,} bytes, the limit is {max_bytes:,}; make it smaller")
+
+
+def _schema_text(value: object) -> str:
+    text = value
+    if not isinstance(value, str):
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"json_schema is no JSON value: {error}") from None
+    assert isinstance(text, str)
+    check_size("json_schema", text)
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"json_schema is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"json_schema is nested deeper than {MAX_DEPTH} levels; name its parts in $defs") from None
+    check_schema(schema)
+    return text
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is a text, got a {type(value).__name__}")
+    if not value:
+        raise RequestError(f"{name} is empty; leave it out to draw freely")
+    check_size(name, value)
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+        raise RequestError(f"choice is a list of texts, one at least; got a {type(value).__name__}")
+    if len(value) > MAX_CHOICES:
+        raise RequestError(f"choice has {len(value):,} texts, the limit is {MAX_CHOICES:,}; use regex or grammar")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"choice holds texts that are not empty, got {text!r:.60}")
+    check_size("choice", "".join(value))
+    return tuple(value)

@@ -1,0 +1,96 @@
+"""What a loop asks before it starts: what is served and how wide it is, how much there is to do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_infer import __version__
+from megatron_infer.server.calls import Call, Reply
+from megatron_infer.server.control.asking import Dialect, Query
+from megatron_infer.server.control.machine import Machine
+from megatron_infer.server.errors import bad_request
+
+
+def register(dialect: Dialect, machine: Machine) -> None:
+    async def server_info(call: Call) -> Reply:
+        """The names of both dialects beside each other."""
+        query = Query(call)
+        query.text("config_format", "json")
+        query.end()
+        await machine.look()
+        return Reply(_info(machine, has_root=dialect.settings.weights_root is not None))
+
+    async def loads(call: Call) -> Reply:
+        query = Query(call)
+        if query.text("include", "core") not in ("core", "all"):
+            raise bad_request("include is core or all", "include", "invalid_value")
+        query.end()
+        await machine.service.look()
+        return Reply(_loads(machine))
+
+    for path in ("/server_info", "/get_server_info"):
+        dialect.add("GET", path, server_info, "Model, version, state and width of what is served")
+    dialect.add("GET", "/v1/loads", loads, "How much each engine has to do")
+
+
+def _info(machine: Machine, *, has_root: bool) -> dict[str, Any]:
+    service = machine.service
+    replicas = service.replicas
+    ranks = [replica["limits"].get("num_ranks", 1) for replica in replicas]
+    model = service.names[0]
+    backends = ["disk", "http"] if has_root else ["http"]
+    return {
+        "server": "megatron-infer",
+        "version": __version__,
+        "model_path": model,
+        "served_model_name": model,
+        "state": machine.standing.name,
+        "weight_version": str(machine.version),
+        "max_model_len": service.max_length,
+        "max_total_num_tokens": service.max_length,
+        "world_size": sum(ranks),
+        "dp_size": len(replicas),
+        "ranks_of_replicas": ranks,
+        "weight_backends": backends,
+        "vllm_config": {
+            "model_config": {"model": model, "max_model_len": service.max_length},
+            "parallel_config": {"world_size": sum(ranks), "data_parallel_size": len(replicas)},
+            "weight_transfer_config": {"backend": backends[0]},
+        },
+        "replicas": [
+            {name: replica[name] for name in ("name", "state", "weight_version", "capacity", "limits")}
+            for replica in replicas
+        ],
+    }
+
+
+def _loads(machine: Machine) -> dict[str, Any]:
+    loads = []
+    for place, replica in enumerate(machine.service.replicas):
+        stats = replica["stats"]
+        blocks, free = stats.get("num_blocks", 0), stats.get("num_free_blocks", 0)
+        loads.append(
+            {
+                "dp_rank": place,
+                "name": replica["name"],
+                "num_running_reqs": stats.get("num_running", replica["running"]),
+                "num_waiting_reqs": stats.get("num_waiting", 0) + replica["waiting"],
+                "num_total_reqs": replica["running"] + replica["waiting"],
+                "token_usage": 0.0 if not blocks else (blocks - free) / blocks,
+                "num_used_blocks": blocks - free,
+                "num_blocks": blocks,
+                "max_running_requests": replica["capacity"],
+            }
+        )
+    total = {
+        name: sum(one[name] for one in loads) for name in ("num_running_reqs", "num_waiting_reqs", "num_total_reqs")
+    }
+    return {
+        "timestamp": time.time(),
+        "version": __version__,
+        "dp_rank_count": len(loads),
+        "waiting": machine.service.stats.get("waiting", 0),
+        "loads": loads,
+        "aggregate": total,
+    }

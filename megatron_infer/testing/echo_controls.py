@@ -1,0 +1,157 @@
+"""The controls of an echo engine: the states of the real one, weights that are nothing but their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState
+
+TAGS = ("weights", "graphs", "kv_cache")
+BYTES = {"weights": 1000, "graphs": 10, "kv_cache": 5000}
+"""What each tag's memory is said to be."""
+
+
+class EchoControls:
+    """Pause, suspend, weights and versions. Whatever is named in `faults` fails as often as it says."""
+
+    def __init__(self) -> None:
+        self.state = "running"
+        self.weight_version = 0
+        self.digest = "made"
+        """Of the weights."""
+        self.suspended: set[str] = set()
+        self.faults: dict[str, int] = {}
+        self.num_requeued = 0
+        self.torn = False
+        self._returns_to = "running"
+        self._before: tuple[str, int, bool] | None = None
+        self._hash = hashlib.sha256()
+        self._snapshot: str | None = None
+
+    def end_all(self) -> None:
+        """End every request; outputs come with the next step."""
+
+    def reset_prefix_cache(self) -> int:
+        return 0
+
+    # ------------------------------------------------------------------ standing still
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        self._fault("pause")
+        self._require("pause", "running")
+        self.state = "paused"
+        if mode == "abort":
+            self.end_all()
+        elif mode == "retract":
+            self.num_requeued += 1
+
+    def unpause(self, *, timeout_s: float | None = None) -> None:
+        self._fault("unpause")
+        self._require("unpause", "paused")
+        self.state = "running"
+
+    def suspend(
+        self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        self._fault("suspend")
+        fresh = set(TAGS if tags is None else tags) - self.suspended
+        if self.state != "suspended":
+            self._returns_to = self.state
+        self.state = "suspended"
+        self.suspended |= fresh
+        return self._memory("suspend", {tag: BYTES[tag] for tag in fresh})
+
+    def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        self._fault("resume")
+        self._require("resume", "suspended")
+        wanted = set(self.suspended if tags is None else tags)
+        if wanted - self.suspended:
+            raise ConfigError(f"resume(tags={sorted(wanted)}): suspended now: {sorted(self.suspended)}")
+        self.suspended -= wanted
+        if not self.suspended:
+            self.state = self._returns_to
+        return self._memory("resume", {tag: -BYTES[tag] for tag in wanted})
+
+    def _memory(self, command: str, freed: dict[str, int]) -> dict[str, Any]:
+        return {
+            "command": command,
+            "state": self.state,
+            "tags": {tag: {"bytes_freed": size, "bytes_copied": 0, "bytes_resident": 0} for tag, size in freed.items()},
+        }
+
+    # ------------------------------------------------------------------ weights
+
+    def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
+        """Cached blocks are never hit again; tokens stay what they are."""
+        self._fault("set_weight_version")
+        self.weight_version = version
+        self.num_requeued += running == "recompute"
+
+    def load_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        if self._before is None:
+            self.begin_weights()
+        self._fault("load_weights")
+        files = sorted(Path(path).rglob("*.safetensors")) if Path(path).is_dir() else [Path(path)]
+        for file in files:
+            self._hash.update(file.read_bytes())
+
+    def begin_weights(self, *, timeout_s: float | None = None) -> None:
+        self._fault("begin_weights")
+        if self._before is not None:
+            raise WrongState("a weight update is under way; finish or cancel it", state=self.state)
+        self._before, self._hash, self.torn = (self.digest, self.weight_version, self.torn), hashlib.sha256(), True
+
+    def write_weights(
+        self, name: str, dtype: str, shape: list[int], offset: int, data: bytes, *, timeout_s: float | None = None
+    ) -> None:
+        self._require_update("write_weights")
+        self._fault("write_weights")
+        self._hash.update(f"{name} {dtype} {shape} {offset}".encode() + data)
+
+    def finish_weights(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> dict[str, int]:
+        self._require_update("finish_weights")
+        self._fault("finish_weights")
+        self.digest, self.weight_version, self.torn = self._hash.hexdigest(), version, False
+        return {"version": version, "num_tensors": 1, "bytes_copied": 1}
+
+    def settle_weights(self, *, timeout_s: float | None = None) -> None:
+        self._before = None
+
+    def cancel_weights(self, version: int | None = None, *, timeout_s: float | None = None) -> None:
+        self._fault("cancel_weights")
+        if self._before is not None:
+            self.digest, self.weight_version, self.torn = self._before
+            self._before = None
+
+    def check_weights(self, action: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        if action == "reset":
+            self.digest, self.torn = "spoiled", True
+            return {"num_tensors": 1}
+        if action == "snapshot":
+            self._snapshot = self.digest
+        answer: dict[str, Any] = {"checksum": self.digest, "num_tensors": 1}
+        if action == "compare":
+            if self._snapshot is None:
+                raise ConfigError("compare: there is no snapshot to compare with; take one first")
+            wrong = ["all"] if self._snapshot != self.digest else []
+            answer |= {"num_different": len(wrong), "different": wrong}
+        return answer
+
+    # ------------------------------------------------------------------ parts
+
+    def _require(self, call: str, state: str) -> None:
+        if self.state != state:
+            raise WrongState(f"{call}() while the engine is {self.state}", state=self.state)
+
+    def _require_update(self, call: str) -> None:
+        if self._before is None:
+            raise WrongState(f"{call} without a weight update under way", state=self.state)
+
+    def _fault(self, name: str) -> None:
+        if self.faults.get(name, 0) > 0:
+            self.faults[name] -= 1
+            kind = WeightUpdateError if name.endswith("_weights") else InferenceError
+            raise kind(f"{name} was told to fail")

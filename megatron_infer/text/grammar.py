@@ -1,0 +1,128 @@
+"""Grammars of structured output compiled once, in threads, against the bytes of a tokenizer's tokens. Over llguidance.
+
+No torch: a server checks what it is asked without an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule.structured import StructuredOutput
+
+COMPILE_TIMEOUT_S = 30.0
+"""Most a caller waits for a grammar; what it may cost is limited by llguidance's fuel, about a second."""
+MAX_KEPT = 256
+"""Compiled grammars, and refusals, that are kept: the least recently used go."""
+
+
+def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
+    """llguidance's tokenizer of a `text.Tokenizer`, ids beyond its tokens (a padded vocabulary) included.
+
+    Special tokens stand for themselves and for no text. Takes a second for a large vocabulary. Raises RequestError
+    where there is no tokenizer, its tokens are no bytes, or llguidance is not installed.
+    """
+    backend = getattr(tokenizer, "backend", None)
+    if backend is None:
+        raise RequestError("structured: needs a tokenizer, whose tokens' texts are known, and this engine has none")
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError("structured: needs llguidance; pip install 'megatron-infer[structured]'") from None
+    ends = list(tokenizer.eos_ids) or None
+    try:
+        return llguidance.LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=ends)
+    except ValueError as error:
+        raise RequestError(f"structured: the tokenizer's tokens have no bytes of their own: {error}") from None
+
+
+class GrammarCache:
+    """Compiled grammars of one vocabulary; from any thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+        self._vocabulary_lock = threading.Lock()
+        self.vocabulary: Any = None
+        """See `grammar_vocabulary`; made with the first grammar."""
+
+    def compile(self, wanted: StructuredOutput) -> Future[Any]:
+        """Begin to compile, in a thread; the result is llguidance's matcher, to be copied. Fails with RequestError."""
+        with self._lock:
+            found = self._compiled.get(wanted)
+            if found is not None:
+                self._compiled.move_to_end(wanted)
+                return found
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(2, thread_name_prefix="megatron-infer-grammar")
+            future = self._threads.submit(self._compile, wanted)
+            self._compiled[wanted] = future
+            while len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return future
+
+    def check(self, wanted: StructuredOutput) -> None:
+        """Wait for a grammar. Raises RequestError where it cannot be compiled, or not in COMPILE_TIMEOUT_S."""
+        self.template(wanted)
+
+    def template(self, wanted: StructuredOutput) -> Any:
+        """Likewise, and give its matcher, to be copied."""
+        try:
+            return self.compile(wanted).result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise timed_out(wanted) from None
+
+    def _compile(self, wanted: StructuredOutput) -> Any:
+        with self._vocabulary_lock:
+            if self.vocabulary is None:
+                self.vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            text = _grammar_text(wanted)
+            template = LLMatcher(self.vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        except BaseException as error:  # of the library's own kinds, and a panic of it is no Exception
+            raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
+        if template.is_error():
+            raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
+        return template
+
+
+def timed_out(wanted: StructuredOutput) -> RequestError:
+    return RequestError(f"{wanted.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller")
+
+
+def _grammar_text(wanted: StructuredOutput) -> str:
+    """In llguidance's own form; raises whatever llguidance raises."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text: str
+    if wanted.regex is not None:
+        text = LLMatcher.grammar_from_regex(wanted.regex)
+    elif wanted.grammar is not None:
+        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+    elif wanted.choice is not None:
+        text = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in wanted.choice))
+    else:
+        schema = '{"type": "object"}' if wanted.json_object else str(wanted.json_schema)
+        if json.loads(schema) is False:
+            raise ValueError("false is the schema that nothing meets")
+        if json.loads(schema) is True:
+            schema = "{}"
+        # A schema's own "x-guidance" must not make keywords count for nothing.
+        how = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
+        text = LLMatcher.grammar_from_json_schema(schema, overrides=how)
+    return text
+
+
+def one_line(text: str) -> str:
+    """An error of llguidance as one line of bounded length."""
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 400 else shown[:400] + " ..."

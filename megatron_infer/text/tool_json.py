@@ -1,0 +1,186 @@
+"""A call written as a JSON object, read as it is written: its name once it is known, its arguments piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+SPACE = " \t\r\n"
+NAME_KEYS = ("name",)
+ARGUMENT_KEYS = ("arguments", "parameters")
+_IN_STRING = re.compile(r'["\\]')
+_IN_NESTED = re.compile(r'["{}\[\]]')
+_SCALAR_END = re.compile(r"[^\w.+-]")
+
+
+class ValueScan:
+    """Finds the end of one JSON value that comes in pieces. It follows strings and brackets, nothing else."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "done", "first")
+
+    def __init__(self) -> None:
+        self.first = ""
+        """The value's first character; "" before it."""
+        self.done = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def read(self, text: str, at: int) -> int:
+        """Go on at text[at] -> the place behind the value where that is in `text` (then `done`), else len(text)."""
+        if not self.first and at < len(text):
+            self.first = text[at]
+        if self.first and self.first not in '"{[':
+            end = _SCALAR_END.search(text, at)
+            self.done = end is not None
+            return len(text) if end is None else end.start()
+        while at < len(text) and not self.done:
+            at = self._read_string(text, at) if self._in_string else self._read_nested(text, at)
+        return at
+
+    def _read_string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _IN_STRING.search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self.done = self._depth == 0
+        return found.end()
+
+    def _read_nested(self, text: str, at: int) -> int:
+        found = _IN_NESTED.search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if found[0] in "{[" else -1
+            self.done = self._depth == 0
+        return found.end()
+
+
+class CallObject:
+    """{"name": "f", "arguments": {...}} as it comes in; keys in any order, "parameters" means "arguments".
+
+    `take` gives the arguments as they were written, spaces too; where they were written as a string, what it says;
+    {} where there are none. known: names that make it a call; None: every name does.
+    """
+
+    __slots__ = ("_announced", "_arguments", "_has_arguments", "_key", "_known", "_name", "_part", "_scan", "_state",
+                 "done", "failed")  # fmt: skip
+
+    def __init__(self, known: frozenset[str] | None) -> None:
+        self._known = known
+        self.done = self.failed = False
+        self._state = "open"
+        self._scan = ValueScan()
+        self._part = ""
+        self._key = ""
+        self._name: str | None = None
+        self._arguments = ""
+        self._has_arguments = self._announced = False
+
+    @property
+    def announced(self) -> bool:
+        """Whether its name was taken: from then on it is a call, however it ends."""
+        return self._announced
+
+    def read(self, text: str, at: int) -> int:
+        """Go on at text[at] -> where it stopped: behind the object (`done`), at what makes it no object (`failed`),
+        or at the end of the text."""
+        while at < len(text) and not self.done and not self.failed:
+            at = self._value(text, at) if self._state in ("key", "value") else self._mark(text, at)
+        return at
+
+    def take(self) -> tuple[str | None, str]:
+        """(its name, once, as soon as it is sure to be a call; more of its arguments)."""
+        if self._name is None or not (self._has_arguments or self.done):
+            return None, ""
+        name = None if self._announced else self._name
+        self._announced = True
+        arguments, self._arguments = self._arguments, ""
+        return name, arguments
+
+    def _mark(self, text: str, at: int) -> int:
+        """One character between keys and values."""
+        char, state = text[at], self._state
+        if char in SPACE and state != "open":
+            return at + 1
+        if state == "open" and char == "{":
+            self._state = "first key"
+        elif char == '"' and state in ("first key", "next key"):
+            self._begin("key")
+            return at
+        elif state == "colon" and char == ":":
+            self._state = "before value"
+        elif state == "before value":
+            self._begin("value")
+            return at
+        elif state == "comma" and char == ",":
+            self._state = "next key"
+        elif char == "}" and state in ("comma", "next key") and self._name is not None:
+            self.done = True
+            self._arguments += "" if self._has_arguments else "{}"
+        else:
+            self.failed = True
+            return at
+        return at + 1
+
+    def _begin(self, state: str) -> None:
+        self._state, self._scan, self._part = state, ValueScan(), ""
+
+    def _value(self, text: str, at: int) -> int:
+        end = self._scan.read(text, at)
+        piece = text[at:end]
+        flows = self._state == "value" and self._key == "arguments" and self._scan.first in "{["
+        if flows:
+            self._arguments += piece
+            self._has_arguments = True
+        else:
+            self._part += piece
+        if self._scan.done:
+            self._settle(flows)
+        return end
+
+    def _settle(self, flowed: bool) -> None:
+        """A key or a value is complete."""
+        if self._state == "key":
+            self._key, self._state = self._meaning(_parsed(self._part)), "colon"
+            return
+        self._state = "comma"
+        if not flowed and not self._part:
+            self.failed = True
+        elif self._key == "name":
+            name = _parsed(self._part)
+            if isinstance(name, str) and name and (self._known is None or name in self._known):
+                self._name = name
+            else:
+                self.failed = True
+        elif self._key == "arguments" and not flowed:
+            self._arguments += _said(self._part)
+            self._has_arguments = True
+
+    def _meaning(self, key: Any) -> str:
+        if key in NAME_KEYS and self._name is None:
+            return "name"
+        return "arguments" if key in ARGUMENT_KEYS and not self._has_arguments else ""
+
+
+def _parsed(raw: str) -> Any:
+    try:
+        return json.loads(raw, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _said(raw: str) -> str:
+    """Arguments that are no object: what a string says, nothing is {}, other values as they stand."""
+    if raw.startswith('"'):
+        said = _parsed(raw)
+        return (said or "{}") if isinstance(said, str) else raw
+    return "{}" if raw == "null" else raw

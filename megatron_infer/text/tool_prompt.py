@@ -1,0 +1,60 @@
+"""Tools for chat templates that know none: described in the system text, calls and results as plain turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_infer.text.tool_parsers import CallFormat
+
+HEAD = "You can call functions. These are described here, one a line, as JSON:"
+MANNER = "To call functions, write every call like this and nothing else:"
+REST = (
+    "Results of calls come between <tool_response> and </tool_response>. "
+    "Where no function helps, answer in plain words."
+)
+RESULT = "<tool_response>\n{text}\n</tool_response>"
+
+
+def system_text(tools: Sequence[Mapping[str, Any]], form: CallFormat) -> str:
+    """What a model is told of its tools."""
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = form.write([json.dumps({"name": "NAME", form.key: {"ARGUMENT": "VALUE"}})])
+    return f"{HEAD}\n{described}\n\n{MANNER}\n{example}\n\n{REST}"
+
+
+def as_plain(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, form: CallFormat
+) -> list[dict[str, Any]]:
+    """Messages that any template can show: the tools at the end of the system text, calls at the end of their turn,
+    results that follow each other as one turn of the user."""
+    plain: list[dict[str, Any]] = []
+    follows_result = False
+    for message in messages:
+        turn = dict(message)
+        calls = turn.pop("tool_calls", None)
+        turn.pop("tool_call_id", None)
+        if calls:
+            written = form.write([_written(call["function"], form) for call in calls])
+            turn["content"] = f"{turn['content']}\n{written}" if turn["content"] else written
+        is_result = turn["role"] == "tool"
+        if is_result:
+            turn = {"role": "user", "content": RESULT.format(text=turn["content"])}
+        if is_result and follows_result:
+            plain[-1]["content"] += "\n" + turn["content"]
+        else:
+            plain.append(turn)
+        follows_result = is_result
+    if tools:
+        text = system_text(tools, form)
+        if plain and plain[0]["role"] == "system":
+            plain[0]["content"] = f"{plain[0]['content']}\n\n{text}" if plain[0]["content"] else text
+        else:
+            plain.insert(0, {"role": "system", "content": text})
+    return plain
+
+
+def _written(function: Mapping[str, Any], form: CallFormat) -> str:
+    arguments = function.get("arguments", {})
+    return json.dumps({"name": function["name"], form.key: arguments}, ensure_ascii=False)

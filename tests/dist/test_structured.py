@@ -1,0 +1,89 @@
+"""Structured output is the same on tensor- and pipeline-parallel ranks as in one process, on all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gloo_ranks as ranks
+import pytest
+import torch
+from structured_case import BASE, check, make_engine, model, tokenizer, workload
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.models.build import build_model
+from megatron_infer.models.checkpoint import CheckpointSource, save_checkpoint
+from megatron_infer.parallel import wire
+from megatron_infer.parallel.served import ServedRequest, params_of
+
+BUSY = {"overlap": True, "enable_chunked_prefill": True, "max_tokens": 40, "max_requests": 8}
+
+
+def play(whole_or_part: torch.nn.Module, **settings: Any) -> list[Any]:
+    config = InferenceConfig(**{**BASE, "collective_timeout_s": 60, **settings})
+    engine = DynamicInferenceEngine(whole_or_part, config, tokenizer=tokenizer())
+    work = workload()
+    outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
+    if engine.parts.team.lockstep is not None:
+        engine.parts.team.lockstep.close()
+    for (_, params), output in zip(work, outputs, strict=True):
+        for one in output.outputs if params.structured is not None else ():
+            check(params.structured, one.text)
+    return [[(one.token_ids, one.text, one.finish_reason) for one in output.outputs] for output in outputs]
+
+
+def on_rank(rank: int, size: int, folder: Path) -> None:
+    want = [[tuple(one) for one in output] for output in json.loads((folder / "want.json").read_text())]
+    for name in ("tensor", "pipeline"):
+        ranks.new_groups(**{f"{name}_model_parallel_size": size})
+        part = build_model(CheckpointSource(folder / "model"), **{f"{name}_parallel": size})
+        for settings in (BUSY, {}):
+            assert play(part, **settings) == want, (name, settings)
+
+
+def test_two_ranks_draw_what_one_process_does(tmp_path):
+    save_checkpoint(model(), tmp_path / "model")
+    (tmp_path / "want.json").write_text(json.dumps(play(build_model(CheckpointSource(tmp_path / "model")))))
+    ranks.run_on_ranks(on_rank, 2, tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_a_request_that_moves_goes_on_within_its_language(cut):
+    """`cut` steps on one engine, then the rest on another, which knows its tokens alone."""
+    here, there = make_engine(), make_engine(overlap=True)
+    for prompt, params in workload():
+        if params.structured is None or params.carries or params.logprobs is not None:
+            continue
+        whole = here.generate([prompt], [params])[0]
+        run = wire.Run(1, 1, wire.ids_to_bytes(prompt), None, "", params.to_dict(), params.seed, True, [])
+        told: list[list[wire.Piece]] = [[] for _ in range(params.n)]
+        if not drive(here, ServedRequest(run, params_of(run)), told, steps=cut):
+            kept = [
+                wire.Kept(
+                    b"".join(piece.tokens for piece in pieces),
+                    finish_reason=pieces[-1].finish_reason,
+                    stop_reason=pieces[-1].stop_reason,
+                )
+                for pieces in told
+            ]
+            moved = wire.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+            assert drive(there, ServedRequest(moved, params_of(moved)), told, steps=500)
+        for pieces, one in zip(told, whole.outputs, strict=True):
+            assert sum((wire.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+            assert pieces[-1].finish_reason == one.finish_reason == "stop"
+
+
+def drive(engine: Any, request: ServedRequest, told: list[list[wire.Piece]], *, steps: int) -> bool:
+    """Some steps, noting what the client is told -> whether it has finished; if not it is aborted."""
+    request.begin(engine)
+    for _ in range(steps):
+        for output in engine.step():
+            news = request.news(output)
+            for piece in () if news is None else news.pieces:
+                told[piece.index].append(piece)
+            if output.finished:
+                return True
+    engine.abort(request.id)
+    return False

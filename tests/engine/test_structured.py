@@ -1,0 +1,213 @@
+"""Structured output yields texts of its language and nothing else, whatever an engine does to requests meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from structured_case import LANGUAGES, PERSON, check, make_engine, run, tokenizer, told, workload
+
+from megatron_infer.async_llm import AsyncLLM, EngineThread
+from megatron_infer.errors import RequestError
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.structured import StructuredOutput
+
+FEATURES = {
+    "overlap": {"overlap": True},
+    "few rows": {"max_requests": 3},
+    "evicting": {"pool_blocks": 16},
+    "swapping": {"pool_blocks": 16, "preemption_mode": "swap", "swap_buffer_size_gb": 0.02},
+    "ugly": {
+        "pool_blocks": 12,
+        "paused_blocks": 2,
+        "overlap": True,
+        "enable_chunked_prefill": True,
+        "max_tokens": 24,
+        "max_requests": 12,
+        "enable_prefix_caching": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list:
+    """One request at a time, nothing switched on."""
+    engine = make_engine()
+    return [run(engine, [one])[0] for one in workload()]
+
+
+def structured(**language) -> SamplingParams:
+    how = {"max_tokens": 100, "seed": 1}
+    kinds = set(StructuredOutput.__dataclass_fields__)
+    said = {name: value for name, value in language.items() if name in kinds}
+    rest = {name: value for name, value in language.items() if name not in kinds}
+    return SamplingParams(**{**how, **rest}, structured=StructuredOutput(**said))
+
+
+def test_every_answer_is_of_its_language_and_ends_when_it_is_complete(alone):
+    for (_, params), answers in zip(workload(), alone, strict=True):
+        if params.structured is not None:
+            for _, text, reason, _, _ in answers:
+                assert reason == "stop", text
+                check(params.structured, text)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_no_feature_changes_an_answer(name, alone):
+    engine = make_engine(**FEATURES[name])
+    assert run(engine, workload()) == alone
+    assert not engine.ledger.num_structured
+    counters = engine.stats().counters
+    assert counters["evicted"] > 0 or name in ("overlap", "few rows")
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])
+def test_a_suspended_or_paused_request_goes_on_with_its_language(mode, alone):
+    engine = make_engine(overlap=True)
+    ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload()]
+    outputs: list = []
+    for _ in range(5):
+        outputs += engine.step()
+    if mode in ("keep", "retract"):
+        engine.pause(mode)
+        engine.unpause()
+    else:
+        engine.suspend(mode)
+        engine.resume()
+    while engine.has_unfinished():
+        outputs += engine.step()
+    found = {one.request_id: one for one in outputs}
+    assert [told(found[name]) for name in ids] == alone
+
+
+def test_saved_requests_go_on_in_another_engine(alone, tmp_path):
+    engine = make_engine()
+    ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload()]
+    outputs: list = []
+    for _ in range(4):
+        outputs += engine.step()
+    engine.save_requests(tmp_path / "saved")
+    other = make_engine(overlap=True)
+    other.load_requests(tmp_path / "saved")
+    while other.has_unfinished():
+        outputs += other.step()
+    found = {one.request_id: one for one in outputs}
+    assert [told(found[name]) for name in ids] == alone
+
+
+def test_max_tokens_cuts_with_length_unless_the_last_one_completes_it():
+    engine = make_engine()
+    one = engine.generate([[1, 2]], [structured(regex="a{10}", max_tokens=4)])[0].outputs[0]
+    assert (one.text, one.finish_reason) == ("aaaa", "length")
+    one = engine.generate([[1, 2]], [structured(regex="a{4}", max_tokens=4)])[0].outputs[0]
+    assert (one.text, one.finish_reason, len(one.token_ids)) == ("aaaa", "stop", 4)
+
+
+def test_it_ends_without_an_end_of_sequence_where_there_is_none():
+    engine = make_engine()
+    params = [
+        structured(regex="ab", ignore_eos=True),
+        structured(choice=["he"], min_tokens=50),
+        structured(regex="a+b?", ignore_eos=True, max_tokens=9),
+    ]
+    outputs = [one.outputs[0] for one in engine.generate([[5]] * 3, params)]
+    assert [one.text for one in outputs[:2]] == ["ab", "he"]
+    assert all(one.finish_reason == "stop" for one in outputs[:2])
+    assert (
+        outputs[2].text in ("a" * 9, outputs[2].text.rstrip("b") + "b")
+        and tokenizer().eos_ids[0] not in outputs[2].token_ids
+    )
+
+
+def test_min_tokens_puts_off_the_end_of_what_can_go_on():
+    engine = make_engine()
+    for seed in range(4):
+        one = engine.generate([[7]], [structured(regex="a+", min_tokens=6, seed=seed)])[0].outputs[0]
+        assert len(one.token_ids) >= 6 and set(one.text) == {"a"}
+
+
+def test_a_stop_text_cuts_wherever_it_comes():
+    engine = make_engine()
+    one = engine.generate([[7]], [structured(regex="abc{5}d", stop="cc")])[0].outputs[0]
+    assert (one.text, one.finish_reason, one.stop_reason) == ("ab", "stop", "cc")
+
+
+def test_what_leaves_nothing_to_draw_is_that_requests_error_alone():
+    engine = make_engine(overlap=True)
+    a = tokenizer().encode("a")
+    params = [structured(regex="[ab]c", bad_token_ids=[*a, *tokenizer().encode("b")]), structured(regex="[ab]c")]
+    bad, good = engine.generate([[7], [8]], params)
+    assert bad.outputs[0].finish_reason == "error" and "structured output has no token to draw" in str(bad.error)
+    assert good.outputs[0].text in ("ac", "bc") and good.error is None
+
+
+def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
+    engine = make_engine(overlap=True)
+    lost = engine.add_request([7], structured(regex="[ab]{30}"), stream="final")
+    kept = engine.add_request([8], structured(regex="[ab]{9}"), stream="final")
+    cache, whole = engine.parts.intake.grammars.cache, engine.parts.intake.grammars.cache.template
+
+    def template(wanted):
+        if wanted.regex == "[ab]{30}":
+            raise RequestError("regex: not compiled within 30 s; make it smaller")
+        return whole(wanted)
+
+    monkeypatch.setattr(cache, "template", template)
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {one.request_id: one for one in engine.step()}
+    assert outputs[lost].outputs[0].finish_reason == "error"
+    assert len(outputs[kept].outputs[0].text) == 9 and outputs[kept].outputs[0].finish_reason == "stop"
+
+
+def test_a_wrong_schema_is_refused_before_it_is_queued():
+    engine = make_engine()
+    for language in ({"json_schema": {"type": "thing"}}, {"regex": "("}, {"grammar": "start: nothing"}):
+        with pytest.raises(RequestError, match=next(iter(language))):
+            engine.add_request([1, 2], structured(**language))
+    assert not engine.has_unfinished() and not engine.ledger.num_structured
+
+
+def test_aborted_requests_leave_nothing_behind():
+    engine = make_engine(overlap=True)
+    name = engine.add_request([1, 2, 3], structured(regex="[a-z]{50}"), request_id="x")
+    for _ in range(3):
+        engine.step()
+    engine.abort(name)
+    assert not engine.ledger.num_structured
+    engine.add_request([1, 2, 3], structured(regex="[0-9]{5}"), request_id="x")
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].text.isdigit()
+
+
+def test_steps_without_structured_output_ask_for_no_mask(monkeypatch):
+    engine = make_engine(overlap=True)
+    engine.generate([[1, 2]], [structured(regex="ab")])
+    asked = []
+    monkeypatch.setattr(engine.parts.intake.grammars, "masks", asked.append)
+    engine.generate([[1, 2]], [SamplingParams(max_tokens=5)])
+    assert not asked
+
+
+def test_async_llm_takes_structured_output_and_refuses_what_is_wrong():
+    llm = AsyncLLM.__new__(AsyncLLM)
+    engine = make_engine()
+    llm.llm, llm.tokenizer, llm._thread = SimpleNamespace(engine=engine), tokenizer(), EngineThread(engine)
+
+    async def ask():
+        async with llm as served:
+            with pytest.raises(RequestError, match="Invalid type"):
+                async for _ in served.generate([1, 2], structured(json_schema={"type": "thing"})):
+                    pass
+            async for output in served.generate([1, 2], structured(json_schema=PERSON, compact=True)):
+                last = output
+        return last
+
+    check(StructuredOutput(json_schema=PERSON), asyncio.run(ask()).outputs[0].text)
+
+
+def test_every_language_is_covered():
+    assert len(LANGUAGES) == 20

@@ -1,0 +1,110 @@
+"""What a switch keeps, gives back and reads: packed copies stay where the cache stays, weights are read once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from session_case import make_session, prompts, train_step
+
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def session():
+    made = make_session(tiny_gpt(init_method_std=0.2).train())
+    if made.engine.parts.chosen.packed.layout.name != "native panels":
+        pytest.skip("nothing is packed in panels here")
+    return made
+
+
+def answers_in(session) -> list[list[int]]:
+    with session.generating() as roll:
+        return [group.samples[0].token_ids for group in roll.generate(prompts(), PARAMS)]
+
+
+def copies(session) -> dict[int, int]:
+    return {key: copy.data_ptr() for key, copy in session.engine.parts.chosen.packed._packed.items()}
+
+
+def test_persist_packs_the_new_weights_over_the_old_copies(session):
+    answers_in(session)
+    before, packed = copies(session), session.engine.parts.chosen.packed
+    for step in range(2):
+        with session.training() as report:
+            assert packed.num_bytes > 0 and report.tags["weights"].bytes_freed == 0
+            assert report.tags["weights"].bytes_resident > packed.num_bytes
+            train_step(session.model, step)
+        session.update_weights()
+        got = answers_in(session)
+        assert copies(session) == before
+        session.engine.verify_weights()
+        assert got == answers_in(make_session(session.model))
+
+
+@pytest.mark.parametrize("how", [{"mode": "offload"}, {"mode": "recompute"}, {"tags": ["weights"]}], ids=str)
+def test_the_copies_are_given_back_to_whoever_asks_for_memory(session, how):
+    engine, packed = session.engine, session.engine.parts.chosen.packed
+    held = packed.num_bytes
+    assert engine.suspend(**how).tags["weights"].bytes_freed == held > 0 == packed.num_bytes
+    engine.resume()
+    assert packed.num_bytes == held
+    engine.suspend("persist")
+    assert packed.num_bytes == held
+    assert engine.suspend(**how).tags["weights"].bytes_freed == held > 0 == packed.num_bytes
+    engine.resume()
+    engine.verify_weights()
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload"])
+def test_an_update_and_a_waking_read_every_weight_once_each(session, mode, monkeypatch):
+    guard, read = session.engine.parts.guard, []
+    checksum = guard._checksum
+    monkeypatch.setattr(guard, "_checksum", lambda weight: read.append(id(weight)) or checksum(weight))
+    packed = {id(weight) for weight in session.engine.parts.adopted.packable_weights()}
+    session.engine.suspend(mode)
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.data.mul_(1.1)
+    session.update_weights()
+    assert sorted(read) == sorted(map(id, session.model.parameters()))
+    read.clear()
+    session.engine.resume()
+    assert len(set(read)) == len(read) and not packed & set(read), "what is packed is summed up on the way"
+    assert session.weight_version == 1
+
+
+@pytest.mark.parametrize("mode", ["persist", "recompute"])
+def test_writes_through_data_after_an_update_are_noticed_when_the_engine_wakes(session, mode):
+    session.engine.suspend(mode)
+    session.update_weights()
+    with torch.no_grad():
+        session.model.decoder.layers[0].mlp.linear_fc1.weight.data[0, 0] += 1.0
+    session.engine.resume()
+    assert session.weight_version == 2
+    assert answers_in(session) == answers_in(make_session(session.model))
+
+
+def test_a_waking_that_fails_leaves_an_engine_that_wakes_with_the_weights_of_then(session):
+    def fail(event) -> None:
+        if "checksums" in str(event):
+            raise KeyboardInterrupt
+
+    answers_in(session)
+    session.engine.suspend("persist")
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.data.mul_(1.2)
+    session.engine.lifecycle.observers.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        session.engine.resume()
+    session.engine.lifecycle.observers.clear()
+    assert session.engine.state == "suspended"
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.data.mul_(1.2)
+    session.engine.resume()
+    session.engine.verify_weights()
+    assert answers_in(session) == answers_in(make_session(session.model))

@@ -1,0 +1,110 @@
+"""A headless Chromium, by the WebDriver protocol; no package for it is needed, chromium and chromedriver are."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+NEEDED = ("chromium", "chromedriver")
+
+
+def missing():
+    """What is not installed."""
+    return [name for name in NEEDED if shutil.which(name) is None]
+
+
+class Browser:
+    """One window."""
+
+    def __init__(self, port, folder, *, size=(1180, 800), dark=False):
+        self._base = f"http://127.0.0.1:{port}"
+        wait_until(lambda: self._answers(), 30)
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        arguments += [f"--window-size={size[0]},{size[1]}", f"--user-data-dir={folder}"]
+        arguments += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+        options = {"args": arguments, "binary": shutil.which("chromium")}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._base += f"/session/{session['sessionId']}"
+
+    def _answers(self):
+        with contextlib.suppress(OSError):
+            return self._call("GET", "/status")["ready"]
+        return False
+
+    def _call(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                return json.load(reply)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{method} {path}: {error.read().decode()[:600]}") from None
+
+    def open(self, url):
+        self._call("POST", "/url", {"url": url})
+
+    def run(self, script, *arguments):
+        """What `script` returns, run in the page."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def text(self, selector):
+        return self.run("const one = document.querySelector(arguments[0]); return one && one.innerText", selector)
+
+    def shown(self, selector):
+        """Texts of the elements that can be seen."""
+        script = "return [...document.querySelectorAll(arguments[0])].filter(e => e.offsetParent).map(e => e.innerText)"
+        return self.run(script, selector)
+
+    def type(self, selector, text):
+        self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
+
+    def click(self, selector):
+        self._call("POST", f"/element/{self._find(selector)}/click", {})
+
+    def _find(self, selector):
+        return self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+
+    def complaints(self):
+        """What the browser's console has to say: errors of the script, what the page's policy blocked."""
+        entries = self._call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+    def screenshot(self):
+        return base64.b64decode(self._call("GET", "/screenshot"))
+
+    def close(self):
+        self._call("DELETE", "")
+
+
+def wait_until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def browser(folder, **options):
+    """folder: an empty one, for the profile."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        one = Browser(port, folder, **options)
+        try:
+            yield one
+        finally:
+            one.close()
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,126 @@
+"""What tests of the control routes share: a server that may be steered, brought into each state, safetensors bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from types import SimpleNamespace
+
+from server_case import serving, wait_for
+
+KEEP_UP = {"prompt": [1, 2, 3], "temperature": 0}
+
+
+@contextlib.contextmanager
+def steered(*engines, **settings):
+    """`serving` with the control routes on."""
+    with serving(*engines, control=True, **settings) as case:
+        yield case
+
+
+def call(case, path, body=None, *, method="POST", expected=200, **headers):
+    """The reply's JSON; `expected` is its status."""
+    reply = case.http.request(method, path, json=body, headers=headers)
+    assert reply.status_code == expected, (path, reply.status_code, reply.text)
+    return reply.json()
+
+
+def get(case, path, **how):
+    return call(case, path, method="GET", **how)
+
+
+def state_of(case):
+    return get(case, "/is_paused")["state"]
+
+
+NAMES = {
+    "SERVING": "SERVING",
+    "PAUSED": "PAUSED(keep)",
+    "DROWSY": "ASLEEP(graphs, kv_cache)",
+    "ASLEEP": "ASLEEP(weights, graphs, kv_cache)",
+    "UPDATING": "UPDATING",
+    "SPOILED": "SPOILED",
+}
+STATES = tuple(NAMES)
+"""DROWSY: asleep without the tag weights."""
+
+
+def bring(case, state, path):
+    """From whatever state into `state`. path: of weights for an update that heals."""
+    now = state_of(case)
+    if now == NAMES[state]:
+        return
+    if now == "UPDATING":
+        now = call(case, "/cancel_weight_update")["state"]
+    if now == "SPOILED":
+        now = call(case, "/update_weights_from_disk", {"model_path": path})["state"]
+    if now.startswith("ASLEEP"):
+        now = call(case, "/wake_up")["state"]
+    if now.startswith("PAUSED"):
+        now = call(case, "/resume")["state"]
+    assert now == "SERVING"
+    if state == "PAUSED":
+        call(case, "/pause?mode=keep")
+    elif state == "DROWSY":
+        call(case, "/sleep?tags=kv_cache")
+    elif state == "ASLEEP":
+        call(case, "/sleep")
+    elif state == "UPDATING":
+        call(case, "/start_weight_update")
+    elif state == "SPOILED":
+        call(case, "/weights_checker", {"action": "reset"})
+
+
+def safetensors(**tensors):
+    """Bytes of a safetensors file; tensors: name -> (dtype, shape, bytes)."""
+    header, at, parts = {}, 0, []
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+        parts.append(data)
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(parts)
+
+
+WEIGHTS = {"a": ("F32", [2], bytes(8)), "b": ("BF16", [3, 1], bytes(range(6)))}
+
+
+def put_weights(folder, name="step1", **changes):
+    """A directory with a safetensors file below `folder` -> its path from there."""
+    (folder / name).mkdir()
+    (folder / name / "model.safetensors").write_bytes(safetensors(**{**WEIGHTS, **changes}))
+    return name
+
+
+class Background:
+    """A call in a thread; `.result()` waits for its reply."""
+
+    def __init__(self, case, path, body):
+        self.box = SimpleNamespace(reply=None, error=None)
+
+        def run():
+            try:
+                self.box.reply = case.http.post(path, json=body)
+            except Exception as error:
+                self.box.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    @property
+    def is_done(self):
+        return not self.thread.is_alive()
+
+    def result(self, timeout_s=30):
+        self.thread.join(timeout_s)
+        assert self.is_done and self.box.error is None, self.box.error
+        return self.box.reply
+
+
+def num_requests(case):
+    return sum(engine.stats()["num_requests"] for engine in case.engines)
+
+
+__all__ = ["KEEP_UP", "STATES", "WEIGHTS", "Background", "bring", "call", "get", "num_requests", "put_weights",
+           "safetensors", "state_of", "steered", "wait_for"]  # fmt: skip

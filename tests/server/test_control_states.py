@@ -1,0 +1,198 @@
+"""Every control route in every state: what it answers, and that a refusal names the state and changes nothing."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from control_case import NAMES, STATES, bring, call, get, put_weights, state_of, steered
+from server_case import serving
+
+from megatron_infer.testing.echo import EchoEngine
+
+SHORT = {"max_new_tokens": 1, "temperature": 0}
+WAITS = 0
+"""No answer yet: the request is queued until the engines go on."""
+ALWAYS = (200,) * 6
+STILL = (200, 200, 409, 409, 409, 409)
+AT_ALL = (200, 200, 200, 200, 409, 409)
+WHOLE = (200, 200, 200, 409, 409, 200)
+BRACKET = (409, 409, 409, 409, 200, 409)
+DRAWS = (200, WAITS, 503, 503, WAITS, WAITS)
+
+TABLE = [
+    # method, path, body, answers in SERVING, PAUSED, DROWSY (asleep but for the weights), ASLEEP, UPDATING, SPOILED
+    ("POST", "/pause?mode=keep", None, STILL),
+    ("POST", "/pause?mode=abort", None, STILL),
+    ("POST", "/pause?mode=wait", None, STILL),
+    ("POST", "/resume", None, STILL),
+    ("GET", "/is_paused", None, ALWAYS),
+    ("POST", "/abort_requests", None, ALWAYS),
+    ("POST", "/inference/v1/abort_requests", {"request_ids": ["x"]}, ALWAYS),
+    ("POST", "/sleep?level=0", None, AT_ALL),
+    ("POST", "/sleep?level=1&mode=keep", None, AT_ALL),
+    ("POST", "/sleep?level=2", None, AT_ALL),
+    ("POST", "/sleep?tags=weights", None, AT_ALL),
+    ("POST", "/wake_up", None, (409, 409, 200, 200, 409, 409)),
+    ("POST", "/wake_up?tags=weights", None, (409, 409, 409, 200, 409, 409)),
+    ("POST", "/wake_up?tags=kv_cache", None, (409, 409, 200, 200, 409, 409)),
+    ("GET", "/is_sleeping", None, ALWAYS),
+    ("POST", "/reset_prefix_cache", None, AT_ALL),
+    ("POST", "/reset_prefix_cache?reset_running_requests=true", None, AT_ALL),
+    ("GET", "/get_world_size", None, ALWAYS),
+    ("POST", "/init_weight_transfer_engine", {"init_info": {"backend": "disk"}}, ALWAYS),
+    ("POST", "/start_weight_update", None, WHOLE),
+    ("POST", "/update_weights", {"update_info": {"path": "step1"}}, BRACKET),
+    ("POST", "/finish_weight_update", {"weight_version": 100}, BRACKET),
+    ("POST", "/cancel_weight_update", None, BRACKET),
+    ("POST", "/update_weight_version", {"weight_version": 200}, (200, 200, 200, 409, 409, 409)),
+    ("GET", "/weight_info", None, ALWAYS),
+    ("POST", "/pause_generation", {"mode": "in_place"}, STILL),
+    ("POST", "/pause_generation", {"mode": "retract"}, STILL),
+    ("POST", "/pause_generation", {}, STILL),
+    ("POST", "/continue_generation", {}, STILL),
+    ("GET", "/flush_cache", None, AT_ALL),
+    ("POST", "/flush_cache", None, AT_ALL),
+    ("POST", "/abort_request", {"abort_all": True}, ALWAYS),
+    ("POST", "/release_memory_occupation", {}, AT_ALL),
+    ("POST", "/release_memory_occupation", {"tags": ["kv_cache"]}, AT_ALL),
+    ("POST", "/resume_memory_occupation", {}, (409, 409, 200, 200, 409, 409)),
+    ("POST", "/resume_memory_occupation", {"tags": ["weights"]}, (409, 409, 409, 200, 409, 409)),
+    ("POST", "/update_weights_from_disk", {"model_path": "step1"}, WHOLE),
+    ("GET", "/get_weight_version", None, ALWAYS),
+    ("POST", "/weights_checker", {"action": "checksum"}, WHOLE),
+    ("POST", "/weights_checker", {"action": "snapshot"}, WHOLE),
+    ("POST", "/weights_checker", {"action": "reset"}, WHOLE),
+    ("GET", "/server_info", None, ALWAYS),
+    ("GET", "/get_server_info", None, ALWAYS),
+    ("GET", "/v1/loads?include=core", None, ALWAYS),
+    ("GET", "/health", None, ALWAYS),
+    ("GET", "/v1/health", None, ALWAYS),
+    ("POST", "/generate", {"input_ids": [1], "sampling_params": SHORT}, DRAWS),
+    ("POST", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}, DRAWS),
+    ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1}, DRAWS),
+    ("POST", "/v1/embeddings", {"input": [1]}, DRAWS),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, DRAWS),
+]
+
+
+def answer(case, method, path, body, *, timeout):
+    try:
+        return case.http.request(method, path, json=body, timeout=timeout)
+    except httpx.ReadTimeout:
+        return None
+
+
+@pytest.mark.parametrize("place", range(len(STATES)), ids=STATES)
+def test_every_route_answers_as_the_table_says(place, tmp_path):
+    path = put_weights(tmp_path)
+    wrong = []
+    with steered(EchoEngine(), EchoEngine(), weights_root=str(tmp_path)) as case:
+        for method, route, body, expected in TABLE:
+            bring(case, STATES[place], path)
+            name = NAMES[STATES[place]]
+            reply = answer(case, method, route, body, timeout=0.3 if expected[place] == WAITS else 30)
+            status = WAITS if reply is None else reply.status_code
+            if status != expected[place]:
+                wrong.append((method, route, body, status, expected[place], reply and reply.text))
+            if status == 409:
+                told = reply.json()["error"]
+                assert name.split("(")[0] in told["message"] and told["code"] == "wrong_state", (route, told)
+                assert state_of(case) == name, route
+            if status == 503:
+                assert name in reply.json()["error"]["message"] and int(reply.headers["retry-after"]) > 0
+        bring(case, "SERVING", path)
+        call(case, "/generate", {"input_ids": [1], "sampling_params": SHORT})
+    assert not wrong
+
+
+def routes_of(case):
+    document = get(case, "/openapi.json")["paths"]
+    return {(method.upper(), path) for path, methods in document.items() for method in methods}
+
+
+def test_table_has_every_route_that_control_adds():
+    with steered() as case, serving() as plain:
+        added = routes_of(case) - routes_of(plain)
+    listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
+    refused = {("POST", f"/update_weights_from_{name}") for name in ("tensor", "distributed", "ipc")}
+    assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
+
+
+def test_request_that_is_not_served_is_told_what_is():
+    with steered() as case:
+        for path in ("/update_weights_from_tensor", "/update_weights_from_distributed"):
+            assert "/update_weights_from_disk" in call(case, path, {}, expected=400)["error"]["message"]
+        for info in ({"backend": "nccl"}, {"master_address": "10.0.0.1", "master_port": 1, "world_size": 2}):
+            told = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
+            assert ("nccl" in told["message"] or "master_address" in told["message"]) and "disk" in told["message"]
+        assert state_of(case) == "SERVING"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/pause?mode=kep", None, "abort, wait, keep"),
+        ("/pause?mod=keep", None, "did you mean 'mode'"),
+        ("/pause?mode=keep&mode=abort", None, "mode is given 2 times"),
+        ("/pause?mode=keep&clear_cache=true", None, "reset_running_requests"),
+        ("/pause?clear_cache=maybe", None, "clear_cache is 'maybe'"),
+        ("/sleep?level=3", None, "level is '3'; one of 0, 1, 2"),
+        ("/sleep?tags=cuda_graph", None, "any of weights, kv_cache"),
+        ("/sleep?level=0&tags=weights", None, "level 0 stops the scheduling alone"),
+        ("/wake_up?tags=cuda", None, "any of weights, kv_cache"),
+        ("/resume?now=1", None, "unknown parameter 'now'"),
+        ("/pause_generation", {"mode": "keep"}, "abort, in_place, retract"),
+        ("/pause_generation", {"mod": "abort"}, "did you mean 'mode'"),
+        ("/release_memory_occupation", {"tags": ["kv"]}, "any of weights, kv_cache, cuda_graph"),
+        ("/release_memory_occupation", {"tags": []}, "tags is empty"),
+        ("/abort_request", {}, "rid or abort_all"),
+        ("/weights_checker", {"action": "look"}, "checksum, snapshot, compare, reset"),
+        ("/weights_checker", {}, "action: it must be given"),
+        ("/weights_checker", {"action": "compare"}, "there is no snapshot"),
+        ("/update_weight_version", {}, "weight_version must be given"),
+        ("/update_weight_version", {"weight_version": "v7"}, "a whole number"),
+        ("/update_weight_version", {"weight_version": -1}, "a whole number"),
+        ("/generate", {"text": "a", "input_ids": [1]}, "give text or input_ids"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "sampling_params"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ("/generate", {"input_ids": [1], "top_logprobs_num": 2}, "return_logprob"),
+        ("/generate", {"input_ids": [10**6]}, "outside the vocabulary"),
+        ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_new_tokens": 4}}, "max_new_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured": {"regex": "a"}}}, "structured"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": ["a"] * 99}}, "max_stop"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop is a list"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": "4"}}, "max_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "model": "other"}, "is not served here"),
+    ],
+)
+def test_wrong_argument_is_named_and_changes_nothing(path, body, named, shared):
+    reply = shared.http.post(path, json=body)
+    assert 400 <= reply.status_code < 500 and reply.status_code != 409, reply.text
+    assert named in reply.json()["error"]["message"]
+    assert state_of(shared) == "SERVING"
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with steered() as case:
+        yield case
+
+
+def test_control_without_a_key_is_refused_to_pages_of_other_sites(shared):
+    host = shared.url.removeprefix("http://")
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "evil.example"},
+    ):
+        told = call(shared, "/pause", expected=403, **headers)["error"]
+        assert told["code"] == "foreign_page"
+    assert state_of(shared) == "SERVING"
+    for headers in ({"Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
+        call(shared, "/flush_cache", **headers)
+    with steered(api_key="k") as case:
+        assert case.http.post("/pause").status_code == 401
+        key = {"Authorization": "Bearer k", "Origin": "http://other.example"}
+        assert case.http.post("/pause", headers=key).status_code == 200

@@ -1,0 +1,93 @@
+"""/v1/embeddings by the official client: what it gets is what the engine pools offline."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import openai
+import pytest
+from server_case import post, serving, tokenizer
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.embeddings import params_for, vector_of
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.testing.tiny import tiny_gpt
+
+TEXTS = ["Once upon a time", "there was", "a " * 60]
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
+    settings = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
+    chunks = {"enable_chunked_prefill": True, "max_tokens": 48}
+    return DynamicInferenceEngine(model, InferenceConfig(**settings, **chunks), tokenizer=tokenizer())
+
+
+@pytest.fixture(scope="module")
+def offline(engine):
+    ids = [tokenizer().encode(text) for text in TEXTS]
+    return {pooling: engine.generate(ids, params_for(pooling)) for pooling in ("last", "mean")}
+
+
+@pytest.fixture(scope="module")
+def case(offline, engine):
+    with serving(engine) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(case):
+    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def test_texts_and_token_ids_are_the_engines_vectors(client, offline):
+    for pooling in ("last", "mean"):
+        wanted = [vector_of(output) for output in offline[pooling]]
+        for given in (TEXTS, [tokenizer().encode(text) for text in TEXTS]):
+            reply = client.embeddings.create(model="tiny", input=given, user="me", extra_body={"pooling": pooling})
+            assert [one.index for one in reply.data] == [0, 1, 2]
+            for one, vector in zip(reply.data, wanted, strict=True):
+                np.testing.assert_allclose(one.embedding, vector, atol=1e-5)
+                assert np.linalg.norm(one.embedding) == pytest.approx(1.0, abs=1e-5)
+            assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(map(len, TEXTS))
+    for given in (TEXTS[0], tokenizer().encode(TEXTS[0])):
+        (one,) = client.embeddings.create(model="tiny", input=given).data
+        np.testing.assert_allclose(one.embedding, vector_of(offline["last"][0]), atol=1e-5)
+
+
+def test_floats_and_base64_say_the_same_and_dimensions_are_the_first_ones(client, case, offline):
+    floats = client.embeddings.create(model="tiny", input="there was", encoding_format="float").data[0].embedding
+    data = post(case, PATH, input="there was", encoding_format="base64").json()["data"][0]["embedding"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(data), "<f4"), np.asarray(floats, np.float32))
+    cut = client.embeddings.create(model="tiny", input="there was", dimensions=8).data[0].embedding
+    np.testing.assert_allclose(cut, vector_of(offline["last"][1], dimensions=8), atol=1e-5)
+    raw = post(case, PATH, input="there was", normalize=False).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(raw, offline["last"][1].pooled, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({}, "input: it must be given", "input"),
+        ({"input": ""}, "length >= 1", "input"),
+        ({"input": []}, "length >= 1", "input"),
+        ({"input": ["a", 5]}, "input mixes texts and token ids", "input"),
+        ({"input": [[1], 5]}, "input mixes texts and token ids", "input"),
+        ({"input": [5, [1]]}, "input mixes texts and token ids", "input"),
+        ({"input": [400]}, "outside the vocabulary", "input"),
+        ({"input": "a" * 300}, "maximum context length is 256", "input"),
+        ({"input": "a", "dimensions": 10_000}, "dimensions is 10000, the model's vectors have", "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "Invalid enum value 'int8'", "encoding_format"),
+        ({"input": "a", "pooling": "cls"}, "Invalid enum value 'cls'", "pooling"),
+        ({"input": [1, 2], "add_special_tokens": True}, "goes with texts", "add_special_tokens"),
+        ({"input": "a", "truncate": True}, "unknown field 'truncate'", "truncate"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(case, body, message, param):
+    reply = post(case, PATH, **body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and message in error["message"] and error["param"] == param

@@ -1,0 +1,108 @@
+"""Calls that are forced: a model of random weights writes valid ones, in every format, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from server_case import END, serving, tokenizer
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.text import tool_parsers
+
+pytest.importorskip("llguidance")
+
+USER = {"role": "user", "content": "Go"}
+TURN = {
+    "type": "function",
+    "function": {
+        "name": "turn",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"$ref": "#/$defs/side"}, "fast": {"type": "boolean"}},
+            "required": ["to", "fast"],
+            "additionalProperties": False,
+            "$defs": {"side": {"enum": ["left", "right"]}},
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+ENDS = [str(END), str(tokenizer().encode("]")[0])]
+"""What could end a list of calls."""
+SPECIAL = tool_parsers.CallFormat(name="special_mark", opening="<|im_start|>", is_listed=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = tiny_gpt(vocab_size=320, max_sequence_length=1024, init_method_std=0.2)
+    config = InferenceConfig(buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=1024, max_requests=8)
+    return DynamicInferenceEngine(model, config, tokenizer=tokenizer())
+
+
+def calls_of(client, **asked):
+    """The calls of the whole reply, which must be those of the stream."""
+    asked = {"model": "tiny", "messages": [USER], "max_tokens": 200, "seed": 4, **asked}
+    choice = client.chat.completions.create(**asked).choices[0]
+    found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    streamed: list[list[str]] = []
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        delta = chunk.choices[0].delta
+        assert not delta.content
+        for call in delta.tool_calls or ():
+            if call.id:
+                streamed.append([call.function.name, ""])
+            streamed[call.index][1] += call.function.arguments
+    assert [tuple(call) for call in streamed] == found and choice.message.content is None
+    return found, choice.finish_reason
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "json", "granite", "special_mark"])
+def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypatch):
+    monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
+    with (
+        serving(engine, tool_call_parser=name, reasoning_parser="deepseek_r1") as case,
+        openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for seed in range(3):
+            given = {"tools": [TURN, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+            ((function, arguments),), reason = calls_of(client, **given)
+            said = json.loads(arguments)
+            assert reason == "tool_calls" and function in ("turn", "stop")
+            assert function == "stop" or (said["to"] in ("left", "right") and isinstance(said["fast"], bool))
+        named = {"type": "function", "function": {"name": "turn"}}
+        ((function, arguments),), reason = calls_of(client, tools=[STOP, TURN], tool_choice=named)
+        assert function == "turn" and set(json.loads(arguments)) == {"to", "fast"} and reason == "tool_calls"
+        asked = {"model": "tiny", "messages": [USER], "max_tokens": 300, "logit_bias": dict.fromkeys(ENDS, -100)}
+        reply = client.chat.completions.create(tools=[TURN, STOP], tool_choice="required", **asked)
+        several = [call.function for call in reply.choices[0].message.tool_calls]
+        assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
+
+
+def test_what_goes_together_with_forced_calls_and_what_does_not(engine):
+    with serving(engine) as case:
+
+        def refused(**body):
+            reply = case.http.post("/v1/chat/completions", json={"messages": [USER], **body})
+            assert reply.status_code == 400, reply.text
+            return reply.json()["error"]
+
+        named = {"type": "function", "function": {"name": "fly"}}
+        assert refused(tools=[TURN], tool_choice=named)["param"] == "tool_choice"
+        assert "tools[0].function.strict" in refused(tools=[TURN])["message"]
+        answer = {"type": "json_object"}
+        assert "there are no calls" in refused(tools=[STOP], response_format=answer)["message"]
+        both = refused(tools=[STOP], response_format=answer, tool_choice="required")
+        assert "another field says" in both["message"]
+        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}
+        assert refused(tools=[wrong], tool_choice="required")["param"] == "tools"
+        deep: dict = {}
+        for _ in range(100):
+            deep = {"properties": {"a": deep}}
+        nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
+        assert "nested deeper" in refused(tools=[nested], tool_choice="required")["message"]
+        body = {"messages": [USER], "tools": [TURN], "tool_choice": "none", "response_format": answer, "max_tokens": 5}
+        assert case.http.post("/v1/chat/completions", json=body).status_code == 200

@@ -1,0 +1,230 @@
+"""Answers that must be of a form: by OpenAI's response_format and vLLM's fields; what cannot be kept to is a 400."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+
+import httpx
+import openai
+import pydantic
+import pytest
+from server_case import post, serving, stream, tokenizer, wait_for
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.testing.echo import EchoEngine
+from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.text.grammar import GrammarCache
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Person(pydantic.BaseModel, extra="forbid", strict=True):
+    name: str
+    age: int
+
+
+@pytest.fixture(scope="module")
+def case():
+    model = tiny_gpt(vocab_size=320, max_sequence_length=256, init_method_std=0.2)
+    config = InferenceConfig(
+        buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16, overlap=True
+    )
+    engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
+    with serving(engine, max_schema_bytes=4096, max_schema_depth=8) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(case):
+    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="any", max_retries=0) as one:
+        yield one
+
+
+def schema_format(schema=SCHEMA):
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+
+
+def test_a_json_schema_is_kept_to_whole_and_streamed_in_every_sample(client):
+    ask = {"model": "tiny", "messages": HI, "max_tokens": 150, "n": 2, "response_format": schema_format()}
+    ask["extra_body"] = {"frequency_penalty": 0.2}
+    for seed in range(3):
+        whole = client.chat.completions.create(seed=seed, **ask)
+        for choice in whole.choices:
+            Person.model_validate_json(choice.message.content)
+            assert choice.finish_reason == "stop"
+        texts = ["", ""]
+        for chunk in client.chat.completions.create(seed=seed, stream=True, **ask):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_the_clients_own_parsing_of_answers_works(client):
+    reply = client.chat.completions.parse(model="tiny", messages=HI, max_tokens=200, response_format=Short, seed=3)
+    assert isinstance(reply.choices[0].message.parsed, Short)
+
+
+class Short(pydantic.BaseModel):
+    yes: bool
+    kind: int
+
+
+FORMS = [
+    ({"response_format": {"type": "regex", "regex": "[0-9]{3}-[a-f]+!"}}, "[0-9]{3}-[a-f]+!"),
+    ({"response_format": {"type": "grammar", "grammar": 'start: "x" start | "y"'}}, "x*y"),
+    ({"response_format": {"type": "choice", "choice": ["yes", "no"]}}, "yes|no"),
+    ({"guided_regex": "a{3}"}, "aaa"),
+    ({"guided_choice": ["é", "🙂"]}, "é|🙂"),
+    ({"guided_grammar": 'root ::= "p" "q"+ "."'}, "pq+\\."),
+    ({"guided_json": {"enum": [1, "b"]}}, '1|"b"'),
+    ({"guided_json": '{"const": [null]}'}, r"\[\s*null\s*\]"),
+    ({"structured_outputs": {"json": {"const": {"a": 1}}, "disable_any_whitespace": True}}, r'\{"a":1\}'),
+    ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+    ({"response_format": {"type": "text"}, "guided_choice": ["one"]}, "one"),
+]
+
+
+@pytest.mark.parametrize("fields, pattern", FORMS, ids=[json.dumps(fields)[:50] for fields, _ in FORMS])
+def test_every_field_acts_on_both_routes(case, fields, pattern):
+    ask = {"max_tokens": 60, "logit_bias": {str(ord(".")): 6, str(ord("!")): 6, str(ord("y")): 6}, "seed": 1, **fields}
+    reply = post(case, COMPLETIONS, prompt="Say", **ask)
+    assert reply.status_code == 200, reply.text
+    assert re.fullmatch(pattern, reply.json()["choices"][0]["text"])
+    reply = post(case, CHAT, messages=HI, **ask)
+    assert re.fullmatch(pattern, reply.json()["choices"][0]["message"]["content"])
+
+
+def test_json_object_is_an_object(case):
+    ask = {"max_tokens": 100, "response_format": {"type": "json_object"}, "logit_bias": {str(ord("}")): 50}}
+    for text in (post(case, CHAT, messages=HI, seed=seed, **ask).json() for seed in range(4)):
+        assert isinstance(json.loads(text["choices"][0]["message"]["content"]), dict)
+
+
+def test_max_tokens_cuts_with_length(case):
+    choice = post(case, COMPLETIONS, prompt="Say", max_tokens=3, guided_regex="a{9}").json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("aaa", "length")
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+REFUSED = [
+    ({"response_format": schema_format({"type": "thing"})}, "response_format", "Invalid type: thing"),
+    ({"response_format": schema_format({"uniqueItems": True, "type": "array"})}, "response_format", "uniqueItems"),
+    ({"response_format": schema_format(nested(12))}, "response_format", "deeper than 8 levels"),
+    ({"response_format": schema_format({"description": "x" * 5000})}, "response_format", "the limit is 4,096"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
+    ({"response_format": {"type": "text", "regex": "a"}}, "response_format", "regex is given"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, None, "name"),
+    ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+    ({"guided_regex": "a" * 5000}, "guided_regex", "the limit is 4,096"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_choice": []}, "guided_choice", "length"),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, None, "give one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, None, "structural_tag"),
+    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "llguidance"),
+]
+
+
+def test_wrong_forms_are_refused_by_name_while_other_streams_flow(case):
+    seen = []
+    done = threading.Event()
+
+    def watch():
+        seen.extend(stream(case, COMPLETIONS, prompt="Once", max_tokens=200, ignore_eos=True))
+        done.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for fields, param, message in REFUSED:
+        for path, ask in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "x"})):
+            reply = post(case, path, max_tokens=4, **ask, **fields)
+            error = reply.json()["error"]
+            assert reply.status_code == 400 and message in error["message"], (fields, error)
+            assert param is None or error["param"] == param, (fields, error)
+    thread.join(60)
+    assert done.is_set() and seen[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch):
+    whole, begun, go = GrammarCache._compile, threading.Event(), threading.Event()
+
+    def slow(self, wanted):
+        if wanted.regex == "slow{3}":
+            begun.set()
+            assert go.wait(30)
+        return whole(self, wanted)
+
+    monkeypatch.setattr(GrammarCache, "_compile", slow)
+    replies = []
+    thread = threading.Thread(
+        target=lambda: replies.append(post(case, COMPLETIONS, prompt="x", max_tokens=9, guided_regex="slow{3}"))
+    )
+    thread.start()
+    assert begun.wait(20)
+    assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200
+    go.set()
+    thread.join(30)
+    assert replies[0].json()["choices"][0]["text"] == "slowww"
+
+
+def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_aborts(case, monkeypatch):
+    """The server knows the grammar; the engine has it to compile yet."""
+    engine = case.engines[0]
+    grammars = engine.parts.intake.grammars.cache
+    go, whole = threading.Event(), grammars._compile
+
+    def slow(wanted):
+        assert go.wait(30)
+        return whole(wanted)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    replies = []
+
+    def ask(**how):
+        replies.append(post(case, COMPLETIONS, prompt="x", max_tokens=9, guided_regex="late", **how))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200 and not replies
+    with pytest.raises(httpx.ReadTimeout):  # a client that goes away
+        gone = {"prompt": "x", "max_tokens": 200, "guided_regex": "gone*", "ignore_eos": True}
+        httpx.post(f"{case.url}{COMPLETIONS}", json=gone, timeout=0.5)
+    time.sleep(0.3)
+    go.set()
+    thread.join(30)
+    assert replies[0].json()["choices"][0]["text"] == "late"
+    wait_for(lambda: not len(engine.ledger))
+    (replica,) = case.replicas
+    assert not replica._preparing and not replica._requests
+
+
+def test_the_openapi_document_shows_the_fields(case):
+    shown = json.dumps(case.http.get("/openapi.json").json())
+    for name in ("response_format", "guided_json", "structured_outputs"):
+        assert f'"{name}"' in shown
+
+
+def test_without_a_tokenizer_a_form_is_refused():
+    with serving(EchoEngine(), text=False) as one:
+        reply = post(one, COMPLETIONS, prompt=[1, 2], max_tokens=2, guided_regex="a")
+        assert reply.status_code == 400 and "needs a tokenizer" in reply.json()["error"]["message"]

@@ -1,0 +1,72 @@
+"""Thoughts and answer: every way of cutting a text gives the same two, and marks get into neither."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_infer.text.reasoning import REASONING, ReasoningParser
+
+
+def told(name, pieces, prompt_end=""):
+    parser = ReasoningParser(REASONING[name], prompt_end)
+    reasoning = content = ""
+    for said in [one for text in pieces for one in parser.feed(text)] + parser.finish():
+        assert said.reasoning or said.content
+        assert not (said.reasoning and content), "thoughts come first"
+        reasoning, content = reasoning + said.reasoning, content + said.content
+    return reasoning, content
+
+
+CASES = [
+    ("deepseek_r1", "<|assistant|>", "<think>\nOne\n\ntwo.\n</think>\n\nThree.\n", "One\n\ntwo.", "Three.\n"),
+    ("deepseek_r1", "<|assistant|><think>\n", "One.</think>Two", "One.", "Two"),
+    ("deepseek_r1", "<|assistant|>", "One <thin", "One <thin", ""),
+    ("deepseek_r1", "<|assistant|></think>", "One", "", "One"),
+    ("deepseek_r1", "<|assistant|>", " \n<th", " \n<th".lstrip("\r\n"), ""),
+    ("qwen3", "<|assistant|>\n", "<think>\nSo.\n</think>\n\nYes </think> no", "So.", "Yes </think> no"),
+    ("qwen3", "<|assistant|>\n", "\n <think>So</think>", "So", ""),
+    ("qwen3", "<|assistant|>\n<think>\n", "So.\n\n</think>\n\nYes", "So.", "Yes"),
+    ("qwen3", "<think>\n\n</think>\n\n", "Yes <think>", "", "Yes <think>"),
+    ("qwen3", "<|assistant|>\n", " Yes, <think> is a tag", "", " Yes, <think> is a tag"),
+    ("qwen3", "<|assistant|>\n", "<think>Cut off </thin", "Cut off </thin", ""),
+    ("qwen3", "<|assistant|>\n", "<think></think>Yes", "", "Yes"),
+    ("qwen3", "<|assistant|>\n", "<th", "", "<th"),
+    ("qwen3", "<|assistant|>\n", "<think>a\n<\n", "a\n<", ""),
+    ("granite", "", "Here is my thought process: a. Here's my response: b", " a. ", " b"),
+    ("granite", "", "Here is my answer", "", "Here is my answer"),
+    ("granite", "", "", "", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt_end", "text", "reasoning", "content"), CASES)
+def test_every_way_of_cutting_a_text_gives_the_same_thoughts_and_answer(name, prompt_end, text, reasoning, content):
+    assert told(name, [text], prompt_end) == (reasoning, content)
+    assert told(name, list(text), prompt_end) == (reasoning, content)
+    for at in range(len(text)):
+        assert told(name, [text[:at], text[at:]], prompt_end) == (reasoning, content), (text[:at], text[at:])
+
+
+def test_any_text_at_all_is_told_the_same_for_every_cut():
+    draw = random.Random(3)
+    fragments = [
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        "a",
+        "<",
+        "Here's my response:",
+        "Here is my thought process:",
+        "b\n\n",
+    ]
+    for _ in range(500):
+        text = "".join(draw.choices(fragments, k=draw.randrange(1, 10)))
+        text = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.3 else text
+        for name in REASONING:
+            for end in ("", "<think>\n", "</think>"):
+                wanted = told(name, [text], end)
+                assert told(name, list(text), end) == wanted, (name, end, text)
+                at = draw.randrange(len(text) + 1)
+                assert told(name, [text[:at], text[at:]], end) == wanted, (name, end, text, at)
