@@ -63,8 +63,8 @@ def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None =
 
     A mapping of tensors; a path (Hugging Face directory, .gguf, .safetensors file or directory, torch_dist checkpoint);
     an iterable or async iterable of (name, tensor); a live model (or a list of it) sharded alike; a WeightSource itself
-    (for another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in `WeightUpdate`;
-    names None: of a mapping, whichever fits, else "whole".
+    (for another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in
+    `WeightUpdate`; names None: of a mapping, whichever fits, else "whole".
     """
     if isinstance(source, WeightSource):
         return source
