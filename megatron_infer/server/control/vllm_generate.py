@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -17,11 +17,11 @@ from megatron_infer.server.control.machine import Machine
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.flights import Job, params_from
 from megatron_infer.server.logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, StreamOptions, Text, TokenIds
+from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, Priority, StreamOptions, Text, TokenIds
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
-SAMPLING = (*SAMPLING_FIELDS, "max_tokens", "logprobs", "detokenize")
+SAMPLING = (*(name for name in SAMPLING_FIELDS if name != "priority"), "max_tokens", "logprobs", "detokenize")
 """Fields of sampling_params."""
 
 
@@ -34,7 +34,7 @@ class GenerateBody(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Literal[0] | None = None
+    priority: Priority | None = None
     features: None = None
     kv_transfer_params: None = None
 
@@ -103,6 +103,8 @@ class Generate:
         values["detokenize"] = bool(values.get("stop"))  # nobody sees the text; stop texts are looked for in it
         if values.get("stop"):
             service.require_tokenizer()
+        if body.priority is not None:
+            values["priority"] = body.priority
         params = params_from(values)
         check_limit("n", params.n, settings.max_n, "max_n")
         for name in ("logprobs", "prompt_logprobs"):
