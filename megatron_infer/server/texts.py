@@ -27,7 +27,7 @@ def without_text(params: SamplingParams) -> SamplingParams:
 
 def made_here(params: SamplingParams) -> bool:
     """Whether a request's text can be made of its tokens alone, exactly as its engine would make it."""
-    return not params.stop and params.structured is None
+    return not params.detokenize or (not params.stop and params.structured is None)
 
 
 class _SampleText:
