@@ -204,6 +204,7 @@ class Replica:
                 facts.policy,
                 facts.alpha,
                 facts.limits,
+                facts.dtype,
             )
         )
         if self._changes is not None:

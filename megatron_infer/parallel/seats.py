@@ -154,6 +154,7 @@ class ReplicaSeat:
             "cached_blocks": 0 if self.view is None else len(self.view.table),
             "model": "" if self.about is None else self.about.model,
             "limits": {} if self.about is None else self.about.limits,
+            "dtype": "" if self.about is None else self.about.dtype,
             "stats": self.stats,
         }
 

@@ -32,6 +32,8 @@ class Facts:
     """Unfinished, whoever sent them."""
     limits: dict[str, int] = field(default_factory=dict)
     """max_sequence_length (prompt and answer), vocab_size, num_blocks, num_ranks (processes of the engine)."""
+    dtype: str = "float32"
+    """Of the weights."""
 
 
 class ServedEngine(Protocol):
@@ -72,6 +74,7 @@ def facts_of(engine: Any) -> Facts:
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.ledger),
         limits=_limits_of(parts.intake.limits, 1 if lockstep is None else lockstep.size),
+        dtype=parts.shape.dtype,
     )
 
 

@@ -276,6 +276,8 @@ class Register(_Message):
     alpha: float
     limits: dict[str, int] = {}
     """What requests are held against: max_sequence_length, vocab_size, num_blocks."""
+    dtype: str = ""
+    """Of the weights."""
 
 
 class Beat(_Message):

@@ -233,3 +233,34 @@ def test_engine_whose_weights_are_half_written_stands_still_whoever_began_the_up
     client.control("cancel_weights", version=0)
     assert rollout.result().json()["choices"][0]["token_ids"][:24] == expected["old"]
     assert late.result().json()["choices"][0]["token_ids"] == expected["old"]
+
+
+def test_ids_that_a_nucleus_kept_come_for_every_token_as_slime_reads_them(case):
+    sampling = {
+        "max_new_tokens": 6, "temperature": 1.0, "top_p": 0.6, "top_k": -1, "ignore_eos": True, "sampling_seed": 3,
+        "custom_params": {"return_top_p_token_ids": True},
+    }  # fmt: skip
+    meta = call(case, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True})
+    meta = meta["meta_info"]
+    ids, offsets = (
+        np.frombuffer(base64.b64decode(meta[f"top_p_token_{name}"]), np.int32) for name in ("ids", "offsets")
+    )
+    drawn = [token for _, token, _ in meta["output_token_logprobs"]]
+    kept = [ids[begin:end].tolist() for begin, end in zip(offsets, offsets[1:], strict=False)]
+    assert len(kept) == 6 and all(token in among for token, among in zip(drawn, kept, strict=True))
+    assert 1 < max(map(len, kept)) < 128
+    sampling["top_p"] = 1.0  # nothing is cut: the whole vocabulary
+    meta = call(case, "/generate", {"input_ids": PROMPT, "sampling_params": sampling})["meta_info"]
+    offsets = np.frombuffer(base64.b64decode(meta["top_p_token_offsets"]), np.int32)
+    assert offsets.tolist() == [128 * place for place in range(7)]
+
+
+def test_server_info_has_what_a_vllm_client_reads_of_it(case):
+    config = get(case, "/server_info?config_format=json")["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.float32" and config["lora_config"] is None
+    assert config["model_config"]["max_model_len"] == 256 and config["parallel_config"]["data_parallel_size"] == 1
+
+
+def test_loads_are_asked_for_by_the_sections_that_sglang_names(case):
+    assert get(case, "/v1/loads?include=core,disagg,queues")["aggregate"]["num_total_reqs"] == 0
+    assert "include is 'nothing'" in get(case, "/v1/loads?include=core,nothing", expected=400)["error"]["message"]

@@ -1,4 +1,7 @@
-"""Rollouts of TRL's GRPOTrainer by a megatron-core model: `GRPOTrainer(..., rollout_func=EngineRollout(engine))`.
+"""Rollouts of TRL's trainers by a megatron-core model.
+
+GRPOTrainer(..., rollout_func=EngineRollout(engine))                  an engine in the trainer's process
+AsyncGRPOTrainer(..., weight_transfer=ServerWeights(url))             `megatron-infer serve --control` elsewhere
 
 TRL trains a transformers model. The engine's model is the same one in megatron-core's form; it gets the trainer's
 weights, in place, before the first rollout after each optimizer step.
@@ -7,14 +10,18 @@ weights, in place, before the first rollout after each optimizer step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from safetensors.torch import save
 
 from megatron_infer.config import InferenceConfig, KVCacheManagementMode
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
 from megatron_infer.lifecycle import EngineState
 from megatron_infer.models.build import build_model
 from megatron_infer.models.hf_config import plan_from_config
@@ -153,3 +160,87 @@ def _logprobs(sample: CompletionOutput) -> list[float]:
 
 def _dict_of(config: Any) -> dict[str, Any] | None:
     return None if config is None else config.to_dict()
+
+
+class ServerWeights:
+    """A weight_transfer of TRL's AsyncGRPOTrainer: a server with `--control` gets the weights as HTTP bodies, no NCCL.
+
+    They are written in place under their Hugging Face names. A sync that fails is taken back as a whole: the server
+    has the weights of the one before, and `send_weights` raises what it said.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        max_bytes: int = 128 * 2**20,
+        running: str = "keep",
+        timeout_s: float = 600.0,
+    ) -> None:
+        """max_bytes: of tensors in one body; a larger tensor goes alone (the server's --max-weight-bytes bounds both).
+
+        running: requests under way "keep" their keys and values of the weights before, or "recompute" them.
+        """
+        self._url, self._key, self._max_bytes = url.rstrip("/"), api_key, max_bytes
+        self._running, self._timeout_s = running, timeout_s
+        self.weight_version: int | None = None
+        """Of the weights that the server got last."""
+
+    def init_weight_transfer(self) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": {"backend": "http"}})
+
+    def pause(self) -> None:
+        self._post("/pause?mode=keep")
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._post("/start_weight_update")
+        try:
+            for batch in _batches(iterator, self._max_bytes):
+                self._post("/update_weights", save(batch))
+            reply = self._post("/finish_weight_update", {"running": self._running})
+        except BaseException as error:
+            self._take_back(error)
+            raise
+        self.weight_version = reply["weight_version"]
+
+    def destroy(self) -> None:
+        """Nothing is held between two syncs."""
+
+    def _take_back(self, error: BaseException) -> None:
+        try:
+            self._post("/cancel_weight_update")
+        except WeightUpdateError as refused:  # the server has taken it back by itself
+            error.add_note(str(refused))
+
+    def _post(self, path: str, body: Mapping[str, Any] | bytes | None = None) -> dict[str, Any]:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        if isinstance(body, bytes):
+            data, kind = body, "application/octet-stream"
+        else:
+            data, kind = json.dumps(body or {}).encode(), "application/json"
+        request = Request(self._url + path, data, {**headers, "Content-Type": kind}, method="POST")
+        try:
+            with urlopen(request, timeout=self._timeout_s) as reply:
+                found: dict[str, Any] = json.load(reply)
+                return found
+        except HTTPError as error:
+            text = error.read().decode(errors="replace")[:2000]
+            raise WeightUpdateError(f"{self._url}{path} answered {error.code}: {text}") from error
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterable[dict[str, torch.Tensor]]:
+    """In host memory, each with storage of its own: tied weights may come under both their names."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if batch and size + tensor.nbytes > max_bytes:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if batch:
+        yield batch

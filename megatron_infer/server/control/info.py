@@ -11,6 +11,9 @@ from megatron_infer.server.control.asking import Dialect, Query
 from megatron_infer.server.control.machine import Machine
 from megatron_infer.server.errors import bad_request
 
+SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
+"""SGLang's. The first is in every reply; of the others there is nothing to tell."""
+
 
 def register(dialect: Dialect, machine: Machine) -> None:
     async def server_info(call: Call) -> Reply:
@@ -23,8 +26,10 @@ def register(dialect: Dialect, machine: Machine) -> None:
 
     async def loads(call: Call) -> Reply:
         query = Query(call)
-        if query.text("include", "core") not in ("core", "all"):
-            raise bad_request("include is core or all", "include", "invalid_value")
+        for name in query.text("include", "core").split(","):
+            if name not in SECTIONS:
+                text = f"include is {name[:40]!r}; any of {', '.join(SECTIONS)}, with commas between"
+                raise bad_request(text, "include", "invalid_value")
         query.end()
         await machine.service.look()
         return Reply(_loads(machine))
@@ -40,6 +45,7 @@ def _info(machine: Machine, *, has_root: bool) -> dict[str, Any]:
     ranks = [replica["limits"].get("num_ranks", 1) for replica in replicas]
     model = service.names[0]
     backends = ["disk", "http"] if has_root else ["http"]
+    dtype = next((replica["dtype"] for replica in replicas if replica["dtype"]), None)
     return {
         "server": "megatron-infer",
         "version": __version__,
@@ -54,7 +60,12 @@ def _info(machine: Machine, *, has_root: bool) -> dict[str, Any]:
         "ranks_of_replicas": ranks,
         "weight_backends": backends,
         "vllm_config": {
-            "model_config": {"model": model, "max_model_len": service.max_length},
+            "model_config": {
+                "model": model,
+                "max_model_len": service.max_length,
+                "dtype": None if dtype is None else f"torch.{dtype}",
+            },
+            "lora_config": None,
             "parallel_config": {"world_size": sum(ranks), "data_parallel_size": len(replicas)},
             "weight_transfer_config": {"backend": backends[0]},
         },

@@ -66,8 +66,9 @@ def register(dialect: Dialect, machine: Machine, updates: Updates) -> None:
     add("POST", "/update_weights_from_disk", routes.load, "New weights out of files", body=DiskBody,
         optional_body=False)  # fmt: skip
     add("POST", "/weights_checker", routes.check, "Look at the weights", body=CheckerBody, optional_body=False)
-    for name in ("tensor", "distributed", "ipc"):
-        add("POST", f"/update_weights_from_{name}", routes.not_served, "Not served: says what is", body=None)
+    channels = [f"/update_weights_from_{name}" for name in ("tensor", "distributed", "ipc")]
+    for path in ("/init_weights_update_group", *channels):
+        add("POST", path, routes.not_served, "Not served: says what is", body=None)
 
 
 class SglangRoutes:

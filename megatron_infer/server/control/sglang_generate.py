@@ -23,8 +23,14 @@ from megatron_infer.server.schemas import Body, IdKey, Logit, Text, TokenId, Tok
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.server.structured import Fields
+from megatron_infer.token_support import TokenSupport
 
 DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class CustomParams(Body):
+    return_top_p_token_ids: bool | None = None
+    """slime's: which ids each token was drawn among."""
 
 
 class Sampling(Body):
@@ -53,7 +59,7 @@ class Sampling(Body):
     """As JSON text."""
     regex: Text | None = None
     ebnf: Text | None = None
-    custom_params: None = None
+    custom_params: CustomParams | None = None
 
 
 NAMES = {
@@ -205,6 +211,8 @@ class Generate:
             raise bad_request("top_logprobs_num is given without return_logprob: true; give both", "top_logprobs_num")
         if body.return_routed_experts:
             values["return_routing"] = True
+        if sampling.custom_params is not None and sampling.custom_params.return_top_p_token_ids:
+            values["return_support"] = True
         if self._service.tokenizer is None:
             values["detokenize"] = False
         given = [name for name in STRUCTURED if getattr(sampling, name) is not None]
@@ -243,6 +251,8 @@ class Generate:
             meta |= self._logprobs(asked.body, one)
         if asked.body.return_routed_experts and one.routing is not None:
             meta["routed_experts"] = routed_of(one)
+        if one.support is not None:
+            meta |= support_of(one.support)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
 
     def _logprobs(self, body: GenerateBody, one: CompletionOutput) -> dict[str, Any]:
@@ -261,7 +271,19 @@ class Generate:
 
 def routed_of(one: CompletionOutput) -> str:
     """int32 [prompt + output - 1, layers, top-k] as base64."""
-    return base64.b64encode(np.ascontiguousarray(one.routing, np.int32).tobytes()).decode()
+    return _int32(one.routing)
+
+
+def support_of(support: TokenSupport) -> dict[str, str]:
+    """Of token i: ids[offsets[i] : offsets[i + 1]], all of the vocabulary's where none was cut away."""
+    rows = [support.ids_at(position) for position in range(len(support))]
+    offsets = np.cumsum([0, *map(len, rows)])
+    ids = np.concatenate([np.empty(0, np.int32), *rows])
+    return {"top_p_token_ids": _int32(ids), "top_p_token_offsets": _int32(offsets)}
+
+
+def _int32(values: Any) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, np.int32).tobytes()).decode()
 
 
 def _reason(one: CompletionOutput) -> dict[str, Any] | None:
