@@ -115,12 +115,13 @@ def test_table_has_every_route_that_control_adds():
         added = routes_of(case) - routes_of(plain)
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
     refused = {("POST", f"/update_weights_from_{name}") for name in ("tensor", "distributed", "ipc")}
+    refused |= {("POST", "/init_weights_update_group")}
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 
 
 def test_request_that_is_not_served_is_told_what_is():
     with steered() as case:
-        for path in ("/update_weights_from_tensor", "/update_weights_from_distributed"):
+        for path in ("/update_weights_from_tensor", "/update_weights_from_distributed", "/init_weights_update_group"):
             assert "/update_weights_from_disk" in call(case, path, {}, expected=400)["error"]["message"]
         for info in ({"backend": "nccl"}, {"master_address": "10.0.0.1", "master_port": 1, "world_size": 2}):
             told = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
