@@ -46,6 +46,7 @@ from megatron_infer.models.build import build_model
 from megatron_infer.models.plan_shape import shape_of
 from megatron_infer.models.sources import open_source
 from megatron_infer.parallel.groups import build_groups
+from megatron_infer.rl.meter import MismatchMeter
 from megatron_infer.rl.queue import RolloutQueue
 from megatron_infer.rl.rollout import Rollout, RolloutProgress
 from megatron_infer.rl.samples import RolloutGroup
@@ -86,6 +87,7 @@ def learn(args: argparse.Namespace, rank: int) -> None:
     if is_first:
         print(f"mean reward over all {len(task.QUESTIONS)} questions: {before:.3f}")
     supply = Supply(args, first_step=run["step"])
+    meter = MismatchMeter(session, share=args.mismatch_share) if args.mismatch_share else None
     bar = tqdm(range(run["step"], args.steps), initial=run["step"], total=args.steps, unit="step", disable=None)
     for step in bar if is_first else range(run["step"], args.steps):
         watch = Stopwatch()
@@ -93,8 +95,10 @@ def learn(args: argparse.Namespace, rank: int) -> None:
             watch.lap("switch")
             groups = supply.draw(roll, step, lambda told: bar.set_postfix_str(f"{told.num_tokens} tokens drawn"))
             watch.lap("generate")
+            seen = None if meter is None else meter.observe(groups)
         rewards = rewarded(groups)
         told = {"step": step, "reward": sum(rewards) / len(rewards)} | account(groups, session.weight_version)
+        told |= {} if seen is None else seen.figures.as_metrics()
         watch.lap("other")
         with session.training():
             watch.lap("switch")
@@ -187,6 +191,8 @@ def sampling(args: argparse.Namespace, step: int, count: int) -> list[SamplingPa
 def rewarded(groups: list[RolloutGroup]) -> list[float]:
     """Every sample's reward, written onto the sample as well."""
     for group in groups:
+        if group.error is not None:
+            raise group.error
         for sample in group.samples:
             sample.reward = task.reward(sample.text, sample.finish_reason, group.info["answer"])
     return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]

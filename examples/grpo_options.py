@@ -14,7 +14,7 @@ CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")
 """May be otherwise when a run is resumed; the rest is what the run is."""
 
 LEAST = {"steps": 1, "tp": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1, "epochs": 1}
-LEAST |= {"rollout_lag": 0, "save_every": 0, "kl": 0, "lr": 0, "seed": 0}
+LEAST |= {"mismatch_share": 0, "rollout_lag": 0, "save_every": 0, "kl": 0, "lr": 0, "seed": 0}
 ABOVE_ZERO = ("temperature", "clip", "max_weight")
 
 
@@ -35,6 +35,7 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--clip", type=float, default=0.2, help="how far a ratio may leave 1 (default: %(default)s)")
     add("--max-weight", type=float, default=2.0, help="importance weights are cut here (default: %(default)s)")
     add("--kl", type=float, default=0.0, help="weight of the KL to the first weights; 0 keeps no copy of them")
+    add("--mismatch-share", type=float, default=0.05, help="of samples, scored by the trainer's forward; 0: none")
     add("--rollout-lag", type=int, default=0, help="batches that are drawn ahead of the one trained on")
     add("--partial-rollouts", action="store_true", help="take what ends first; the rest outlives updates")
     modes = [mode.value for mode in KVCacheManagementMode]

@@ -18,6 +18,15 @@ PAUSE_MODES = ("keep", "abort", "retract")
 RUNNING_CHOICES = ("keep", "recompute")
 
 
+def check_version(version: int, running: str) -> None:
+    """Raise ConfigError for what weights cannot be taken as."""
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ConfigError(f"version is {version!r}, it must be an integer of 0 or more")
+    if running not in RUNNING_CHOICES:
+        known = ", ".join(RUNNING_CHOICES)
+        raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
+
+
 class EngineControls:
     """The commands that are transitions of `lifecycle.TRANSITIONS`: each happens whole or not at all.
 
@@ -131,11 +140,7 @@ class EngineControls:
         Cached KV of earlier weights is never matched again and derived copies are rebuilt. running: "keep" lets
         unfinished requests go on with the KV they have (their spans say so), "recompute" computes it anew.
         """
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise ConfigError(f"version is {version!r}, it must be an integer of 0 or more")
-        if running not in RUNNING_CHOICES:
-            known = ", ".join(RUNNING_CHOICES)
-            raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
+        check_version(version, running)
         self._meet("update()", version=version, running=running, timeout_s=timeout_s)
         with self.lifecycle.transition("update", timeout_s=timeout_s) as transit:
             if self.parts.shelf_bytes():

@@ -217,12 +217,11 @@ class Ledger:
             if not alive[place]:
                 continue
             request = plan.sampled[place]
-            sample = self._members[request.id][1]
+            group, sample = self._members[request.id]
             assert sample.logprobs is not None, f"{request.id} has logprobs nobody asked for"
             sample.cumulative_logprob += logprob
-            sample.logprobs.append(
-                logprob_entry(self._tokenizer, request.tokens[-1], logprob, rank, ids[:count], values[:count])
-            )
+            codec = self._codec_of(group)
+            sample.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, ids[:count], values[:count]))
 
     def _take_carried(self, plan: Plan, batch: CarriedBatch, alive: list[bool]) -> None:
         bits_BY = batch.bits_BY.cpu().numpy()
@@ -267,8 +266,13 @@ class Ledger:
             group = member[0]
             known = group.prompt_logprobs
             assert known is not None
+            codec = self._codec_of(group)
             columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
             entries = zip(*(column.tolist() for column in columns), strict=True)
             for position, (logprob, rank, ids, values) in enumerate(entries, start=scores.first):
                 if position == len(known):  # a recomputed prompt is scored once, not twice
-                    known.append(logprob_entry(self._tokenizer, group.prompt_ids[position], logprob, rank, ids, values))
+                    known.append(logprob_entry(codec, group.prompt_ids[position], logprob, rank, ids, values))
+
+    def _codec_of(self, group: Group) -> TextCodec | None:
+        """What spells the tokens of its log probabilities; None where nobody asked for text."""
+        return self._tokenizer if group.params.detokenize else None

@@ -45,6 +45,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     flag("return_routing", "the experts of every position (--output writes them)", action="store_true")
     how = "the prompt's hidden states as one vector (--output writes it; needs --max-tokens 1)"
     flag("pooling", how, choices=POOLINGS)
+    flag("priority", "smaller is served sooner", type=int, metavar="P")
     flag("skip_special_tokens", "leave special tokens out of the text (default)", action=argparse.BooleanOptionalAction)
     flag("detokenize", "turn tokens into text (default)", action=argparse.BooleanOptionalAction)
     _add_structured_options(parser)

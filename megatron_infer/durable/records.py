@@ -192,6 +192,7 @@ def decode_group(
     """The account that `encode_group` described; its requests are in no scheduler and its texts are not made yet."""
     params, prompt_ids = SamplingParams.from_dict(record["params"]), numbers.get_ints(record["prompt_ids"])
     stop_ids = frozenset(numbers.get_ints(record["stop_ids"]))
+    codec = tokenizer if params.detokenize else None
     samples: list[Sample] = []
     saved: list[SavedSample] = []
     for place, one in enumerate(record["samples"]):
@@ -217,7 +218,7 @@ def decode_group(
         if one["index"] != place:
             raise ValueError(f"request {record['id']!r}: sample {one['index']} in place {place}")
         sample = Sample(request, place, params, tokenizer, samples[0] if samples else None)
-        sample.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, tokenizer)
+        sample.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, codec)
         sample.cumulative_logprob = one["cumulative_logprob"]
         if sample.carried is not None and one.get("carried") is not None:  # files of before it have none
             _decode_carried(sample.carried, one["carried"], numbers)
@@ -235,7 +236,7 @@ def decode_group(
         mode=record["mode"],
         samples=samples,
         metrics=_decode_metrics(record["metrics"], now),
-        prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, tokenizer),
+        prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, codec),
         pooling=_decode_pooling(params, record.get("pooling"), len(prompt_ids), numbers),
         events=_decode_events(record["events"], now),
         error=decode_error(record["error"]),

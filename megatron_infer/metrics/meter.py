@@ -31,6 +31,9 @@ class EngineMeter:
         self.registry = Registry()
         """For who looks at the engine from beside, as a mismatch meter does: shown with the engine's own."""
         self._last: dict[str, float] = {}
+        """When each sequence drew last, but those of the last step."""
+        self._together: list[str] = []
+        self._together_at = 0.0
 
     def first_token(self, seconds: float, *, prompt: int, cached: int) -> None:
         """A request has drawn its first token, `seconds` after it came."""
@@ -38,26 +41,31 @@ class EngineMeter:
         self.prompt_tokens += prompt
         self.cached_prompt_tokens += cached
 
-    def tokens(self, sequence_ids: Iterable[str], now: float) -> None:
+    def tokens(self, sequence_ids: list[str], now: float) -> None:
         """Each of these sequences has drawn a token."""
-        last = self._last
-        since: dict[float, int] = {}
-        count = 0
-        for one in sequence_ids:
-            count += 1
-            before = last.get(one)
-            if before is not None:
-                since[before] = since.get(before, 0) + 1
-            last[one] = now
-        self.output_tokens += count
-        for before, number in since.items():
-            self.itl.observe(now - before, number)
+        self.output_tokens += len(sequence_ids)
+        if sequence_ids and sequence_ids == self._together:  # most steps are: the same ones again
+            self.itl.observe(now - self._together_at, len(sequence_ids))
+        else:
+            self._part()
+            last = self._last
+            since = Tally(last[one] for one in sequence_ids if one in last)
+            for before, number in since.items():
+                self.itl.observe(now - before, number)
+            self._together = sequence_ids
+        self._together_at = now
+
+    def _part(self) -> None:
+        """Every sequence of the last step has its time by itself."""
+        self._last.update(dict.fromkeys(self._together, self._together_at))
+        self._together = []
 
     def end(self, outcome: str, seconds: float, sequence_ids: Iterable[str]) -> None:
         """A request has ended, `seconds` after it came; what was aborted or failed has no latency."""
         self.ended[outcome] += 1
         if outcome in ("stop", "length"):
             self.e2e.observe(seconds)
+        self._part()
         for one in sequence_ids:
             self._last.pop(one, None)
 

@@ -3,6 +3,8 @@
 submit --> unassigned --route--> seat.backlog --room--> seat.running --last output--> ended
                ^                      |                      |
                +------ the replica is lost (tokens so far are kept) ------+
+
+Those that wait stand by priority, and then as they came.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Dispatcher:
     # ------------------------------------------------------------------ clients
 
     def submit(self, client: ClientSeat, submit: wire.Submit) -> None:
-        num_samples = submit.params.get("n", 1)
+        num_samples, priority = submit.params.get("n", 1), submit.params.get("priority", 0)
         refusal: wire.Failure | None = None
         if submit.id in client.entries:
             refusal = wire.Failure("DuplicateRequest", f"request {submit.id} is under way already")
@@ -48,6 +50,8 @@ class Dispatcher:
             refusal = wire.Failure("InvalidPrompt", "a request has token ids (int32) or a text, and not both")
         elif not isinstance(num_samples, int) or not 1 <= num_samples <= MAX_N:
             refusal = wire.Failure("RequestError", f"n is {num_samples!r}, it must be 1 to {MAX_N}")
+        elif not isinstance(priority, int):
+            refusal = wire.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
         elif self.num_waiting >= self._options.max_queue:
             self.counts.refused += 1
             message = (
@@ -169,12 +173,12 @@ class Dispatcher:
         if self.router is not None:
             entry.route = self.router.choose(entry.prompt or b"", salt=entry.submit.salt)
         if entry.route is None:
-            self._unassigned.append(entry)
+            entry.stand_in(self._unassigned)
             return
         assert self.router is not None
         self.router.assign(entry.route)
         seat = self._seat_of(entry)
-        seat.backlog.append(entry)
+        entry.stand_in(seat.backlog)
         self._pump(seat)
 
     def _pump(self, seat: ReplicaSeat) -> None:
@@ -218,7 +222,7 @@ class Dispatcher:
             return None
         richest = max(self._seats.values(), key=lambda other: len(other.backlog))
         while richest.backlog:
-            entry = richest.backlog.pop()  # the youngest: the others are about to begin where their prefix is
+            entry = richest.backlog.pop()  # the last: the others are about to begin where their prefix is
             if not entry.ended:
                 self._move(entry, seat)
                 return entry

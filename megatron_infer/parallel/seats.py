@@ -93,6 +93,19 @@ class Entry:
     aborted: bool = False
     ended: bool = False
 
+    @property
+    def priority(self) -> int:
+        """Smaller is sooner."""
+        number: int = self.submit.params.get("priority", 0)
+        return number
+
+    def stand_in(self, line: deque[Entry]) -> None:
+        """Behind all of its priority, before those of larger ones."""
+        index = len(line)
+        while index and line[index - 1].priority > self.priority:
+            index -= 1
+        line.insert(index, self)
+
 
 @dataclass(slots=True, eq=False)
 class ClientSeat:

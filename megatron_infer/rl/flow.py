@@ -178,6 +178,7 @@ class Flow:
             self.release(group.group_id for group in call.ready)
             for ticket in list(call.tickets.values()):
                 if call.paused or ticket.id in call.carried:
+                    call.tokens_done += self._num_drawn(ticket) - ticket.tokens_before
                     del call.tickets[ticket.id], self._owners[ticket.id]
                     self.loose[ticket.id] = ticket
                 elif ticket.id in self.engine.ledger:

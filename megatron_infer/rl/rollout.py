@@ -141,14 +141,15 @@ class Rollout:
         (None takes all); failed groups are never taken. Groups accepted beyond num_groups, which finished in the same
         step, are returned too, or with `carry` come first in the next collect(). keep_in_flight: leave what is under
         way in the engine for the next call, as at a budget (`pause_at`), which ends this one with fewer groups.
-        Raises RolloutShortage, with what was accepted, when the prompts run out.
+        Raises RolloutShortage, with what was accepted, when the prompts run out. After another error the next collect()
+        begins with what an earlier one had carried.
         """
         if not self.ranks.is_leader:
             return list(self.ranks.hear())
-        error, call = "", Call()
+        error, call, accepted, surplus = "", Call(), list(self._surplus), self._surplus
         try:
             source = Source(self.engine, prompts, params, num_groups, oversample, max_in_flight)
-            accepted, self._surplus = self._surplus, []
+            self._surplus = []
             self.flow.begin(call, [])
             while len(accepted) < num_groups:
                 source.fill(self.flow, call, len(accepted))
@@ -167,6 +168,9 @@ class Rollout:
             return accepted
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
+            self._surplus = [] if isinstance(failure, RolloutShortage) else surplus
+            kept = {group.group_id for group in self._surplus}
+            self.flow.release(group.group_id for group in accepted if group.group_id not in kept)
             raise
         finally:
             if not call.paused:
@@ -180,11 +184,16 @@ class Rollout:
         accept: Callable[[RolloutGroup], bool] | None,
         accepted: list[RolloutGroup],
     ) -> None:
-        if group.error is None and (accept is None or accept(group)):
+        is_taken = False
+        try:
+            is_taken = group.error is None and (accept is None or accept(group))
+        finally:
+            if not is_taken:
+                self.flow.release([group.group_id])
+        if is_taken:
             accepted.append(group)
         else:
             call.num_rejected += 1
-            self.flow.release([group.group_id])
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from megatron_infer.controls import check_version
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError
 from megatron_infer.forward.weights import guarded_tensors
@@ -59,6 +60,7 @@ class Written:
         self._update: WeightUpdate | None = None
 
     def run(self) -> UpdateReport:
+        check_version(0 if self._version is None else self._version, self._running)
         with self._engine.parts.team.together("opening the source of the weights"):
             weights = as_source(self._source)
         with WeightUpdate(self._engine, undo=self._undo) as update:

@@ -85,10 +85,12 @@ class SamplingParams:
     takes no cached prefix. Needs max_tokens=1 and n=1. None: off."""
     structured: StructuredOutput | None = None
     """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
+    priority: int = 0
+    """Smaller is served sooner: waiting requests begin by it, then as they came; memory is taken from the largest."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
-    """Make text at all."""
+    """Make text at all: of the output, and of the tokens beside log probabilities."""
 
     def __post_init__(self) -> None:
         self._settle_lengths()
@@ -149,6 +151,7 @@ class SamplingParams:
                 "use None for as many as fit; to score a prompt ask for prompt_logprobs and 1 token",
             )
         _int(self, "min_tokens", 0, None, "0 lets it stop at once")
+        _int(self, "priority", -(2**31), 2**31 - 1, "0 is as others, smaller is sooner")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens:,}, more than max_tokens, which is {self.max_tokens:,}; "

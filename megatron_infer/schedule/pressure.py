@@ -8,7 +8,7 @@ from megatron_infer.config import PreemptionMode
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.context.host import Swapped
 from megatron_infer.schedule import policy
-from megatron_infer.schedule.queue import WaitingQueue, arrival_of
+from megatron_infer.schedule.queue import WaitingQueue, rank_of
 from megatron_infer.schedule.request import Request, Status
 from megatron_infer.schedule.roster import Roster
 
@@ -33,12 +33,15 @@ class Pressure:
     and is evicted after its commit, if that is still needed. An evicted request waits again: its tokens are computed
     anew, or its keys and values come back from the host, and it goes on where it was.
 
-    Nobody starves. The oldest live request is never evicted, keeps its blocks and gets the first free one; alone it
-    fits the pool, and when all are stuck another is evicted: so it finishes, and the next is the oldest. Take the
-    oldest unfinished request R. While it is live it is the oldest of the live, and finishes. While it waits, it stands
-    in the line before all that were never evicted; at most MAX_OVERTAKEN are admitted past it, then nobody is, the
-    live ones finish one after the other, and R fits at the latest when the pool is empty. Once R is done the same
-    holds for the next, so every request finishes.
+    Older is whose rank is smaller: of two priorities the smaller number, of the same priority who came first. Of those
+    who may be evicted the ones of the largest priority go first, and then by price.
+
+    Nobody starves but behind smaller priorities. The oldest live request is never evicted, keeps its blocks and gets
+    the first free one; alone it fits the pool, and when all are stuck another is evicted: so it finishes, and the next
+    is the oldest. Take the oldest unfinished request R. While it is live it is the oldest of the live, and finishes.
+    While it waits, it stands in the line before all that were never evicted; at most MAX_OVERTAKEN are admitted past
+    it, then nobody is, the live ones finish one after the other, and R fits at the latest when the pool is empty. Once
+    R is done the same holds for the next, so every request finishes.
     """
 
     def __init__(
@@ -90,14 +93,14 @@ class Pressure:
 
     def break_deadlock(self) -> None:
         """Evict one of the paused, who all wait for blocks of each other; one that frees nothing if all are such."""
-        victims = self._victims((), num_needed=1) or sorted(self._roster.paused, key=arrival_of)[:0:-1]
+        victims = self._victims((), num_needed=1) or sorted(self._roster.paused, key=rank_of)[:0:-1]
         assert victims, f"alone, {self._roster.paused[0].id!r} does not fit the pool"
         self.evict(victims[0])
 
     def _serve(self, needy: Iterable[Request]) -> list[Request]:
         """Give everyone room for the next token, oldest first, and let the paused go on with it -> those without."""
         stuck = []
-        for request in sorted(needy, key=arrival_of):
+        for request in sorted(needy, key=rank_of):
             assert request.lease is not None
             end = min(request.scheduled + 1, policy.stored_tokens(request.max_total))
             if not self._context.extend(request.lease, end):
@@ -127,12 +130,13 @@ class Pressure:
         return stuck
 
     def _victims(self, doomed: Collection[Request], *, num_needed: int) -> list[Request]:
-        """Whose eviction would free blocks, by price, the younger first; those in `doomed` before the others.
+        """Whose eviction would free blocks: the largest priority first, then by price, then the younger first.
 
-        Blocks freed beyond those needed would go to newcomers: they do not make a victim cheaper.
+        Those in `doomed` come before the others. Blocks freed beyond those needed would go to newcomers: they do not
+        make a victim cheaper.
         """
         live = self._roster.live()
-        oldest = min(live, key=arrival_of)
+        oldest = min(live, key=rank_of)
         priced = []
         for request in live:
             if request is oldest or is_ending(request):
@@ -141,7 +145,8 @@ class Pressure:
             num_freed = self._context.num_exclusive_blocks(request.lease)
             if num_freed:
                 price = self._price(request, min(num_freed, num_needed))
-                priced.append((request not in doomed, price, -request.arrival, request))
+                priority, arrival = request.rank
+                priced.append((request not in doomed, -priority, price, -arrival, request))
         return [request for *_, request in sorted(priced)]
 
     def _price(self, request: Request, num_gained: int) -> float:

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from megatron_infer.schedule.request import Request
 
 
-def arrival_of(request: Request) -> int:
-    return request.arrival
+def rank_of(request: Request) -> tuple[int, int]:
+    return request.rank
 
 
-def remove_by_arrival(requests: list[Request], request: Request) -> bool:
-    """Take `request` out of a list kept oldest first; False when it is not in it."""
-    index = bisect_left(requests, request.arrival, key=arrival_of)
+def remove_by_rank(requests: list[Request], request: Request) -> bool:
+    """Take `request` out of a list kept by rank; False when it is not in it."""
+    index = bisect_left(requests, request.rank, key=rank_of)
     if index == len(requests) or requests[index] is not request:
         return False
     del requests[index]
@@ -36,7 +36,8 @@ def number(leader: Request, first: int) -> int:
 
 
 class WaitingQueue:
-    """Evicted requests by arrival, then the others by arrival; behind each leader the siblings it will fork.
+    """By priority; of each the evicted requests by arrival, then the others by arrival. Behind each leader stand the
+    siblings it will fork.
 
     A group (n > 1) stands in line with its leader. When the leader dies, or has no room for all its siblings, the
     first of those left leads the others: their prompt is still computed once.
@@ -52,7 +53,11 @@ class WaitingQueue:
         return len(self.line) + sum(map(len, self._siblings.values()))
 
     def append(self, leader: Request) -> None:
-        self.line.append(leader)
+        line, priority = self.line, leader.params.priority
+        index = len(line)
+        while index and line[index - 1].params.priority > priority:
+            index -= 1
+        line.insert(index, leader)
         self.wait_behind(leader)
 
     def wait_behind(self, leader: Request) -> None:
@@ -61,16 +66,19 @@ class WaitingQueue:
             self._siblings[leader] = list(leader.siblings)
 
     def put_back(self, request: Request) -> None:
-        """Insert an evicted request before all that were never evicted, among the evicted by arrival."""
-        line = self.line
+        """Insert an evicted request before all of its priority that were never evicted, among the evicted by rank."""
+        line, priority = self.line, request.params.priority
         index = 0
-        while index < len(line) and line[index].history.num_evictions and line[index].arrival < request.arrival:
+        while index < len(line) and (
+            line[index].params.priority < priority
+            or (line[index].history.num_evictions and line[index].rank < request.rank)
+        ):
             index += 1
         line.insert(index, request)
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Take `requests` in again and sort everyone by arrival."""
-        self.line = deque(sorted([*self.line, *requests], key=arrival_of))
+        """Take `requests` in again and sort everyone by rank."""
+        self.line = deque(sorted([*self.line, *requests], key=rank_of))
 
     def leads(self, request: Request) -> bool:
         """Whether siblings wait for this request's prefill."""
@@ -81,13 +89,16 @@ class WaitingQueue:
         return self._siblings.pop(leader, [])
 
     def stand_in_line(self, siblings: Sequence[Request]) -> None:
-        """Let the first of `siblings` wait by itself, by arrival among those never evicted, and lead the others."""
+        """Let the first of `siblings` wait by itself, by rank among those never evicted, and lead the others."""
         if not siblings:
             return
         first, *others = siblings
         line = self.line
         index = len(line)
-        while index and not line[index - 1].history.num_evictions and line[index - 1].arrival > first.arrival:
+        while index and (
+            line[index - 1].params.priority > first.params.priority
+            or (not line[index - 1].history.num_evictions and line[index - 1].rank > first.rank)
+        ):
             index -= 1
         line.insert(index, first)
         if others:

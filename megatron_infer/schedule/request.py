@@ -124,6 +124,11 @@ class Request:
     stop_reason: int | str | None = None
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the smaller one, by priority and then by arrival."""
+        return self.params.priority, self.arrival
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 

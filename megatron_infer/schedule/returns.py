@@ -6,7 +6,7 @@ from bisect import insort
 
 from megatron_infer.context.context import DynamicInferenceContext
 from megatron_infer.schedule import policy
-from megatron_infer.schedule.queue import WaitingQueue, arrival_of
+from megatron_infer.schedule.queue import WaitingQueue, rank_of
 from megatron_infer.schedule.request import Request, Status
 from megatron_infer.schedule.roster import Roster
 
@@ -43,4 +43,4 @@ def rejoin(queue: WaitingQueue, roster: Roster, request: Request) -> None:
     request.status = Status.RUNNING
     request.history.goes_on_with(roster.version, first_token=request.num_output, computed=request.scheduled)
     prefills = policy.is_prefill(request, leads=queue.leads(request))
-    insort(roster.prefilling if prefills else roster.decoding, request, key=arrival_of)
+    insort(roster.prefilling if prefills else roster.decoding, request, key=rank_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_infer.context.context import DynamicInferenceContext, Lease
 from megatron_infer.schedule import policy
-from megatron_infer.schedule.queue import arrival_of, remove_by_arrival
+from megatron_infer.schedule.queue import rank_of, remove_by_rank
 from megatron_infer.schedule.request import Request, Status
 
 EventHook = Callable[[Request, str, dict[str, Any]], None]
@@ -56,7 +56,7 @@ class SchedulerStats:
 
 
 class Roster:
-    """Who decodes, who prefills, who is paused: each list oldest first. `Pressure` decides on the last."""
+    """Who decodes, who prefills, who is paused: each list by rank. `Pressure` decides on the last."""
 
     def __init__(
         self,
@@ -126,18 +126,18 @@ class Roster:
     def _book(self, request: Request, lease: Lease) -> None:
         request.lease, request.scheduled = lease, lease.cached
         request.status = Status.RUNNING
-        insort(self.prefilling, request, key=arrival_of)
+        insort(self.prefilling, request, key=rank_of)
         self.stats.admitted += 1
 
     def begin_decoding(self, request: Request) -> None:
         """Its last known token is planned: from here on it takes one token a step."""
-        remove_by_arrival(self.prefilling, request)
-        insort(self.decoding, request, key=arrival_of)
+        remove_by_rank(self.prefilling, request)
+        insort(self.decoding, request, key=rank_of)
 
     def take_off(self, request: Request) -> None:
         """Remove from whichever list holds it."""
         lists = (self.paused,) if request.status is Status.PAUSED else (self.decoding, self.prefilling)
-        found = any(remove_by_arrival(requests, request) for requests in lists)
+        found = any(remove_by_rank(requests, request) for requests in lists)
         assert found, f"{request.id!r} is {request.status.value} but in no list"
 
     def let_go(self, request: Request) -> None:
@@ -159,7 +159,7 @@ class Roster:
         self.take_off(request)
         request.status = Status.PAUSED
         request.history.num_pauses += 1
-        insort(self.paused, request, key=arrival_of)
+        insort(self.paused, request, key=rank_of)
         self.stats.paused += 1
         self.emit(request, "pause", num_blocks=len(request.lease.blocks), num_tokens=request.scheduled)
 
@@ -168,6 +168,6 @@ class Roster:
         self.take_off(request)
         request.status = Status.RUNNING
         prefills = policy.is_prefill(request, leads=leads)
-        insort(self.prefilling if prefills else self.decoding, request, key=arrival_of)
+        insort(self.prefilling if prefills else self.decoding, request, key=rank_of)
         self.stats.resumed += 1
         self.emit(request, "resume")

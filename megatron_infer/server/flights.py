@@ -19,6 +19,7 @@ from megatron_infer.outputs import RequestOutput
 from megatron_infer.parallel import wire
 from megatron_infer.parallel.client import AsyncInferenceClient
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.server.texts import RequestTexts, Texts, without_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,12 @@ class Flight:
         stream: bool,
         meter: ServerMeter,
         names: frozenset[str] = frozenset(),
+        texts: Texts | None = None,
     ) -> None:
-        """names: what it can be ended by, see `Service.abort`."""
+        """names: what it can be ended by, see `Service.abort`. texts: makes the outputs' texts; None: engines do."""
         self.names = names
+        self._texts = texts
+        self._makers: dict[int, RequestTexts] = {}
         self._client, self._jobs, self._stream, self._meter = client, jobs, stream, meter
         self._watches: dict[int, RequestWatch] = {}
         self._numbers: dict[int, int] = {}
@@ -104,6 +108,9 @@ class Flight:
         prompt: dict[str, Any] = {"prompt_token_ids": job.prompt_ids}
         if job.salt:
             prompt["cache_salt"] = job.salt
+        params, maker = job.params, None if self._texts is None else self._texts.of(job.prompt_ids, job.params)
+        if maker is not None:
+            params, self._makers[index] = without_text(params), maker
         mailbox, watch = self._mailbox, self._meter.request(stream=self._stream)
         self._watches[index] = watch
 
@@ -111,7 +118,7 @@ class Flight:
             _note(watch, item)
             mailbox.put(index, item)
 
-        self._numbers[index] = self._client.begin(prompt, job.params, sink, stream=self._stream)
+        self._numbers[index] = self._client.begin(prompt, params, sink, stream=self._stream)
 
     def end(self) -> None:
         """End what is under way; its last outputs, with what it has, come as ever."""
@@ -163,6 +170,8 @@ class Flight:
             if item.finished:
                 self._numbers.pop(index, None)
             news[index] = item
+        if self._texts is not None:
+            await self._texts.fill(news, self._makers)
         return news
 
 

@@ -34,6 +34,8 @@ HEADERS = {
 }
 KINDS = ("used", "cached", "paused", "free")
 """Of blocks: held by requests that run, free but kept for the prefix cache, held by paused requests, blank."""
+UNTOLD = dict.fromkeys(["num_paused", "output_tokens", *(f"blocks_{kind}" for kind in KINDS)], 0)
+"""Of a replica that has not beaten yet."""
 
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
@@ -80,8 +82,7 @@ def _status(app: App, service: Service) -> dict[str, Any]:
 
 def _replica(seat: dict[str, Any]) -> dict[str, Any]:
     """A replica's figures, of what the coordinator says of it."""
-    stats: dict[str, Any] = seat["stats"]
-    figures: dict[str, Any] = stats.get("figures") or _figures(stats, num_prefixes=seat["cached_blocks"])
+    figures: dict[str, Any] = seat["stats"].get("figures", UNTOLD)
     return {
         "name": seat["name"],
         "state": seat["state"],
@@ -92,18 +93,4 @@ def _replica(seat: dict[str, Any]) -> dict[str, Any]:
         "paused": figures["num_paused"],
         "output_tokens": figures["output_tokens"],
         "blocks": {kind: figures[f"blocks_{kind}"] for kind in KINDS},
-    }
-
-
-def _figures(stats: dict[str, Any], *, num_prefixes: int) -> dict[str, int]:
-    """Of an engine that tells no figures, as far as its counters say: paused requests' blocks count as used."""
-    free = stats.get("num_free_blocks", 0)
-    cached = min(free, num_prefixes)
-    return {
-        "num_paused": stats.get("num_paused", 0),
-        "output_tokens": stats.get("counters", {}).get("decode_tokens", 0),
-        "blocks_used": stats.get("num_blocks", 0) - free,
-        "blocks_cached": cached,
-        "blocks_paused": 0,
-        "blocks_free": free - cached,
     }

@@ -13,6 +13,8 @@ Logit = Annotated[float, Meta(ge=-100.0, le=100.0)]
 IdKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""Smaller is sooner."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +51,7 @@ class SamplingBody(Body):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Literal[0] | None = None
+    priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -75,6 +77,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
     "prompt_logprobs",
+    "priority",
 )
 """Fields of `SamplingBody` that are fields of SamplingParams under the same name."""
 

@@ -1,6 +1,6 @@
 """The seam between HTTP and the engines: what they are, whether they serve, requests in, news out, text and back.
 
-Everything here is for one event loop; tokenizing and templates run in threads of their own.
+Everything here is for one event loop; tokenizing, templates and longer texts of answers run in threads of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_infer.parallel.client import AsyncInferenceClient
 from megatron_infer.server.errors import ApiError, bad_request, context_overflow, unavailable
 from megatron_infer.server.flights import Flight, Job
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.texts import Texts
 from megatron_infer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._threads = ThreadPoolExecutor(settings.token_threads, thread_name_prefix="megatron-infer-text")
+        self._texts = None if tokenizer is None else Texts(tokenizer, self.off_loop)
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Service:
@@ -216,7 +218,7 @@ class Service:
         reason = None if self._fleet is None else self._fleet.failure()
         if reason is not None:
             raise unavailable(reason, "engine_failed")
-        flight = Flight(self.client, jobs, stream=stream, meter=self.meter, names=frozenset(names))
+        flight = Flight(self.client, jobs, stream=stream, meter=self.meter, names=frozenset(names), texts=self._texts)
         self._flights.add(flight)
         self._idle.clear()
         try:

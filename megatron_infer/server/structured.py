@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from megatron_infer.errors import RequestError
 from megatron_infer.schedule.structured import StructuredOutput, check_schema, check_size
-from megatron_infer.server.errors import bad_request
+from megatron_infer.server.errors import ApiError, bad_request
 from megatron_infer.server.fields import Draft, ExtraField
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
@@ -98,13 +98,29 @@ class Fields:
                     return
                 if draft.sampling.get("structured") is not None:
                     raise RequestError("another field says what the answer must be; give one")
-                wanted = await self._service.off_loop(self._checked, asked)
-                await self._compiled(wanted)
-                draft.sampling["structured"] = wanted
             except RequestError as error:
-                raise bad_request(f"{name}: {error}", name, "invalid_structured_output") from None
+                raise _refused(name, error) from None
+            draft.sampling["structured"] = await self.wanted(name, asked)
 
         return apply
+
+    async def wanted(self, name: str, asked: dict[str, Any]) -> StructuredOutput:
+        """What `asked`, fields of StructuredOutput, says; checked and compiled. Raises ApiError 400, naming `name`."""
+        try:
+            found = await self._service.off_loop(self._checked, asked)
+            await self._compiled(found)
+        except RequestError as error:
+            raise _refused(name, error) from None
+        return found
+
+    async def of_outputs(self, given: Any) -> StructuredOutput | None:
+        """Of vLLM's `structured_outputs` as JSON; None: any text. Raises ApiError 400."""
+        name = "structured_outputs"
+        try:
+            asked = _of_outputs(msgspec.convert(given, StructuredOutputs))
+        except msgspec.ValidationError as error:
+            raise bad_request(f"{name}: {error}", name, "invalid_value") from None
+        return await self.wanted(name, asked) if asked else None
 
     def _checked(self, asked: dict[str, Any]) -> StructuredOutput:
         """Within the server's limits. Raises RequestError."""
@@ -128,6 +144,10 @@ class Fields:
                 await asyncio.shield(asyncio.wrap_future(self._grammars.compile(wanted)))
         except TimeoutError:
             raise timed_out(wanted) from None
+
+
+def _refused(name: str, error: RequestError) -> ApiError:
+    return bad_request(f"{name}: {error}", name, "invalid_structured_output")
 
 
 def _of_format(given: ResponseFormat) -> dict[str, Any]:

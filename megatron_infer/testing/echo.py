@@ -67,6 +67,7 @@ class _Request:
     salt: str
     samples: list[_Sequence]
     logprobs: bool = False
+    text: bool = True
     pooled: list[float] | None = None
     aborted: bool = False
     has_begun: bool = False
@@ -162,7 +163,7 @@ class EchoEngine(EchoControls):
         request_id: str | None = None,
         stream: Any = "delta",
     ) -> str:
-        """Queue a prompt of token ids. Only the number of tokens, n, seed, temperature and pooling of `params` act."""
+        """Queue a prompt of token ids. Of `params` act: tokens, n, seed, temperature, logprobs, detokenize, pooling."""
         params = SamplingParams() if params is None else params
         salt = ""
         if isinstance(prompt, Mapping):
@@ -201,7 +202,7 @@ class EchoEngine(EchoControls):
                 )
             )
         pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
-        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, pooled)
+        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, params.detokenize, pooled)
         self._requests[request_id] = request
         self._waiting.extend((request, one) for one in samples if not one.finished)
 
@@ -301,8 +302,10 @@ class EchoEngine(EchoControls):
             reason = "length" if one.finished else "abort" if request.aborted else None
             new = one.tokens[one.num_prompt + one.num_sent :]
             one.num_sent += len(new)
-            text = "".join(f"{token} " for token in new)
-            logprobs = [{token: Logprob(-token / VOCAB, 1, f"{token} ")} for token in new] if request.logprobs else None
+            text = "".join(f"{token} " for token in new) if request.text else ""
+            logprobs = None
+            if request.logprobs:
+                logprobs = [{t: Logprob(-t / VOCAB, 1, f"{t} " if request.text else None)} for t in new]
             outputs.append(
                 CompletionOutput(
                     index=index,

@@ -136,7 +136,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--repetition-penalty 1.2 --presence-penalty 0.4 --frequency-penalty 0.6 --logit-bias 7=-1.5 --logit-bias 8=2 "
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
         "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
-        "--return-sampled-logprobs --return-support --return-routing --regex a+ --no-skip-special-tokens "
+        "--return-sampled-logprobs --return-support --return-routing --regex a+ --priority -3 --no-skip-special-tokens "
         "--no-detokenize"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
@@ -166,6 +166,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         structured=StructuredOutput(regex="a+"),
         return_support=True,
         return_routing=True,
+        priority=-3,
         skip_special_tokens=False,
         detokenize=False,
     )

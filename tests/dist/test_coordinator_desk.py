@@ -43,9 +43,9 @@ class World:
         self.desk.receive(peer, about)
         return incarnation
 
-    def submit(self, number, *, count=8, client=b"client"):
+    def submit(self, number, *, count=8, client=b"client", **more):
         prompt = wire.ids_to_bytes([number, number % 5, 7])
-        params = {"max_tokens": count, "temperature": 0.0}
+        params = {"max_tokens": count, "temperature": 0.0, **more}
         self.desk.receive(client, wire.Submit(number, prompt, None, "", params, None, True))
 
     def beat(self, peer, incarnation, *, state="running", version=0, step_s=0.0):
@@ -280,6 +280,27 @@ def test_control_without_replicas_answers_at_once_and_holds_for_those_that_come(
     assert world.take(client) == [wire.ControlResult(1, {})]
     world.replica(b"one")
     assert [m.command for m in world.take(b"one") if isinstance(m, wire.Command)] == ["pause"]
+
+
+def test_requests_wait_by_priority_and_then_as_they_came():
+    world = World()
+    client = world.client()
+    for number, priority in ((1, 0), (2, 5), (3, 0), (4, -1)):
+        world.submit(number, priority=priority)
+    world.submit(5, priority="soon")
+    (refused,) = world.take(client)
+    assert refused.refused.kind == "RequestError" and "priority" in refused.refused.message
+    worker = Worker(world, b"one")  # takes four: what its rows hold and one more
+    for number, priority in ((6, 5), (7, 0), (8, -1)):
+        world.submit(number, priority=priority)
+
+    def sent():
+        return [wire.bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, wire.Run)]
+
+    assert sent() == [4, 1, 3, 2]
+    for run_number in range(1, 4):
+        world.desk.receive(b"one", wire.Output(run_number, worker.incarnation, [], True))
+    assert sent() == [8, 7, 6]
 
 
 def test_idle_replica_takes_over_what_waits_for_a_full_one():

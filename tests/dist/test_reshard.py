@@ -111,6 +111,10 @@ def check_misfits(folder: Path, rank: int) -> None:
         apply(engine, ReshardSource(wrong))
     with pytest.raises(WeightUpdateError, match="no rank of the group has a source model"):
         apply(engine, ReshardSource(None))
+    with pytest.raises(WeightUpdateError, match=r"bucket_mib is 1\.0 on rank 0 and 2\.0 on rank 1; give every rank"):
+        apply(engine, ReshardSource(trainer, bucket_mib=1.0 + rank))
+    with pytest.raises(WeightUpdateError, match="strict is True on rank 0 and False on rank 1"):
+        apply(engine, ReshardSource(trainer), strict=rank == 0)
     assert case.logprobs(engine) == before and engine.parts.weight_version == 0
 
 

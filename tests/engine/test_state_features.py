@@ -168,8 +168,8 @@ def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, ov
             raise KeyboardInterrupt
         return flight
 
-    def failing_sample(flight: Any) -> None:
-        sample(flight)
+    def failing_sample(*work: Any) -> None:
+        sample(*work)
         if where == "behind its draw" and fails():
             raise KeyboardInterrupt
 

@@ -18,7 +18,7 @@ from megatron_infer.schedule import policy
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.plan import Plan, StepResult
 from megatron_infer.schedule.pressure import is_ending
-from megatron_infer.schedule.queue import arrival_of
+from megatron_infer.schedule.queue import rank_of
 from megatron_infer.schedule.request import FinishReason, Request, Status
 from megatron_infer.schedule.scheduler import Scheduler
 
@@ -364,7 +364,7 @@ class World:
             self.books.end(request, payload["num_tokens"])
             assert request.in_flight == 0 and request.lease is None
             others = [*self.scheduler.running, *self.scheduler.paused]
-            assert not others or min(map(arrival_of, others)) < request.arrival, "evicted the oldest of several"
+            assert not others or min(map(rank_of, others)) < request.rank, "evicted the oldest of several"
             assert (payload["how"] == "swap") == (request in self.scheduler.pressure.swapped)
 
     def _scheduled(self):
@@ -523,15 +523,13 @@ class World:
         ):
             assert all(request.status is status for request in requests)
         for requests in (roster.decoding, roster.prefilling, roster.paused):
-            assert [r.arrival for r in requests] == sorted(r.arrival for r in requests)
+            assert [r.rank for r in requests] == sorted(r.rank for r in requests)
         live = roster.live()
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
         assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
         assert set(scheduler.pressure.swapped) <= set(scheduler.waiting)
-        overtaken = scheduler.queue.overtaken
-        assert all(count <= policy.MAX_OVERTAKEN for count in overtaken.values())
-        assert set(overtaken) <= set(scheduler.queue.line)
+        _check_queue(scheduler.queue)
         unfinished = [request for request in self.requests if request.finish_reason is None]
         assert len(unfinished) == scheduler.num_waiting + scheduler.num_running + scheduler.num_paused
         leases = {request.lease.row for request in self.requests if request.lease is not None}
@@ -571,3 +569,10 @@ class World:
             assert all(piece.start < position < piece.start + piece.n for position, _ in piece.captures), piece
             targets += [slot for _, slot in piece.captures]
         assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.state_copies
+
+
+def _check_queue(queue):
+    priorities = [request.params.priority for request in queue.line]
+    assert priorities == sorted(priorities), priorities
+    assert all(count <= policy.MAX_OVERTAKEN for count in queue.overtaken.values())
+    assert set(queue.overtaken) <= set(queue.line)

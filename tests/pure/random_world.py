@@ -8,6 +8,7 @@ from fake_device import VOCAB, Swap, World, continued, make_group
 
 from megatron_infer.config import PreemptionMode
 from megatron_infer.schedule import policy
+from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import CacheUse, Request
 
 
@@ -55,5 +56,6 @@ def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo
         return None
     max_new = rng.randint(1, min(30, capacity + 1 - len(prompt)))
     n = rng.randint(2, 5) if rng.random() < 0.3 else 1
+    params = SamplingParams(priority=(0, 0, 0, -1, 7)[sum(prompt) % 5])
     cache = CacheUse(allowed=rng.random() < 0.85, salt=rng.choice(["", "", "", "a"]))
-    return make_group(name, prompt, max_new, n, cache=cache)
+    return make_group(name, prompt, max_new, n, cache=cache, params=params)

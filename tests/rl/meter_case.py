@@ -132,7 +132,7 @@ def stale_copy(monkeypatch: Any, session: Any, weight: str) -> None:
     packed = session.engine.parts.chosen.packed
     live = session.model.get_parameter(weight)
     assert id(live) in packed._packed, "nothing is packed here"
-    packed._packed[id(live)] = packed.layout.pack(live.detach() * 1.25)
+    packed._packed[id(live)] = packed.layout.pack(live.detach() * 1.25, None)[0]
 
 
 def router_order(monkeypatch: Any, session: Any) -> None:

@@ -148,7 +148,8 @@ def test_a_cancelled_request_leaves_nothing_behind(folder):
         interface = await launched(tiny_gpt(vocab_size=VOCAB, init_method_std=0.2), folder)
         request = interface.prepare_request("Hi", GenericGenerationArgs(max_tokens=90))
         waiting = [asyncio.ensure_future(interface.base_generate(request)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        while len(interface._thread._sinks) < 3:
+            await asyncio.sleep(0)
         for task in waiting[:2]:
             task.cancel()
         results = await asyncio.gather(*waiting, return_exceptions=True)

@@ -80,6 +80,21 @@ def test_surplus_is_returned_or_carried_over(roll):
     assert not {group.group_id for group in first} & {group.group_id for group in second}
 
 
+def test_an_error_of_the_filter_leaves_what_was_carried_over_to_the_next_call(roll):
+    def fails(group):
+        raise ValueError("no answer")
+
+    prompts, same = iter(prompts_of(40)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
+    roll.collect(2, prompts, same, oversample=4.0, carry=True)
+    carried = {*roll.flow.held}
+    assert carried
+    with pytest.raises(ValueError, match="no answer"):
+        roll.collect(len(carried) + 1, prompts, same, accept=fails)
+    assert roll.flow.held == carried, "what nobody can have is held"
+    assert {group.group_id for group in roll.collect(len(carried), prompts, same)} == carried
+    assert not roll.flow.held
+
+
 def test_without_a_filter_all_are_taken_and_the_fastest_win(roll):
     groups = roll.collect(5, endless(), PARAMS, oversample=2.0)
     assert len(groups) >= 5 and all(len(group.samples) == 2 for group in groups)

@@ -20,6 +20,7 @@ from megatron_infer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--dtype", "float32", "--prompts-per-step", "3", "--group-size", "4", "--max-tokens", "6", "--lr", "1e-2"]
+METERED = ["--mismatch-share", "1"]
 MEASURED = ("generate_s", "train_s", "switch_s", "other_s")
 
 
@@ -43,7 +44,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in range(2)
     ]
-    common = ["--model", model, *SMALL, "--save-every", "2"]
+    common = ["--model", model, *SMALL, "--save-every", "2", "--mismatch-share", "0"]
     cases = {
         "whole": (alone, ["--steps", "4", "--out-dir", "whole"]),
         "first": (alone, ["--steps", "2", "--out-dir", "parts"]),
@@ -52,7 +53,10 @@ def runs(tmp_path_factory) -> dict[str, Any]:
         "done": (alone, ["--steps", "4", "--out-dir", "parts", "--resume"]),
         "again": (alone, ["--out-dir", "parts"]),
         "pair": (pair, ["--steps", "4", "--tp", "2", "--out-dir", "pair"]),
-        "far": (alone, ["--steps", "3", "--rollout-lag", "1", "--kl", "0.1", "--epochs", "2", "--out-dir", "far"]),
+        "far": (
+            alone,
+            ["--steps", "3", "--rollout-lag", "1", "--kl", "0.1", "--epochs", "2", "--out-dir", "far", *METERED],
+        ),
         "partial": (alone, ["--steps", "4", "--rollout-lag", "1", "--partial-rollouts", "--out-dir", "partial"]),
         "torch": (alone, ["--steps", "4", "--optimizer", "torch", "--out-dir", "torch"]),
     }
@@ -115,6 +119,12 @@ def test_batches_drawn_ahead_are_as_old_as_the_lag(runs):
     assert [row["staleness"] for row in history(runs, "far")] == [0.0, 1.0, 1.0]
     assert history(runs, "far")[-1]["kl"] > 0
     assert 0 < sum(row["staleness"] for row in history(runs, "partial")) <= 4
+
+
+def test_a_metered_run_says_how_far_rollout_and_trainer_are_apart(runs):
+    first = history(runs, "far")[0]
+    assert first["mismatch/num_tokens"] > 0 and 0 < first["mismatch/abs_diff_max"] < 1e-4
+    assert not any(name.startswith("mismatch") for name in history(runs, "whole")[0])
 
 
 def test_what_does_not_go_together_is_refused(grpo, tmp_path, monkeypatch):

@@ -170,6 +170,8 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
     first = roll.generate(prompts, params)
     left = roll.unfinished
     assert len(first) + len(left) == 6 and left
+    alive = sum(sample.request.num_output for ticket in left for sample in engine.ledger.get(ticket.id).samples)
+    assert roll.stats.num_tokens == sum(group.num_tokens for group in first) + alive
     if budget.groups is not None:
         assert len(first) >= 2
     rest = roll.generate([[9, 9]], SamplingParams(max_tokens=1))

@@ -345,3 +345,34 @@ def test_what_is_no_source_is_refused(engine, tmp_path):
         apply(torch.nn.Linear(2, 2), {})
     with pytest.raises(WeightUpdateError, match="unknown kind of names 'globl'"):
         apply(engine, {NORM: torch.ones(64)}, names="globl")
+
+
+@pytest.mark.parametrize("wrong", [{"version": "41"}, {"version": -1}, {"running": "recompile"}])
+def test_a_version_that_cannot_be_is_refused_before_anything_is_written(engine, new, wrong):
+    before = {name: tensor.clone() for name, tensor in state_of(engine.parts.model).items()}
+    with pytest.raises(ConfigError, match=r"version is|running: unknown"):
+        apply(engine, new, **wrong)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(engine.parts.model).items())
+    update = WeightUpdate(engine)
+    update.write_all(state_of(new).items())
+    with pytest.raises(ConfigError, match=r"version is|running: unknown"):
+        update.finish(**wrong)
+    with pytest.raises(WrongState, match="an update is under way"):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    assert update.finish(version=7).version == engine.parts.weight_version == 7
+
+
+def test_a_mapping_of_another_dtype_writes_nothing(engine, new):
+    before = answer(engine)
+    state = state_of(new)
+    state[NORM] = torch.ones(state[NORM].shape, dtype=torch.int64)
+    with pytest.raises(WeightUpdateError, match=r"got torch\.int64, which is not rounded to it; nothing was written"):
+        apply(engine, state)
+    assert answer(engine) == before
+
+
+def test_megatrons_list_of_one_chunk_is_the_model_in_it(engine, new, wanted):
+    apply(engine, [new])
+    assert answer(engine) == wanted
+    with pytest.raises(ConfigError, match="2 chunks; give ReshardSource"):
+        as_source([new, new])

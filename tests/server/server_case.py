@@ -9,12 +9,14 @@ import threading
 import time
 from functools import lru_cache
 from types import SimpleNamespace
+from unittest import mock
 
 import httpx
 import tokenizers
 from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron_infer.server import texts
 from megatron_infer.server.front import Front, listen, url_of
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
@@ -39,14 +41,21 @@ def tokenizer(template: str = TEMPLATE) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def serving(*engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, **settings):
+def serving(
+    *engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, decodes=None, **settings
+):
     """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator.
 
-    commands_of: engine -> what its replica obeys beside the engine's own controls.
+    commands_of: engine -> what its replica obeys beside the engine's own controls. decodes: whether the server makes
+    the texts, as it does; None: not of an EchoEngine's tokens, which stand for no text and bring their own.
     """
     engines = engines or (EchoEngine(),)
+    if decodes is None:
+        decodes = not any(isinstance(engine, EchoEngine) for engine in engines)
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
+        if not decodes:
+            stack.enter_context(mock.patch.object(texts, "made_here", lambda params: False))
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
         replicas = []

@@ -305,3 +305,26 @@ def test_routed_experts_come_as_base64_of_int32():
     routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     found = routed_of(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
     assert (np.frombuffer(base64.b64decode(found), np.int32).reshape(4, 3, 2) == routing).all()
+
+
+def test_requests_of_smaller_priority_overtake_those_that_wait():
+    begun = []
+
+    class Noting(EchoEngine):
+        def _queue(self, request_id, prompt, params, drawn, salt):
+            begun.append((prompt[0], params.priority))
+            super()._queue(request_id, prompt, params, drawn, salt)
+
+    with steered(Noting(step_s=0.01, max_requests=1)) as case:
+        first = [Background(case, COMPLETION, ask([i], 30)) for i in range(2)]  # a row, and one more than that
+        wait_for(lambda: len(begun) == 2)
+        later = []
+        for i, priority in ((5, 3), (6, 0), (7, -3)):
+            later.append(Background(case, COMPLETION, ask([i], 2, priority=priority)))
+            wait_for(lambda: case.coordinator.desk.stats()["waiting"] == len(later))
+        later.append(Background(case, "/inference/v1/generate", {
+            "token_ids": [8], "priority": -9, "sampling_params": {"max_tokens": 2, "temperature": 0}}))  # fmt: skip
+        for one in (*first, *later):
+            assert one.result().status_code == 200
+        assert later[2].result().json()["choices"][0]["token_ids"] == echo_tokens([7], 2)
+    assert begun[2:] == [(8, -9), (7, -3), (6, 0), (5, 3)]

@@ -41,7 +41,7 @@ def case():
         buffer_size_gb=0.02, block_size_tokens=16, max_sequence_length=256, max_requests=16, overlap=True
     )
     engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer())
-    with serving(engine, max_schema_bytes=4096, max_schema_depth=8) as one:
+    with serving(engine, max_schema_bytes=4096, max_schema_depth=8, control=True) as one:
         yield one
 
 
@@ -216,6 +216,40 @@ def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_abo
     wait_for(lambda: not len(engine.ledger))
     (replica,) = case.replicas
     assert not replica._preparing and not replica._requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "pattern"),
+    [
+        ("regex", "[a-c]{3}x", "[a-c]{3}x"),
+        ("ebnf", 'root ::= "no" | "yes" word\nword ::= [a-c] [a-c]', "no|yes[a-c]{2}"),
+        ("json_schema", '{"type": "integer", "minimum": 10, "maximum": 12}', "1[0-2]"),
+    ],
+)
+def test_sglang_s_fields_are_kept_to_in_each_prompt(case, field, value, pattern):
+    sampling = {"max_new_tokens": 30, field: value}
+    replies = post(case, "/generate", text=["a", "b"], sampling_params=sampling).json()
+    many = [sampling | {"sampling_seed": 3}, {"max_new_tokens": 4}]
+    replies += post(case, "/generate", text=["a", "b"], sampling_params=many).json()[:1]
+    for reply in replies:
+        assert re.fullmatch(pattern, reply["text"]), reply
+        assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"regex": "[a-c]{3}x"}, "[a-c]{3}x"),
+        ({"choice": ["left", "right"]}, "left|right"),
+        ({"grammar": 'root ::= "no" | "yes"'}, "no|yes"),
+        ({"json": {"const": "é"}, "disable_any_whitespace": True}, '"é"'),
+    ],
+)
+def test_vllm_s_structured_outputs_are_kept_to_in_tokens(case, given, pattern):
+    sampling = {"max_tokens": 30, "n": 2, "structured_outputs": given}
+    reply = post(case, "/inference/v1/generate", token_ids=[5, 6], sampling_params=sampling)
+    for choice in reply.json()["choices"]:
+        assert re.fullmatch(pattern, tokenizer().decode(choice["token_ids"])), choice
 
 
 def test_the_openapi_document_shows_the_fields(case):

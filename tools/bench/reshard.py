@@ -19,23 +19,32 @@ import torch
 import torch.distributed as dist
 
 RANKS, MIB = 2, 2**20
-MOVES: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...] = (
-    ("TP2 -> TP1 on rank 0", 2, 1, (0, 1), (0,)),
-    ("TP1 on rank 0 -> TP2", 1, 2, (0,), (0, 1)),
-    ("TP2 -> TP1 on each rank", 2, 1, (0, 1), (0, 1)),
+Layout = dict[str, int]
+MOVES: tuple[tuple[str, Layout, Layout, tuple[int, ...], tuple[int, ...]], ...] = (
+    ("TP2 -> TP1 on rank 0", {"tensor": 2}, {}, (0, 1), (0,)),
+    ("TP1 on rank 0 -> TP2", {}, {"tensor": 2}, (0,), (0, 1)),
+    ("TP2 -> TP1 on each rank", {"tensor": 2}, {}, (0, 1), (0, 1)),
+    ("PP2 -> TP2", {"pipeline": 2}, {"tensor": 2}, (0, 1), (0, 1)),
+    ("EP2 -> EP1, 8 experts", {"expert": 2}, {}, (0, 1), (0, 1)),
 )
-"""What, ranks a tensor is split over in the trainer and in the engine, and which ranks have either."""
+"""What, the trainer's layout and the engine's, and which ranks have either."""
+EXPERTS = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_moe_experts": 8, "moe_router_topk": 2}
 
 
-def build(args: argparse.Namespace, tensor_parallel: int) -> Any:
+def build(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
+    """MODEL, or one of `EXPERTS` with random weights, as this rank has it."""
     from megatron_infer.models.build import build_model
     from megatron_infer.models.mcore_compat import parallel_state
     from megatron_infer.models.sources import open_source
+    from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    source = open_source(args.model)
-    return build_model(source, dtype=args.dtype, tensor_parallel=tensor_parallel)
+    parallel_state.initialize_model_parallel(**{f"{name}_model_parallel_size": size for name, size in layout.items()})
+    if experts:
+        model = tiny_gpt(**EXPERTS, expert_model_parallel_size=layout.get("expert", 1))
+        return model.to(getattr(torch, args.dtype))
+    sizes = {f"{name}_parallel": size for name, size in layout.items()}
+    return build_model(open_source(args.model), dtype=args.dtype, **sizes)
 
 
 def measure(args: argparse.Namespace, trainer: Any, target: Any) -> tuple[list[float], Any]:
@@ -89,7 +98,8 @@ def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
         print(f"{'':<26}{'must':>8}{'moved':>8}{'messages':>10}{'first':>8}{'update':>8}{'gloo':>8}  of the ceiling")
         print(f"{'':<26}{'MiB':>8}{'MiB':>8}{'':>10}{'ms':>8}{'ms':>8}{'ms':>8}")
     for name, before, after, trains, infers in MOVES:
-        trainer, target = build(args, before), build(args, after)
+        experts = "expert" in before
+        trainer, target = build(args, before, experts=experts), build(args, after, experts=experts)
         seconds, report = measure(args, trainer if rank in trains else None, target if rank in infers else None)
         moved = torch.tensor([report.bytes_received, report.messages_received])
         dist.all_reduce(moved)

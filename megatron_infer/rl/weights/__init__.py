@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_infer.controls import check_version
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.rl.report import UpdateReport
 from megatron_infer.rl.weights.reshard import ReshardReport, ReshardSource
@@ -64,6 +65,7 @@ def apply_undoable(
     names: str | None = None,
 ) -> WeightUpdate:
     """As `apply` -> the finished update, whose `rollback()` puts the weights and version before it back."""
+    check_version(0 if version is None else version, running)
     weights = as_source(source, plan=plan, names=names)
     with WeightUpdate(
         target, strict=strict, undo=undo, check_finite=check_finite, plan=plan, names=names or "whole"
@@ -77,6 +79,7 @@ def apply_undoable(
 async def apply_async(target: Any, pairs: AsyncIterable[tuple[str, Tensor]], **options: Any) -> UpdateReport:
     """As `apply`, of an async stream of (name, tensor), inside an event loop. The engine must not step meanwhile."""
     finish = {key: options.pop(key) for key in ("version", "running", "checksum") if key in options}
+    check_version(finish.get("version") or 0, finish.get("running", "keep"))
     with WeightUpdate(target, **options) as update:
         await AsyncStreamSource(pairs).feed(update)
         return update.finish(finish.pop("version", None), **finish)

@@ -112,16 +112,17 @@ class ReshardSource:
             problem = f"{type(error).__name__}: {error}"
         key = hashlib.blake2b(repr((holding, strict)).encode(), digest_size=8).hexdigest()
         fresh = self._plan is None or key != self._key
-        answers = self._gather([problem, fresh])
+        answers = self._gather([problem, fresh, {"bucket_mib": self._bucket_bytes / 2**20, "strict": strict}])
         self._raise_any(answers)
-        if any(fresh for _, (_, fresh) in answers):
+        self._raise_unlike([(rank, how) for rank, (_, _, how) in answers])
+        if any(fresh for _, (_, fresh, _) in answers):
             holdings = [holding for _, holding in self._gather(holding)]
             self._plan = None
             self._plan = reshard_plan(holdings, torch.distributed.get_rank(), strict=strict)
             self._key, self._planned = key, True
         assert self._plan is not None
         if self._plan.any_dropped:
-            self._raise_any(self._gather([self._lost(), False]))
+            self._raise_any(self._gather([self._lost()]))
 
     def write_into(self, update: Sink) -> None:
         """Take part in the exchange and write what this rank wants."""
@@ -186,11 +187,23 @@ class ReshardSource:
         return found
 
     def _raise_any(self, answers: Iterable[tuple[int, Any]]) -> None:
-        failed = [(rank, text) for rank, (text, _) in answers if text]
+        failed = [(rank, answer[0]) for rank, answer in answers if answer[0]]
         if failed:
             self._plan = None
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed)
             raise WeightUpdateError(reasons, rank=failed[0][0])
+
+    def _raise_unlike(self, told: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Ranks that cut their messages otherwise would wait for each other."""
+        first, known = told[0]
+        for rank, how in told[1:]:
+            for name, value in how.items():
+                if value != known[name]:
+                    self._plan = None
+                    raise WeightUpdateError(
+                        f"{name} is {known[name]} on rank {first} and {value} on rank {rank}; give every rank the same",
+                        rank=rank,
+                    )
 
     def _lost(self) -> str:
         """Which of this rank's tensors have values where the target has no room; zeros may go."""

@@ -62,9 +62,9 @@ def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None =
     """Anything weights can come from, as a WeightSource.
 
     A mapping of tensors; a path (Hugging Face directory, .gguf, .safetensors file or directory, torch_dist checkpoint);
-    an iterable or async iterable of (name, tensor); a live model sharded as the target is; a WeightSource itself (for
-    another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in `WeightUpdate`;
-    names None: of a mapping, whichever fits, else "whole".
+    an iterable or async iterable of (name, tensor); a live model (or a list of it) sharded alike; a WeightSource itself
+    (for another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in
+    `WeightUpdate`; names None: of a mapping, whichever fits, else "whole".
     """
     if isinstance(source, WeightSource):
         return source
@@ -72,6 +72,10 @@ def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None =
         return MappingSource(source, plan=plan, names=names)
     if isinstance(source, str | os.PathLike):
         return _of_path(Path(source), plan, names)
+    if isinstance(source, list | tuple) and any(hasattr(part, "state_dict") for part in source):
+        if len(source) > 1:
+            raise ConfigError(f"weights of a model in {len(source)} chunks; give ReshardSource(chunks)")
+        source = source[0]
     if hasattr(source, "state_dict"):
         return MappingSource(_tensors_of(source.state_dict()), plan=plan, names=names or "local")
     if isinstance(source, AsyncIterable):
@@ -160,6 +164,7 @@ class MappingSource:
                 for local in locals_of(target.inventory, name, names=self._numbering, strict=strict):
                     found.add(local.name)
                     check_shape(local, self._shape(key))
+                    self._check_dtype(local, key)
             except WeightUpdateError as error:
                 problems.append(error)
         missing = [local.name for local in target.inventory.tensors if local.name not in found]
@@ -169,6 +174,17 @@ class MappingSource:
             text = "; ".join(str(problem) for problem in problems[:_SHOWN])
             more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise WeightUpdateError(text + more, tensor=problems[0].tensor, rank=target.rank)
+
+    def _check_dtype(self, local: LocalTensor, key: str) -> None:
+        """Of tensors at hand; those in files are looked at when they are read."""
+        if isinstance(self._tensors, LazyTensors):
+            return
+        given, own = self._tensors[key], local.tensor
+        if given.dtype != own.dtype and not (given.is_floating_point() and own.is_floating_point()):
+            raise WeightUpdateError(
+                f"{local.layout.name} is {own.dtype}, got {given.dtype}, which is not rounded to it",
+                tensor=local.layout.name,
+            )
 
     def _shape(self, key: str) -> tuple[int, ...]:
         if isinstance(self._tensors, LazyTensors):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_infer.controls import check_version
 from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError, WrongState
 from megatron_infer.models.model_plan import ModelPlan
 from megatron_infer.rl.report import UpdateReport
@@ -138,9 +139,10 @@ class WeightUpdate:
         checksum: put the digest of the whole model into the report; reads all weights once.
         """
         self._require_open()
+        version = self._version_before + 1 if version is None else version
+        check_version(version, running)
         self._settle(self._router.missing(self._written))
         self._is_open = False
-        version = self._version_before + 1 if version is None else version
         if len(self._written) == len(self.target.inventory.tensors):
             self.target.torn = None
         else:

@@ -9,6 +9,7 @@ from megatron_infer.server.control.updates import Updates
 from megatron_infer.server.registry import App
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.structured import Fields
 
 
 def register(app: App, service: Service, settings: ServerConfig) -> None:
@@ -20,5 +21,6 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
     vllm.register(dialect, machine, updates)
     sglang.register(dialect, machine, updates)
     info.register(dialect, machine)
-    vllm_generate.register(dialect, machine, service)
-    sglang_generate.register(dialect, machine, service)
+    fields = Fields(service, settings)
+    vllm_generate.register(dialect, machine, service, fields)
+    sglang_generate.register(dialect, machine, service, fields)

@@ -90,7 +90,7 @@ class Dialect:
                 summary=summary,
                 control=True,
                 optional_body=options.pop("optional_body", True),
-                statuses=(400, 403, 409, 429, 500, 503, 504),
+                statuses=(400, 403, 404, 409, 413, 415, 429, 500, 503, 504),
                 **options,
             )
         )

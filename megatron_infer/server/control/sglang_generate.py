@@ -22,6 +22,7 @@ from megatron_infer.server.logprobs import TokenTexts
 from megatron_infer.server.schemas import Body, IdKey, Logit, Text, TokenId, TokenIds
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.structured import Fields
 from megatron_infer.token_support import TokenSupport
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -54,6 +55,10 @@ class Sampling(Body):
     """Of no effect with tokenizers that are read from tokenizer.json: they put none there."""
     no_stop_trim: bool | None = None
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    json_schema: Text | None = None
+    """As JSON text."""
+    regex: Text | None = None
+    ebnf: Text | None = None
     custom_params: CustomParams | None = None
 
 
@@ -80,6 +85,10 @@ SAME = (
 )
 
 
+STRUCTURED = {"json_schema": "json_schema", "regex": "regex", "ebnf": "grammar"}
+"""What the text must be, here and in StructuredOutput; one of them."""
+
+
 class GenerateBody(Body):
     text: Text | Annotated[list[Text], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | TokenIds], Meta(min_length=1)] | None = None
@@ -95,11 +104,11 @@ class GenerateBody(Body):
     stream: bool | None = None
 
 
-def register(dialect: Dialect, machine: Machine, service: Service) -> None:
+def register(dialect: Dialect, machine: Machine, service: Service, fields: Fields) -> None:
     dialect.add(
         "POST",
         "/generate",
-        Generate(machine, service, dialect.settings).answer,
+        Generate(machine, service, dialect.settings, fields).answer,
         "Continue texts or token ids (SGLang's dialect)",
         body=GenerateBody,
         optional_body=False,
@@ -120,7 +129,8 @@ class _Asked:
 class Generate:
     """The handler, and how its replies look."""
 
-    def __init__(self, machine: Machine, service: Service, settings: ServerConfig) -> None:
+    def __init__(self, machine: Machine, service: Service, settings: ServerConfig, fields: Fields) -> None:
+        self._fields = fields
         self._machine, self._service, self._settings = machine, service, settings
         self._token_texts = TokenTexts(service.tokenizer)
 
@@ -150,7 +160,7 @@ class Generate:
             text = f"sampling_params has {len(many)} entries for {len(prompts)} prompts; give one, or one for each"
             raise bad_request(text, "sampling_params", "invalid_value")
         jobs = [
-            Job(prompt_ids=ids, params=params_from(self._values(body, one)))
+            Job(prompt_ids=ids, params=params_from(await self._values(body, one)))
             for ids, one in zip(prompts, many, strict=True)
         ]
         for job in jobs:
@@ -183,7 +193,7 @@ class Generate:
         check_limit("the number of prompts", len(prompts), self._settings.max_prompts, "max_prompts")
         return prompts
 
-    def _values(self, body: GenerateBody, sampling: Sampling) -> dict[str, Any]:
+    async def _values(self, body: GenerateBody, sampling: Sampling) -> dict[str, Any]:
         settings = self._settings
         names = NAMES | {name: name for name in SAME}
         values = {ours: value for name, ours in names.items() if (value := getattr(sampling, name)) is not None}
@@ -205,6 +215,12 @@ class Generate:
             values["return_support"] = True
         if self._service.tokenizer is None:
             values["detokenize"] = False
+        given = [name for name in STRUCTURED if getattr(sampling, name) is not None]
+        if len(given) > 1:
+            text = f"{' and '.join(given)} both say what the answer must be; give one"
+            raise bad_request(text, given[-1], "invalid_structured_output")
+        for name in given:
+            values["structured"] = await self._fields.wanted(name, {STRUCTURED[name]: getattr(sampling, name)})
         return values
 
     # ------------------------------------------------------------------ replies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -17,11 +17,15 @@ from megatron_infer.server.control.machine import Machine
 from megatron_infer.server.errors import bad_request
 from megatron_infer.server.flights import Job, params_from
 from megatron_infer.server.logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, StreamOptions, Text, TokenIds
+from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, Priority, StreamOptions, Text, TokenIds
 from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.structured import Fields
 
-SAMPLING = (*SAMPLING_FIELDS, "max_tokens", "logprobs", "detokenize")
+STRUCTURED = "structured_outputs"
+SAMPLING = (
+    *(name for name in SAMPLING_FIELDS if name != "priority"), "max_tokens", "logprobs", "detokenize", STRUCTURED
+)  # fmt: skip
 """Fields of sampling_params."""
 
 
@@ -34,16 +38,16 @@ class GenerateBody(Body, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Literal[0] | None = None
+    priority: Priority | None = None
     features: None = None
     kv_transfer_params: None = None
 
 
-def register(dialect: Dialect, machine: Machine, service: Service) -> None:
+def register(dialect: Dialect, machine: Machine, service: Service, fields: Fields) -> None:
     dialect.add(
         "POST",
         "/inference/v1/generate",
-        Generate(machine, service, dialect.settings).answer,
+        Generate(machine, service, dialect.settings, fields).answer,
         "Continue token ids (vLLM's dialect)",
         body=GenerateBody,
         optional_body=False,
@@ -77,7 +81,8 @@ def _checked(given: dict[str, Any], settings: ServerConfig) -> dict[str, Any]:
 class Generate:
     """The handler, and how its replies look."""
 
-    def __init__(self, machine: Machine, service: Service, settings: ServerConfig) -> None:
+    def __init__(self, machine: Machine, service: Service, settings: ServerConfig, fields: Fields) -> None:
+        self._fields = fields
         self._machine, self._service, self._settings = machine, service, settings
         self._token_texts = TokenTexts(None)
 
@@ -103,6 +108,10 @@ class Generate:
         values["detokenize"] = bool(values.get("stop"))  # nobody sees the text; stop texts are looked for in it
         if values.get("stop"):
             service.require_tokenizer()
+        if body.priority is not None:
+            values["priority"] = body.priority
+        if STRUCTURED in values:
+            values["structured"] = await self._fields.of_outputs(values.pop(STRUCTURED))
         params = params_from(values)
         check_limit("n", params.n, settings.max_n, "max_n")
         for name in ("logprobs", "prompt_logprobs"):
