@@ -156,7 +156,16 @@ def run_case(case: Case, timeout_s: float) -> dict[str, Any]:
     }
 
 
+def run_undisturbed(case: Case, timeout_s: float) -> dict[str, Any]:
+    """A busy machine may keep a rank from a sign of life before its fault has come: then the case is played again."""
+    for _ in range(3):
+        result = run_case(case, timeout_s)
+        if result["error"] is None or case[0] in result["phase"]:
+            break
+    return result
+
+
 if __name__ == "__main__":
-    results = [run_case(case, float(sys.argv[2])) for case in CASES]
+    results = [run_undisturbed(case, float(sys.argv[2])) for case in CASES]
     with open(sys.argv[1], "w", encoding="utf-8") as out:
         json.dump(results, out)
