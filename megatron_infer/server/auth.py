@@ -12,10 +12,6 @@ class KeyCheck:
     def __init__(self, api_key: str | None) -> None:
         self._digest = None if api_key is None else _digest(api_key.encode())
 
-    @property
-    def is_on(self) -> bool:
-        return self._digest is not None
-
     def allows(self, authorization: bytes | None) -> bool:
         """authorization: the header's value, "Bearer KEY". As long for a wrong key as for the right one."""
         if self._digest is None:
