@@ -1,0 +1,31 @@
+"""Gaps between tokens, whichever sequences a step has in common with the one before."""
+
+from __future__ import annotations
+
+import random
+
+from megatron_infer.metrics.meter import EngineMeter
+
+
+def test_gaps_are_those_of_each_sequence_by_itself():
+    rng, meter, last, gaps = random.Random(2), EngineMeter(), {}, []
+    drawing: list[str] = []
+    for step in range(300):
+        now = step * 0.25
+        if rng.random() < 0.3:
+            drawing = rng.sample([f"r{i}" for i in range(8)], rng.randrange(9))
+        gaps += [now - last[one] for one in drawing if one in last]
+        last |= dict.fromkeys(drawing, now)
+        meter.tokens(list(drawing), now)
+        if drawing and rng.random() < 0.1:  # its name may come again, for another sequence
+            del last[drawing[0]]
+            meter.end("stop", 1.0, [drawing[0]])
+    assert (meter.itl.count, meter.itl.total) == (len(gaps), sum(gaps))
+
+
+def test_sequences_that_ended_are_forgotten():
+    meter = EngineMeter()
+    for step in range(50):
+        meter.tokens([f"r{step}"], float(step))
+        meter.end("length", 1.0, [f"r{step}"])
+    assert not meter._last and not meter._together
