@@ -1,4 +1,4 @@
-# make demo | rl-demo | install | test | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | install | test | check-kernels | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -22,7 +22,7 @@ SEEDS ?= 1
 RL_DEMO ?= rl-demo
 RL_DEMO_ARGS ?=
 
-.PHONY: install demo rl-demo test lint format bench clean
+.PHONY: install demo rl-demo test check-kernels lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,11 @@ rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
 
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+
+# What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90, sm_100.
+check-kernels: $(VENV)/.smollm2
+	$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m triton --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python tools/aot_compile.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -50,7 +50,7 @@ VARIABLES = (
     "WANDB_MODE",
     "TRITON_INTERPRET",
     "LD_PRELOAD",
-    "MEGATRON_INFER_CPU_BACKEND",
+    "MEGATRON_INFER_BACKEND",
 )
 COMPILERS = ("c++", "g++", "clang++", "nvcc", "ninja")
 PROBE_TIMEOUT_S = 20

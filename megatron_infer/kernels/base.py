@@ -31,6 +31,8 @@ class AttendSpec:
     rotary_dim: int = 0
     """Leading dims of a head that rotate by the step's cos/sin; 0: this layer does not rotate."""
     rotary_interleaved: bool = False
+    sinks_N: Tensor | None = field(default=None, compare=False)
+    """fp32 logit of each query head that takes part in the softmax and has no value; None: there is none."""
 
 
 def _none() -> np.ndarray:
@@ -92,6 +94,10 @@ class StepMetadata:
 
     Host arrays (int32, valid until the next step is built) and their device mirrors describe the same thing; backends
     that launch from the host use the former, device kernels the latter.
+
+    A step that is padded (for a CUDA graph) has num_tokens, num_rows and num_decode of its shape. Rows that pad are
+    the dummy row's: a decode row has q_len 1 and kv_len 1, a later one q_len 0 and kv_len 0. Tokens behind the last
+    row belong to nobody. All of them write to the dummy block and the dummy slot only, which many may do at once.
     """
 
     num_tokens: int
@@ -124,12 +130,25 @@ class StepMetadata:
     sin_TR: Tensor | None
     captures: StateCaptures = field(default_factory=StateCaptures)
     """Recurrent states to keep on the way (see `kernels.ssm.ScanBackend.run`)."""
+    max_q_len: int = 0
+    """No row has more queries, whatever the device mirrors hold when the step runs; 0: as the host arrays say."""
+    max_kv_len: int = 0
+    """No row sees more keys; 0: as the host arrays say. In a graph's step it is what the block table can hold."""
+
+    def __post_init__(self) -> None:
+        if not self.max_q_len:
+            self.max_q_len = int(self.q_len.max(initial=0))
+        if not self.max_kv_len:
+            self.max_kv_len = int(self.kv_len.max(initial=0))
 
 
 class AttentionBackend(Protocol):
     """Paged attention behind plan/run. `kv_cache` is [layers, 2, num_blocks, B, K, H]."""
 
     name: str
+    graph_safe: bool
+    """What `plan` and `run` do is a function of the step's shape (its num_ and max_ fields) and of what its device
+    tensors hold when it runs: it can be captured once and replayed. Host arrays are not read, nobody waits."""
 
     def supports(self, spec: AttendSpec, *, dtype: object, block_size: int) -> str | None:
         """None when it can run the layer, else the reason it cannot."""

@@ -253,6 +253,7 @@ class NativePagedAttention:
     """Rotation, cache append and attention of all rows in one C++ call a layer."""
 
     name = "native"
+    graph_safe = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -101,6 +101,7 @@ class TorchPagedAttention:
     """Gather + SDPA. Rows are grouped and masks made once per step and window, and shared by all layers."""
 
     name = "torch"
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

@@ -150,6 +150,7 @@ class ExactAttention(NativePagedAttention):
     """Every position as an output position: in one order of its keys, whether it was drawn or given."""
 
     name = "native, one order"
+    graph_safe = False
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

@@ -59,6 +59,7 @@ class NativeScan:
     """
 
     name = "native"
+    graph_safe = False
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build, packing
+from megatron_infer.kernels import accelerated, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -32,9 +32,9 @@ from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
-BACKEND_VARIABLE = "MEGATRON_INFER_CPU_BACKEND"
-"""For debugging only: `native`, `torch` or `reference` forces that backend."""
-BACKENDS = ("native", "torch", "reference")
+BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
+"""For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
+BACKENDS = ("native", "torch", "reference", *accelerated.NAMES)
 SCAN = "selective scan"
 
 
@@ -124,8 +124,14 @@ def _choose_linear(
     return BackendChoice("linear", "torch", reasons), packed
 
 
+def _check_forced(operation: str, forced: str | None, missing: dict[str, str]) -> None:
+    if forced in missing:
+        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {operation}: {missing[forced]}")
+
+
 def _choose_attention(
     library: ctypes.CDLL | None,
+    device: torch.device,
     dtype: torch.dtype,
     specs: Sequence[AttendSpec],
     block_size: int,
@@ -135,9 +141,13 @@ def _choose_attention(
     """The first backend that supports every spec; the reference supports all."""
     reasons = dict(reasons)
     if forced != "reference":
-        candidates: list[AttentionBackend] = [TorchPagedAttention()]
+        candidates: list[AttentionBackend]
+        candidates, missing = accelerated.available(accelerated.ATTENTION, device, dtype, forced=forced)
+        reasons |= missing
+        _check_forced("attention", forced, missing)
         if library is not None:
-            candidates.insert(0, NativePagedAttention(library, dtype))
+            candidates.append(NativePagedAttention(library, dtype))
+        candidates.append(TorchPagedAttention())
         for backend in candidates:
             refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -151,6 +161,7 @@ def _choose_attention(
 
 def _choose_scan(
     library: ctypes.CDLL | None,
+    device: torch.device,
     dtype: torch.dtype,
     specs: Sequence[SsmSpec],
     states: tuple[torch.dtype, torch.dtype],
@@ -160,9 +171,13 @@ def _choose_scan(
     """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
     reasons = dict(reasons)
     if forced != "reference":
-        candidates: list[ScanBackend] = [TorchScan()]
+        candidates: list[ScanBackend]
+        candidates, missing = accelerated.available(accelerated.SCAN, device, dtype, forced=forced)
+        reasons |= missing
+        _check_forced(SCAN, forced, missing)
         if library is not None:
-            candidates.insert(0, NativeScan(library, dtype))
+            candidates.append(NativeScan(library, dtype))
+        candidates.append(TorchScan())
         for backend in candidates:
             refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -276,23 +291,26 @@ def choose(
 
     linear_row, packed = _choose_linear(device, dtype, forced, library)
     argmax: Callable[[Tensor], Tensor] = lowest_argmax
+    others, missing = accelerated.available(accelerated.OPS, device, dtype, forced=forced)
     if forced == "reference":
         reasons["torch"] = f"{BACKEND_VARIABLE}=reference"
         ops: Ops = ReferenceOps()
+    elif others:
+        ops = others[0]
     elif library is None:
         ops = TorchOps(packed)
     else:
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
-    attention_row, attention = _choose_attention(library, dtype, specs, block_size, reasons, forced)
+    attention_row, attention = _choose_attention(library, device, dtype, specs, block_size, reasons, forced)
     rows = [attention_row] if specs or not ssm_specs else []
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
-        scan_row, scan = _choose_scan(library, dtype, ssm_specs, states, reasons, forced)
+        scan_row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
         rows.append(scan_row)
     rows += [
-        BackendChoice("norms, activations", ops.name, dict(reasons)),
+        BackendChoice("norms, activations", ops.name, reasons | missing),
         BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
         linear_row,
     ]

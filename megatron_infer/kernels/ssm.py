@@ -67,6 +67,8 @@ class ScanBackend(Protocol):
     """Causal convolution and selective scan behind plan/run."""
 
     name: str
+    graph_safe: bool
+    """As of `AttentionBackend`; a step with captures is never replayed."""
 
     def supports(
         self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype

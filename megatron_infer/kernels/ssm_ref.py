@@ -14,6 +14,7 @@ class ReferenceScan:
     """The recurrence as it is defined. Legend: `kernels/ssm.py`."""
 
     name = "reference"
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

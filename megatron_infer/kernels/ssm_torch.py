@@ -187,6 +187,7 @@ class TorchScan:
     """Vectorised over rows and chunks. Where everything lies is worked out once a step and shared by all layers."""
 
     name = "torch"
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

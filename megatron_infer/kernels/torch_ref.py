@@ -76,6 +76,7 @@ class ReferenceAttention:
     """One query at a time over keys gathered one block at a time."""
 
     name = "reference"
+    graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

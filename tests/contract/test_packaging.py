@@ -37,7 +37,7 @@ def test_pins_of_ci_lie_within_the_ranges(name):
 def test_constraints_are_exact_and_pull_no_cuda():
     for item in _requirements("constraints-cpu.txt"):
         assert [clause.operator for clause in item.specifier] == ["=="], item
-        assert not item.name.startswith(("nvidia-", "cuda-", "triton"))
+        assert not item.name.startswith(("nvidia-", "cuda-"))
 
 
 def test_every_requirement_has_a_range():

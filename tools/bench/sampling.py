@@ -5,7 +5,7 @@
 
 Two kinds of logits: `text` (Zipf-like: a nucleus of tens of tokens) and `flat` (normal noise: half of the vocabulary is
 in the nucleus, the worst case of top_p). Parameters stay in their rows from step to step, as in decoding.
-MEGATRON_INFER_CPU_BACKEND=torch measures the path without a compiler.
+MEGATRON_INFER_BACKEND=torch measures the path without a compiler.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Backends beside the portable ones, in order of preference: which exist for a device, and why the others do not.
+
+A backend is a module with `unavailable(device, dtype) -> str | None` and `make(device, dtype) -> object`. It is
+imported when a device asks for it, and its packages inside `unavailable` and `make`: none of them is ever required.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend of one operation."""
+
+    name: str
+    module: str
+    """Below megatron_infer.kernels."""
+
+
+ATTENTION: tuple[Candidate, ...] = ()
+SCAN: tuple[Candidate, ...] = ()
+OPS: tuple[Candidate, ...] = ()
+SAMPLING: tuple[Candidate, ...] = ()
+NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
+"""What the debugging variable may force besides the portable backends."""
+
+
+def available(
+    candidates: Sequence[Candidate], device: torch.device, dtype: torch.dtype, *, forced: str | None
+) -> tuple[list[Any], dict[str, str]]:
+    """(backends that exist here, best first; name -> why not, of the others).
+
+    On a CPU they are looked at only where one is forced: Triton's interpreter is for tests.
+    """
+    if device.type == "cpu" and forced not in NAMES:
+        return [], {}
+    backends: list[Any] = []
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        if forced in NAMES and candidate.name != forced:
+            continue
+        module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
+        reason = module.unavailable(device, dtype)
+        if reason is None:
+            backends.append(module.make(device, dtype))
+        else:
+            reasons[candidate.name] = reason
+    return backends, reasons

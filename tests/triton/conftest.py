@@ -1,0 +1,30 @@
+"""Kernels on a GPU where there is one; else in the interpreter, which must be asked for before they are imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from megatron_infer.kernels.triton.launch import unavailable
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (reason := unavailable(where)) is not None:
+        pytest.skip(f"Triton: {reason}")
+    return where
+
+
+@pytest.fixture(params=["float32", "float16", "bfloat16"])
+def dtype(request, device) -> torch.dtype:
+    """The interpreter computes bfloat16 wrongly."""
+    if request.param == "bfloat16" and device.type == "cpu":
+        pytest.skip("bfloat16 needs a GPU")
+    return getattr(torch, request.param)
