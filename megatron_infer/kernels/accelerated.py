@@ -23,7 +23,7 @@ class Candidate:
     """Below megatron_infer.kernels."""
 
 
-ATTENTION: tuple[Candidate, ...] = ()
+ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
 SCAN: tuple[Candidate, ...] = ()
 OPS: tuple[Candidate, ...] = ()
 SAMPLING: tuple[Candidate, ...] = ()
