@@ -25,7 +25,7 @@ class Candidate:
 
 ATTENTION: tuple[Candidate, ...] = ()
 SCAN: tuple[Candidate, ...] = ()
-OPS: tuple[Candidate, ...] = ()
+OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 SAMPLING: tuple[Candidate, ...] = ()
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
 """What the debugging variable may force besides the portable backends."""
