@@ -23,9 +23,9 @@ class Candidate:
     """Below megatron_infer.kernels."""
 
 
-ATTENTION: tuple[Candidate, ...] = ()
+ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
 SCAN: tuple[Candidate, ...] = ()
-OPS: tuple[Candidate, ...] = ()
+OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 SAMPLING: tuple[Candidate, ...] = ()
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
 """What the debugging variable may force besides the portable backends."""
