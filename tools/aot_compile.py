@@ -35,6 +35,9 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Compute capability -> bytes of shared memory one block can have."""
 MAX_SPILL = 256
 """Bytes of a thread's registers that may live in memory instead."""
+FP32_FACTOR = 8
+"""So many times that in kernels all of whose pointers are to fp32 or integers: those are for exactness, not speed."""
+WIDE = ("*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
 ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
@@ -61,6 +64,7 @@ class Compiled:
     error: str | None = None
     num_registers: int = NO_FIGURE
     spill_bytes: int = NO_FIGURE
+    only_fp32: bool = False
     shared_bytes: int = NO_FIGURE
     cubin_bytes: int = NO_FIGURE
 
@@ -71,6 +75,7 @@ class Compiled:
         limit = SHARED_LIMIT[self.arch]
         if self.shared_bytes > limit:
             return f"takes {self.shared_bytes:,} bytes of shared memory, sm_{self.arch} has {limit:,}"
+        max_spill *= FP32_FACTOR if self.only_fp32 else 1
         if self.spill_bytes > max_spill:
             return f"spills {self.spill_bytes} bytes a thread, the limit is {max_spill}"
         return None
@@ -133,7 +138,12 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return found[ATTR_REGCOUNT], found[ATTR_FRAME_SIZE]
 
 
-def compile_variant(variant: Any, arch: int) -> dict[str, int]:
+def is_wide(types: Iterable[str]) -> bool:
+    """Whether no argument points to 16-bit numbers."""
+    return all(kind in WIDE for kind in types if kind.startswith("*"))
+
+
+def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     """Figures of one kernel compiled for sm_`arch`; raises what the compiler raises."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -157,6 +167,7 @@ def compile_variant(variant: Any, arch: int) -> dict[str, int]:
         "spill_bytes": spill_bytes,
         "shared_bytes": int(compiled.metadata.shared),
         "cubin_bytes": len(cubin),
+        "only_fp32": "*fp32" in signature.values() and is_wide(signature.values()),
     }
 
 
@@ -212,7 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="variants whose module and name contain this")
     parser.add_argument("--quick", action="store_true", help="each variant for one architecture, in turn")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread")
+    parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
     parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)

@@ -4,9 +4,9 @@
     python tools/gpu_check.py --rehearse                         a CPU: every line of it, at tiny shapes
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
-One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a target
-of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it. Needs torch, triton,
-numpy and megatron-core only. Under NVIDIA's memory checker: compute-sanitizer --target-processes all python
+One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a
+target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it. Needs torch,
+triton, numpy and megatron-core only. Under NVIDIA's memory checker: compute-sanitizer --target-processes all python
 tools/gpu_check.py --group attention --patience 50
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "tools"):
+for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -102,14 +102,13 @@ def run(checks: Sequence[Check], options: argparse.Namespace) -> list[tuple[Chec
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     groups = dict(given.split("=", 1) for given in options.checks) if options.checks else GROUPS
-    if options.worker is not None and options.rehearse:
-        worker.refuse_absent()
+    absent = worker.refuse_absent() if options.worker is not None and options.rehearse else None
     checks = load(groups)
     if options.worker is not None:
         from gpu_checks.context import make_context
 
         wanted = [one for one in checks if one.name in options.worker]
-        worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick))
+        worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick), absent)
     if options.list:
         print(not_yet(never_run(checks, report.load_reports(REPORTS))))
         return 0

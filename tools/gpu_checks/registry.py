@@ -83,20 +83,22 @@ class Check:
     """What it should take at most on one GPU; it is stopped after several times that."""
     long: bool = False
     """Left out by --quick."""
+    needs: tuple[str, ...] = ()
+    """Packages of others that it is about; without them it is skipped."""
 
 
 _CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str, *, group: str, promise: str, budget_s: float, long: bool = False
+    name: str, *, group: str, promise: str, budget_s: float, long: bool = False, needs: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
     """Register function(ctx) -> Result. It raises `Unavailable` where it cannot be made; anything else is a failure."""
 
     def register(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         if name in _CHECKS:
             raise ValueError(f"two checks are called {name}")
-        _CHECKS[name] = Check(name, group, promise, function, budget_s, long)
+        _CHECKS[name] = Check(name, group, promise, function, budget_s, long, needs)
         return function
 
     return register

@@ -37,6 +37,9 @@ class Padding:
     num_tokens: int = 0
 
 
+NO_PADDING = Padding()
+
+
 def step_of(
     rows: Sequence[Row],
     device: torch.device,
@@ -45,7 +48,7 @@ def step_of(
     block_size: int = 16,
     slots: Sequence[int] | None = None,
     num_slots: int = 0,
-    padding: Padding = Padding(),
+    padding: Padding = NO_PADDING,
     captures: Sequence[tuple[int, int, int]] = (),
     angles: tuple[int, torch.dtype] | None = None,
     seed: int = 0,
@@ -162,7 +165,7 @@ def attention_case(
     rotary_dim: int = 0,
     interleaved: bool = False,
     sinks: bool = False,
-    padding: Padding = Padding(),
+    padding: Padding = NO_PADDING,
     seed: int = 0,
 ) -> AttentionCase:
     """Random queries, keys, values and a cache of two layers; what lies behind a row's keys is large and finite."""

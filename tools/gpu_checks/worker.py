@@ -51,8 +51,12 @@ TAIL = 1500
 class Absent(importlib.abc.MetaPathFinder):
     """Refuses imports of `ABSENT`, as a machine without those packages does."""
 
+    def __init__(self) -> None:
+        self.allowed: tuple[str, ...] = ()
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in ABSENT:
+        root = name.partition(".")[0]
+        if root in ABSENT and root not in self.allowed:
             raise ModuleNotFoundError(f"No module named {name!r} (absent in a rehearsal)", name=name)
 
 
@@ -73,13 +77,18 @@ def run_one(check: Check, ctx: Any) -> Result:
     return result
 
 
-def refuse_absent() -> None:
+def refuse_absent() -> Absent:
     """From here on this process cannot import what a GPU machine may lack."""
-    sys.meta_path.insert(0, Absent())
+    finder = Absent()
+    sys.meta_path.insert(0, finder)
+    return finder
 
 
-def work(checks: Sequence[Check], make_context: Callable[[], Any]) -> NoReturn:
-    """The worker's whole life. Standard output carries the protocol; what checks print goes to standard error."""
+def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absent | None) -> NoReturn:
+    """The worker's whole life. Standard output carries the protocol; what checks print goes to standard error.
+
+    absent: what refuses imports, but for those that a check is about.
+    """
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -93,6 +102,8 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any]) -> NoReturn:
         sys.exit(0)
     for check in checks:
         tell(start=check.name)
+        if absent is not None:
+            absent.allowed = check.needs
         result = run_one(check, ctx)
         tell(done=check.name, result=result.to_dict())
         if result.status == FAILED:
@@ -110,7 +121,7 @@ class Worker:
     """One process and the messages it sends."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in join
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self._unread = b""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from light.machine import wait
 from light.shapes import Costs, costs_of
-
 from megatron_infer.config import InferenceConfig
 from megatron_infer.context.layout import ModelShape
 from megatron_infer.engine import DynamicInferenceEngine

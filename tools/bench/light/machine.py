@@ -69,7 +69,6 @@ def measure(device: torch.device) -> Ceilings:
     host = torch.empty(len(small), dtype=torch.uint8, pin_memory=is_cuda)
     out_s = seconds(lambda: host.copy_(small, non_blocking=True), device, rounds=5)
     in_s = seconds(lambda: small.copy_(host, non_blocking=True), device, rounds=5)
-    del source, target, host, small
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul_s = seconds(lambda: a @ b, device, rounds=20 if is_cuda else 3)
     return Ceilings(

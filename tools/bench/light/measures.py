@@ -1,4 +1,4 @@
-"""What is measured of one model: decode, prefill, mixed steps, suspend and resume. Each gives rows for JSON and a table."""
+"""What is measured of one model: decode, prefill, mixed steps, suspend and resume; rows for JSON and a table."""
 
 from __future__ import annotations
 

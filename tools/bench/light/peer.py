@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import torch
-from light.machine import wait
 
+from light.machine import wait
 from megatron_infer.models.model_plan import ModelPlan
 
 

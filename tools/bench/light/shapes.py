@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, made on the device: no file, no network; and what a step of them moves."""
+"""Models of known shapes with random weights, made on the device without a file; and what a step of them moves."""
 
 from __future__ import annotations
 
