@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "state_config": 0,
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
+    "graph_shapes": 0,
     "schedule": 1,
     "context": 1,
     "kernels": 2,
@@ -81,6 +82,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 PURE = (
     "errors",
     "config",
+    "graph_shapes",
     "state_config",
     "schedule",
     "context.__init__",
