@@ -112,9 +112,7 @@ def make_shapes(
     return tuple(sorted(shapes))
 
 
-def _mixed(
-    options: ShapeOptions, max_requests: int, max_tokens: int, align: int, count: int | None
-) -> set[GraphShape]:
+def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int, count: int | None) -> set[GraphShape]:
     """Shapes that prefill, at most `count` of them (None: any number)."""
     budget = max_tokens if options.all_prefills else min(max(options.max_graph_tokens, max_requests), max_tokens)
     most_rows = options.mixed_prefill_count or max_requests
@@ -239,6 +237,22 @@ def _classes(values: Iterable[int]) -> list[int]:
     for value in sorted(set(values)):
         table += [value] * (value + 1 - len(table))
     return table
+
+
+def shown_shapes(shapes: Sequence[GraphShape]) -> str:
+    """How many there are, the least and the largest of those that decode only and of the others."""
+    if not shapes:
+        return "none"
+    parts = []
+    for noun, group in (
+        ("decode", [shape for shape in shapes if shape.is_decode_only]),
+        ("mixed", [shape for shape in shapes if not shape.is_decode_only]),
+    ):
+        if group:
+            ends = dict.fromkeys((min(group), max(group)))
+            told = " .. ".join(f"({s.num_tokens}, {s.num_prefill}, {s.num_decode})" for s in ends)
+            parts.append(f"{len(group)} {noun} {told}")
+    return ", ".join(parts)
 
 
 def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape) -> int:

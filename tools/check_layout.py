@@ -24,6 +24,7 @@ MAX_INTERFACE_METHODS = 7
 LAYERS: dict[str, int] = {
     "errors": 0,
     "config": 0,
+    "config_checks": 0,
     "state_config": 0,
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
@@ -82,6 +83,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 PURE = (
     "errors",
     "config",
+    "config_checks",
     "graph_shapes",
     "state_config",
     "schedule",

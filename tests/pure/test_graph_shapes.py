@@ -106,7 +106,9 @@ def test_exponential_and_linear_lists_are_as_documented():
     assert {s.prefill_tokens for s in shapes if s.num_decode == 0 and s.num_prefill} == {16, 32, 64}
     assert max(shapes) == GraphShape(64, 8, 0)
     assert GraphShape(64, 1, 7) in shapes, "a full house must leave a newcomer its shape"
-    linear = make_shapes(ShapeOptions(num_graphs=-1, distribution="linear", non_decode=False), max_requests=300, max_tokens=512)
+    linear = make_shapes(
+        ShapeOptions(num_graphs=-1, distribution="linear", non_decode=False), max_requests=300, max_tokens=512
+    )
     expected = [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 300]
     assert [s.num_tokens for s in linear] == expected
 
