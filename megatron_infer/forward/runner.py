@@ -74,25 +74,25 @@ class Flight:
     routed_TLK: Tensor | None = None
     """What the layers, of this stage and those before, note of their choice."""
     routing: HostRead | None = None
-    _tokens: HostRead | None = None
-    _bad: HostRead | None = None
+    _drawn: HostRead | None = None
+    """Tokens, and which are bad."""
 
-    def drawn_as(self, tokens: HostRead, bad: HostRead, out: SampleOutput) -> None:
-        self._tokens, self._bad, self.logprobs, self.carried = tokens, bad, out.logprobs, out.carried
+    def drawn_as(self, drawn: HostRead, out: SampleOutput) -> None:
+        self._drawn, self.logprobs, self.carried = drawn, out.logprobs, out.carried
         self.logits_SV = None
 
     def is_done(self) -> bool:
         """Whether `read` would not have to wait."""
-        return all(part is None or part.is_done() for part in (self._tokens, self._bad, self.routing))
+        return all(part is None or part.is_done() for part in (self._drawn, self.routing))
 
     def read(self) -> Drawn:
         """Wait for the device and give the tokens."""
-        routing = None if self.routing is None else as_ids(self.routing.wait())
-        if self._tokens is None or self._bad is None:
+        routing = None if self.routing is None else as_ids(self.routing.wait()[0])
+        if self._drawn is None:
             return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
-        bad = self._bad.wait()
+        tokens, bad = self._drawn.wait()
         return Drawn(
-            StepResult(self._tokens.wait().tolist()),
+            StepResult(tokens.tolist()),
             self.logprobs,
             bad.nonzero().flatten().tolist() if bool(bad.any()) else [],
             self.prompt_scores,
@@ -188,7 +188,7 @@ class ModelRunner:
             ),
         )
         self.builder.store_drawn(batch, out.tokens_S)
-        flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)
+        flight.drawn_as(self._device.begin_read(out.tokens_S, out.bad_S), out)
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""

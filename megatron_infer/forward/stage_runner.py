@@ -186,13 +186,13 @@ class StageRunner(ModelRunner):
         tokens = message.tokens.copy()
         tokens[bad] = 0
         if len(tokens):
-            self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
+            self._lane.submit(partial(self._store, flight.batch, tokens))
         logprobs, carried, routing, scores, pooled = _heard(flight.plan, message.extra)
         return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing, pooled=pooled)
 
     @torch.inference_mode()
-    def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
-        self.builder.store_drawn(batch, tokens_S.to(self._device.torch))
+    def _store(self, batch: Batch, tokens: np.ndarray) -> None:
+        self.builder.store_heard(batch, tokens)
 
     def _note_failure(self, flight: StageFlight, error: Exception) -> None:
         log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
