@@ -149,7 +149,8 @@ class HostRead:
     """A device-to-host copy of some tensors under way."""
 
     def __init__(self, device: Device, tensors: Sequence[Tensor], pool: PinnedPool) -> None:
-        self._tensors = tuple(tensors)
+        # on a CPU too what is read is what is there now: the next step may write over it
+        self._tensors = tuple(tensors) if device.is_cuda else tuple(tensor.clone() for tensor in tensors)
         self._pool = pool
         self._lent: Lent | None = None
         self._event = Event(device, "read")

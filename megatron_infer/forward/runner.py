@@ -14,6 +14,8 @@ from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device, HostRead
 from megatron_infer.forward.pooling import Pooled, pool
+from megatron_infer.forward.step_graphs import Replayed, StepGraphs
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
@@ -71,6 +73,9 @@ class Flight:
     pooled: list[Pooled] = field(default_factory=list)
     logprobs: LogprobBatch | None = None
     carried: CarriedBatch | None = None
+    shape: GraphShape | None = None
+    """What the step is padded to; None: it runs as it is."""
+    replayed: Replayed | None = None
     routed_TLK: Tensor | None = None
     """What the layers, of this stage and those before, note of their choice."""
     routing: HostRead | None = None
@@ -79,7 +84,7 @@ class Flight:
 
     def drawn_as(self, drawn: HostRead, out: SampleOutput) -> None:
         self._drawn, self.logprobs, self.carried = drawn, out.logprobs, out.carried
-        self.logits_SV = None
+        self.logits_SV = self.replayed = None
 
     def is_done(self) -> bool:
         """Whether `read` would not have to wait."""
@@ -114,7 +119,10 @@ class ModelRunner:
         sampler: Sampler | TensorParallelSampler,
         device: Device,
         ops: Ops,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        """graphs: None where every step runs as it is."""
+        self.graphs = graphs
         self.store, self.builder, self.sampler, self._model = store, builder, sampler, model
         self._device, self._ops = device, ops
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
@@ -125,19 +133,29 @@ class ModelRunner:
         """Enqueue the moves between device and host, then the step's forward; logits exist only where one draws."""
         flight = Flight(plan=plan)
         self._set_out(flight, table_writes, moves)
-        self._arrive(flight, self._model.hidden(flight.batch))
+        if flight.shape is None:
+            self._arrive(flight, self._model.hidden(flight.batch))
+        else:
+            assert self.graphs is not None
+            flight.replayed = self.graphs.launch(flight.shape, flight.batch, num_decode=len(plan.decode))
+            self._arrive(flight, flight.replayed.hidden_TD)
         return flight
 
     def _set_out(self, flight: Flight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]) -> None:
         """What comes before the layers."""
         self._set_rows(flight.plan)
         self.store.run_moves(moves)
-        flight.batch = self.builder.build(flight.plan, table_writes)
+        if self.graphs is not None:
+            flight.shape = self.graphs.ready(flight.plan)
+        flight.batch = self.builder.build(flight.plan, table_writes, shape=flight.shape)
         if self.sampler.params.num_routing:
             self._make_room_for_routing(flight)
 
-    def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
-        """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in."""
+    def _arrive(self, flight: Flight, hidden_TD: Tensor | None, *, scores: bool = True) -> None:
+        """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in.
+
+        hidden_TD: None of a padded step that only decodes.
+        """
         plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
@@ -145,13 +163,17 @@ class ModelRunner:
             flight.routing = self._device.begin_read(flight.routed_TLK)
         if not scores:
             return
-        if plan.sampled:
+        if flight.replayed is not None:
+            flight.logits_SV = flight.replayed.logits_SV
+        elif plan.sampled:
+            assert hidden_TD is not None
             hidden_SD = (
                 hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
-        flight.prompt_scores = self._score_prompts(plan, hidden_TD)
-        flight.pooled = pool(plan, hidden_TD)
+        if hidden_TD is not None and plan.prefill:
+            flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+            flight.pooled = pool(plan, hidden_TD)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""
@@ -178,17 +200,23 @@ class ModelRunner:
         if flight.logits_SV is None:
             return
         batch = flight.batch
-        out = self.sampler.sample(
-            flight.logits_SV,
-            SampleInputs(
+        drawn = None if flight.replayed is None or masks is not None else flight.replayed.drawn
+        if drawn is not None and self._drawn_as_wanted(batch):
+            out = SampleOutput(*drawn, None)
+        else:
+            inputs = SampleInputs(
                 rows=batch.sample_rows,
                 positions=batch.sample_positions,
                 token_pool=self.builder.token_pool,
                 masks=masks,
-            ),
-        )
-        self.builder.store_drawn(batch, out.tokens_S)
+            )
+            out = self.sampler.sample(flight.logits_SV, inputs)
+            self.builder.store_drawn(batch, out.tokens_S)
         flight.drawn_as(self._device.begin_read(out.tokens_S, out.bad_S), out)
+
+    def _drawn_as_wanted(self, batch: Batch) -> bool:
+        """Whether the draw within a padded step gives its rows all they want."""
+        return self.sampler.can_be_static(batch.sample_rows, batch.sample_positions)
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""
