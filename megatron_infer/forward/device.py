@@ -154,8 +154,8 @@ class HostRead:
         self._pool = pool
         self._lent: Lent | None = None
         self._event = Event(device, "read")
-        self._is_read = False
-        if device.is_cuda:
+        self._is_read = not tensors
+        if device.is_cuda and tensors:
             sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
             self._lent = pool.take(max(1, sum(sizes)))
             parts, offset = [], 0

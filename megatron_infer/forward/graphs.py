@@ -215,7 +215,7 @@ class GraphPool:
         return sum(graph.num_bytes for graph in self._graphs.values()) + self._step.output_bytes()
 
     def ready(self, shape: GraphShape) -> None:
-        """See that the shape has a graph if it can have one; before the step is built, as its tensors are overwritten."""
+        """See that the shape has a graph if it can; before the step is built, as its tensors are overwritten."""
         addresses = self._step.addresses()
         if addresses != self._addresses:
             self.drop("the cache moved")

@@ -42,8 +42,7 @@ def pool(plan: Plan, hidden_TD: Tensor) -> list[Pooled]:
     pooled = []
     for piece, offset in pooled_slices(plan):
         hidden_ND = hidden_TD[offset : offset + piece.n].float()
-        # a copy: a padded step's output is written over by the next one
-        values_D = hidden_ND.sum(0) if piece.request.params.pooling == "mean" else hidden_ND[-1].clone()
+        values_D = hidden_ND.sum(0) if piece.request.params.pooling == "mean" else hidden_ND[-1]
         pooled.append(pooled_as(piece, values_D))
     return pooled
 

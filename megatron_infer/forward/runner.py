@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,99 +11,20 @@ from torch import Tensor
 from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
-from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.forward.pooling import Pooled, pool
-from megatron_infer.forward.step_graphs import Replayed, StepGraphs
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.forward.device import Device
+from megatron_infer.forward.flight import Flight, PromptScores
+from megatron_infer.forward.pooling import pool
+from megatron_infer.forward.step_graphs import StepGraphs
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
-from megatron_infer.sampling.carried import CarriedBatch
-from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
-from megatron_infer.schedule.plan import Plan, StepResult
-from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.plan import Plan
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
-
-
-@dataclass(slots=True)
-class PromptScores:
-    """Log probabilities of prompt tokens first .. first+len-1 of one request, as the model gives them (raw)."""
-
-    request: Request
-    first: int
-    logprobs: Tensor
-    ranks: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-
-@dataclass(slots=True)
-class Drawn:
-    """A step's result on the host."""
-
-    result: StepResult
-    logprobs: LogprobBatch | None
-    bad: list[int]
-    """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
-    prompt_scores: list[PromptScores]
-    carried: CarriedBatch | None = None
-    routing: np.ndarray | None = None
-    """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where some request asks."""
-    error: str = ""
-    """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
-    cause: str = ""
-    """What raised, where that was on this rank; `error` is every rank's."""
-    pooled: list[Pooled] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that was launched and whose result has not been read."""
-
-    plan: Plan
-    batch: Batch = None  # type: ignore[assignment]
-    """Made by the forward."""
-    logits_SV: Tensor | None = None
-    prompt_scores: list[PromptScores] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    logprobs: LogprobBatch | None = None
-    carried: CarriedBatch | None = None
-    shape: GraphShape | None = None
-    """What the step is padded to; None: it runs as it is."""
-    replayed: Replayed | None = None
-    routed_TLK: Tensor | None = None
-    """What the layers, of this stage and those before, note of their choice."""
-    routing: HostRead | None = None
-    _drawn: HostRead | None = None
-    """Tokens, and which are bad."""
-
-    def drawn_as(self, drawn: HostRead, out: SampleOutput) -> None:
-        self._drawn, self.logprobs, self.carried = drawn, out.logprobs, out.carried
-        self.logits_SV = self.replayed = None
-
-    def is_done(self) -> bool:
-        """Whether `read` would not have to wait."""
-        return all(part is None or part.is_done() for part in (self._drawn, self.routing))
-
-    def read(self) -> Drawn:
-        """Wait for the device and give the tokens."""
-        routing = None if self.routing is None else as_ids(self.routing.wait()[0])
-        if self._drawn is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
-        tokens, bad = self._drawn.wait()
-        return Drawn(
-            StepResult(tokens.tolist()),
-            self.logprobs,
-            bad.nonzero().flatten().tolist() if bool(bad.any()) else [],
-            self.prompt_scores,
-            self.carried,
-            routing,
-            pooled=self.pooled,
-        )
 
 
 class ModelRunner:
@@ -159,8 +79,6 @@ class ModelRunner:
         plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
-        if flight.routed_TLK is not None:
-            flight.routing = self._device.begin_read(flight.routed_TLK)
         if not scores:
             return
         if flight.replayed is not None:
@@ -196,8 +114,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
-        """Draw the step's tokens on the device and start their way to the host."""
+        """Draw the step's tokens on the device and start the way of all it leaves to the host."""
         if flight.logits_SV is None:
+            flight.depart(self._device)
             return
         batch = flight.batch
         drawn = None if flight.replayed is None or masks is not None else flight.replayed.drawn
@@ -212,7 +131,7 @@ class ModelRunner:
             )
             out = self.sampler.sample(flight.logits_SV, inputs)
             self.builder.store_drawn(batch, out.tokens_S)
-        flight.drawn_as(self._device.begin_read(out.tokens_S, out.bad_S), out)
+        flight.depart(self._device, out)
 
     def _drawn_as_wanted(self, batch: Batch) -> bool:
         """Whether the draw within a padded step gives its rows all they want."""
@@ -239,10 +158,10 @@ class ModelRunner:
             count = min(piece.n, request.prompt_len - 1 - piece.start)
             if top is None or count <= 0:
                 continue
-            targets = torch.tensor(request.tokens[piece.start + 1 : piece.start + 1 + count], dtype=torch.int64)
+            targets = np.array(request.tokens[piece.start + 1 : piece.start + 1 + count], dtype=np.int64)
             scored = prompt_logprobs(
                 hidden_TD[begin : begin + count],
-                targets.to(self._device.torch),
+                self._device.stage(targets),
                 lambda hidden: self._model.logits(hidden, self._ops),
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
@@ -251,9 +170,3 @@ class ModelRunner:
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
-
-
-def as_ids(routing: Tensor) -> np.ndarray:
-    """Expert ids on the host: uint8, or uint16 where int16 stood for it."""
-    ids: np.ndarray = routing.numpy()
-    return ids if ids.dtype == np.uint8 else ids.view(np.uint16)
