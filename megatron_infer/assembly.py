@@ -25,8 +25,9 @@ from megatron_infer.figures import figures_of, held_blocks
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.flight import Flight
 from megatron_infer.forward.pipeline import StageLink
-from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.intake import Intake, Limits, TextCodec

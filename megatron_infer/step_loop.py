@@ -8,8 +8,8 @@ from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.flight import Drawn, Flight
 from megatron_infer.forward.pipeline import is_of_collective
-from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.sampling.masks import TokenMasks

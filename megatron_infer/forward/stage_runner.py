@@ -19,9 +19,10 @@ import torch
 
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
+from megatron_infer.forward.flight import Drawn, Flight, PromptScores
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
 from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
-from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
+from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -186,13 +187,13 @@ class StageRunner(ModelRunner):
         tokens = message.tokens.copy()
         tokens[bad] = 0
         if len(tokens):
-            self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
+            self._lane.submit(partial(self._store, flight.batch, tokens))
         logprobs, carried, routing, scores, pooled = _heard(flight.plan, message.extra)
         return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing, pooled=pooled)
 
     @torch.inference_mode()
-    def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
-        self.builder.store_drawn(batch, tokens_S.to(self._device.torch))
+    def _store(self, batch: Batch, tokens: np.ndarray) -> None:
+        self.builder.store_heard(batch, tokens)
 
     def _note_failure(self, flight: StageFlight, error: Exception) -> None:
         log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
@@ -224,15 +225,15 @@ def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
     arrays.append(np.array([*has, vocab_size], dtype=np.int64))
     if logprobs is not None:
         tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
-        arrays += [logprobs.index, logprobs.counts, *(tensor.cpu().numpy() for tensor in tensors)]
+        arrays += [logprobs.index, logprobs.counts, *(tensor.numpy() for tensor in tensors)]
     if carried is not None:
         tensors = (carried.raw, carried.processed, carried.bits_BY)
-        arrays += [carried.index, carried.support, *(tensor.cpu().numpy() for tensor in tensors)]
+        arrays += [carried.index, carried.support, *(tensor.numpy() for tensor in tensors)]
     if routing is not None:
         arrays.append(routing)
     for scores in drawn.prompt_scores:
-        arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return [*arrays, *(pooled.values_D.cpu().numpy() for pooled in drawn.pooled)]
+        arrays += [part.numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
+    return [*arrays, *(pooled.values_D.numpy() for pooled in drawn.pooled)]
 
 
 def _heard(

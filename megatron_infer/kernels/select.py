@@ -31,6 +31,7 @@ from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
-BACKENDS = ("native", "torch", "reference", *accelerated.NAMES)
+STATIC = "static"
+"""Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
+BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
 SCAN = "selective scan"
 
 
@@ -117,8 +120,8 @@ def _choose_linear(
         if layout is not None:
             return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
-    if forced == "reference":
-        reason: str | None = f"{BACKEND_VARIABLE}=reference"
+    if forced in ("reference", STATIC):
+        reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
@@ -153,7 +156,7 @@ def _choose_attention(
         _check_forced("attention", forced, missing)
         if library is not None:
             candidates.append(NativePagedAttention(library, dtype))
-        candidates.append(TorchPagedAttention())
+        candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
         for backend in candidates:
             refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -183,7 +186,7 @@ def _choose_scan(
         _check_forced(SCAN, forced, missing)
         if library is not None:
             candidates.append(NativeScan(library, dtype))
-        candidates.append(TorchScan())
+        candidates.append(StaticScan() if forced == STATIC else TorchScan())
         for backend in candidates:
             refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
