@@ -460,6 +460,7 @@ def make_runner(
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
+        device_kernels=chosen.device_sampling,
         stage=where.stage,
     )
     of_all = for_group(sampler, adopted.tp_group)
