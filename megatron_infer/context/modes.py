@@ -21,7 +21,7 @@ import logging
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -65,7 +65,7 @@ class Region(Protocol):
         """Nobody uses the tensor for a while, its content is wanted: pages that can leave on their own may."""
         ...
 
-    def settle(self, ranges: Sequence[tuple[int, int]]) -> int:
+    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
         """The end of `lend`: call in the pages of these bytes, (begin, end) -> bytes asked for."""
         ...
 

@@ -212,7 +212,7 @@ class StateStore(PoolContent):
     def settle(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:
         """The end of `lend`: call these blocks and states in -> bytes asked for, those present among them."""
         self._check_held()
-        return self._region.settle(list(self._layout.ranges(blocks, state_slots)))
+        return self._region.settle(self._layout.ranges(blocks, state_slots))
 
     # ------------------------------------------------------------------ parts
 

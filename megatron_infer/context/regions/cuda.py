@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -45,7 +45,7 @@ class StaysPut:
     def lend(self) -> None:
         return
 
-    def settle(self, ranges: Sequence[tuple[int, int]]) -> int:
+    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
         return 0
 
 

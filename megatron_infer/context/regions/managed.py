@@ -16,7 +16,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class ManagedRegion:
     def lend(self) -> None:
         self._advise(UNSET_PREFERRED)
 
-    def settle(self, ranges: Sequence[tuple[int, int]]) -> int:
+    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
         self._advise(SET_PREFERRED)
         room, asked = (free_bytes(self._device) if self._device.type == "cuda" else self._num_bytes), 0
         with _side_stream(self._device) as stream:
@@ -251,7 +251,7 @@ def _side_stream(device: torch.device) -> Iterator[int]:
         stream.synchronize()
 
 
-def joined(ranges: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
+def joined(ranges: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
     """(begin, end) in order, those closer than `gap` as one.
 
     Example: (0, 4), (8, 9), (1, 2) with a gap of 4 -> (0, 4), (8, 9); with 5 -> (0, 9).
