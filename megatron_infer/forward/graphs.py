@@ -216,7 +216,7 @@ class GraphPool:
     @property
     def num_bytes(self) -> int:
         """Memory of all graphs, as measured, and of their outputs."""
-        return sum(graph.num_bytes for graph in self._graphs.values()) + self._step.output_bytes()
+        return sum(graph.num_bytes for graph in list(self._graphs.values())) + self._step.output_bytes()
 
     def ready(self, shape: GraphShape) -> None:
         """See that the shape has a graph if it can; before the step is built, as its tensors are overwritten."""
