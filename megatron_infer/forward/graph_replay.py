@@ -47,6 +47,7 @@ class ReplayRecorder:
     """Captures a run twice: once to see which memory it reads that is there before it, once to note its calls."""
 
     name = "replay (stand-in on a CPU)"
+    collectives = ()
 
     def capture(self, run: Callable[[], None]) -> Tape:
         warm_up = Tape(None)
