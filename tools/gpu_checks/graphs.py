@@ -35,13 +35,13 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, way: str | None = None, **options: Any) -> Any:
-    """An engine whose steps are captured. way: "eager" pads them and captures nothing."""
+def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str = "static", **options: Any) -> Any:
+    """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
     with (
         environment(GRAPHS_VARIABLE, way or ctx.pick(None, "replay")),
-        environment(BACKEND_VARIABLE, ctx.pick(None, "triton")),
+        environment(BACKEND_VARIABLE, ctx.pick(None, kernels)),
     ):
         engine = make_engine(model, ctx.device, **settings)
     if engine.parts.runner.graphs is None:
@@ -79,9 +79,9 @@ def on_off(ctx: Context) -> Result:
             model = make_model(kind, dtype, ctx.device)
             for params in ctx.pick(drawing, drawing[:1]):
                 work = workload(ctx, **params)
-                engine = graphed(ctx, model)
+                engine = graphed(ctx, model, kernels="triton")
                 got = answers(engine, work)
-                with_padding = answers(graphed(ctx, model, way="eager"), work)
+                with_padding = answers(graphed(ctx, model, way="eager", kernels="triton"), work)
                 _same(compare, f"{kind} {dtype} {params}", got, with_padding)
                 pool = engine.parts.runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
@@ -111,7 +111,9 @@ def new_weights(ctx: Context) -> Result:
     compare.require("tokens are those of the old weights", before != after)
     compare.require("tokens are not those of the new weights", after == fresh)
     again = engine.parts.runner.graphs.pool.counts.captures - captures
-    compare.require(f"{again} graphs captured again", again == 0)
+    # A CPU's packed copies of the weights are made anew, elsewhere.
+    moved = bool(engine.parts.chosen.packed.num_bytes)
+    compare.require(f"{again} graphs captured again", again == 0 or moved)
     return compare.result()
 
 

@@ -45,7 +45,7 @@ START_S = 120.0
 """A process may take so long to import and find its device."""
 POISONED = 86
 """Exit status of a worker whose device answers no more."""
-TAIL = 1500
+TAIL = 500
 
 
 class Absent(importlib.abc.MetaPathFinder):
@@ -87,7 +87,7 @@ def refuse_absent() -> Absent:
 def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absent | None) -> NoReturn:
     """The worker's whole life. Standard output carries the protocol; what checks print goes to standard error.
 
-    absent: what refuses imports, but for those that a check is about.
+    absent: what refuses imports, but in a check that is about packages of others.
     """
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -103,7 +103,7 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     for check in checks:
         tell(start=check.name)
         if absent is not None:
-            absent.allowed = check.needs
+            absent.allowed = ABSENT if check.needs else ()
         result = run_one(check, ctx)
         tell(done=check.name, result=result.to_dict())
         if result.status == FAILED:
@@ -194,7 +194,7 @@ def _run_some(
     left: list[Check], worker: Worker, tell: Callable[[Check, Result], None], deadline: float, patience: float
 ) -> list[Check]:
     """Hear one worker out -> the checks that are still to be run."""
-    limit, begun = START_S, False
+    limit, begun, heard = START_S, False, False
     while left:
         try:
             message = worker.next(limit)
@@ -207,8 +207,11 @@ def _run_some(
             ended = worker.end()
             if worker.status == POISONED and not begun:
                 return left
-            tell(left[0], Result(FAILED, reason=f"its process died, {ended}"))
-            return left[1:]
+            lost = left[:1] if heard else left  # who dies before the first check dies of something that all have
+            for one in lost:
+                tell(one, Result(FAILED, reason=f"its process died, {ended}"))
+            return left[len(lost) :]
+        heard = True
         if "unavailable" in message:
             for one in left:
                 tell(one, Result(SKIPPED, reason=message["unavailable"]))
