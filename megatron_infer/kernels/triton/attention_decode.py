@@ -36,6 +36,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     LOOSE,
     MIN_DOT,
     attend_tile,
+    blocks_of,
     finish,
     load_tile,
     padded,
@@ -47,8 +48,8 @@ from megatron_infer.kernels.triton.launch import AotVariant, launch
 CHUNK = 256
 """Keys of a split of a row that is not very long."""
 MERGE_WARPS = 4
-MAX_LINES = 64
-"""Query heads of one tile; a larger group takes several."""
+MAX_LINES = {2: 64, 4: 16}
+"""Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
 LANES = 256
 """Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
 
@@ -104,11 +105,14 @@ def decode_kernel(
     last_key = tl.zeros([BLOCK_M], dtype=tl.int32) + (num_keys - 1)
     begin = tl.maximum(origin + first_split * split_keys, first_key // BLOCK_N * BLOCK_N)
     end = tl.minimum(origin + (first_split + share) * split_keys, num_keys)
+    block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
+        next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, start,
+            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, block, start,
             num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
         )
+        block = next_block
         stop = start + BLOCK_N
         if (num_splits > 1) & (((stop - origin) % split_keys == 0) | (stop >= end)):
             part = line * part_splits + (start - origin) // split_keys
@@ -212,7 +216,7 @@ def _constexprs(
         "NUM_KV": spec.num_kv_heads,
         "GROUP": spec.group_size,
         "BLOCK_SIZE": block_size,
-        "BLOCK_M": max(MIN_DOT, min(MAX_LINES, triton.next_power_of_2(spec.group_size))),
+        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[element_bytes], triton.next_power_of_2(spec.group_size))),
         "BLOCK_N": tiles.keys,
         "PRECISION": precision(element_bytes),
     }

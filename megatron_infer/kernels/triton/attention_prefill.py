@@ -28,6 +28,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
     attend_tile,
+    blocks_of,
     finish,
     load_tile,
     padded,
@@ -59,11 +60,14 @@ def _attend_keys(
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Key tiles from begin to before end, both multiples of BLOCK_N; see attend_tile."""
+    block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
+        next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q, acc, top, total, k_cache, v_cache, table, start, num_keys, last_key, scale2,
+            q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
             KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, PRECISION,
         )
+        block = next_block
     return acc, top, total
 
 
@@ -152,20 +156,19 @@ def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> Prefill
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
-    16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB.
+    16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. Shapes are those that torch's flex attention found
+    good on H100 and A100.
     """
     if element_bytes > 2:
         keys = 32 if head_pad <= 128 else 16
-        return PrefillTiles(lines=32, keys=keys, num_warps=4, num_stages=1)
+        return PrefillTiles(lines=32, keys=keys, num_warps=8, num_stages=1)
     if head_pad <= 64:
         return PrefillTiles(lines=128, keys=64, num_warps=4, num_stages=3)
     if head_pad <= 128:
         if shared_kib >= 160:
             return PrefillTiles(lines=128, keys=64, num_warps=8, num_stages=3)
         return PrefillTiles(lines=64, keys=64, num_warps=4, num_stages=2)
-    if shared_kib >= 160:
-        return PrefillTiles(lines=128, keys=32, num_warps=8, num_stages=2)
-    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=1)
+    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= 160 else 2)
 
 
 def _constexprs(

@@ -23,20 +23,29 @@ LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
 
 
 @triton.jit
-def key_positions(table, start, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Places in the flat cache of keys start .. start + BLOCK_N - 1, int64; start < num_keys, a multiple of BLOCK_N.
+def blocks_of(table, start, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache blocks of keys start .. start + BLOCK_N - 1: one where a tile lies in one block, else that of each key.
 
-    A tile inside one block asks the block table once, otherwise every key does. Keys from num_keys on have a place that
-    exists and means nothing: entries of the table behind the last key are not read.
+    start is a multiple of BLOCK_N. Entries of the table behind key num_keys - 1 are not read; their keys get block 0.
+    Loops ask for the next tile's while they attend this one: were the answer needed at once, the compiler could load
+    keys and values only half as far ahead.
     """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < num_keys, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0)
+    return block
+
+
+@triton.jit
+def key_places(block, start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Places in the flat cache of keys start .. start + BLOCK_N - 1, int64; `block` as blocks_of gives it."""
     at = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-        places = block * BLOCK_SIZE + (start % BLOCK_SIZE + at)
+        places = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE + at)
     else:
-        key = start + at
-        block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0).to(tl.int64)
-        places = block * BLOCK_SIZE + key % BLOCK_SIZE
+        places = block.to(tl.int64) * BLOCK_SIZE + (start + at) % BLOCK_SIZE
     return places
 
 
@@ -59,15 +68,16 @@ def load_tile(base, rows, rows_mask, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.conste
 @triton.jit
 def finish(acc, top, total):
     """(weighted mean [M, HEAD_PAD], log of the sum of exponentials [M]); zeros and -inf where no key was seen."""
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = tl.where(total == 0.0, float("-inf"), top * 0.6931471805599453 + tl.log(total))
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = acc / divisor[:, None]
+    lse = tl.where(total == 0.0, float("-inf"), top * 0.6931471805599453 + tl.log(divisor))
     return out, lse
 
 
 # fmt: off
 @triton.jit
 def attend_tile(
-    q, acc, top, total, k_cache, v_cache, table, start, num_keys, last_key, scale2,
+    q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
     KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -78,7 +88,7 @@ def attend_tile(
     Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
     Keys from num_keys on are not loaded: what lies there may be anything, NaN too.
     """
-    at = key_positions(table, start, num_keys, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
+    at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
     key = start + tl.arange(0, BLOCK_N)
     exists = key < num_keys
     k = load_tile(k_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
