@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_checks.context import Context
-from gpu_checks.registry import Comparison, Result, check
+from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import error_of
 from megatron_infer.kernels import accelerated
 from megatron_infer.kernels.torch_ref import ReferenceOps
@@ -62,4 +62,64 @@ def elementwise(ctx: Context) -> Result:
                             label = f"{backend.name} {name} {dtype} [{num_tokens}, {width}]"
                             compare.require(f"{label}: gives {part.dtype}", part.dtype == reference.dtype)
                             compare.add(label, error_of(part, reference), TOLERANCE[dtype])
+    return compare.result()
+
+
+def _experts_case(
+    num_tokens: int, experts: int, top_k: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Any, tuple[Tensor, ...], Tensor]:
+    """(the layer's weights, (x, chosen, probs, out), what the experts must give in float64)."""
+    from megatron_infer.kernels.experts import ExpertWeights
+
+    width, inner = sizes
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).div_(shape[-1] ** 0.5).to(dtype)
+
+    fc1, fc2 = ([randn(*shape) for _ in range(experts)] for shape in ((2 * inner, width), (width, inner)))
+    x, before = torch.randn(num_tokens, width, generator=generator).to(dtype), randn(num_tokens, width)
+    scores = torch.randn(num_tokens, experts, generator=generator)
+    scores[:, 0] += 3.0  # one expert that nearly all choose, and some that nobody does
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(top_k).indices, True)
+    probs = scores.softmax(-1) * chosen
+    wanted = before.double()
+    for expert in range(experts):
+        gate, up = (x.double() @ fc1[expert].double().T).chunk(2, dim=-1)
+        inner_TF = gate * torch.sigmoid(gate) * up
+        wanted += (inner_TF @ fc2[expert].double().T) * probs[:, expert, None].double()
+    weights = ExpertWeights(
+        fc1=[{"weight": weight.to(device), "bias": None} for weight in fc1],
+        fc2=[{"weight": weight.to(device), "bias": None} for weight in fc2],
+        first=0,
+        top_k=top_k,
+        activate=lambda ops, middle: ops.silu_mul(middle),
+    )
+    return weights, tuple(part.to(device) for part in (x, chosen, probs, before)), wanted
+
+
+@check(
+    "experts",
+    group="operations",
+    promise="grouped products of mixture-of-experts layers equal each expert's own, however uneven the choice",
+    budget_s=20,
+)
+def experts(ctx: Context) -> Result:
+    compare = Comparison("error over the largest entry")
+    for dtype in ctx.dtypes():
+        for backend in ctx.backends(accelerated.OPS, dtype):
+            grouped = getattr(backend, "experts", None)
+            if grouped is None:
+                continue
+            for num_tokens in ctx.pick((1, 5, 64, 777), (3,)):
+                for shape in ctx.pick(((8, 2, (256, 512)), (60, 4, (512, 352))), ((3, 2, (16, 32)),)):
+                    weights, inputs, wanted = _experts_case(num_tokens, *shape, dtype, ctx.device)
+                    reason = grouped.supports(weights, inputs[0])
+                    label = f"{backend.name} {dtype} {num_tokens} tokens, {shape[0]} experts"
+                    compare.require(f"{label}: refused, {reason}", reason is None)
+                    x, chosen, probs, out = inputs
+                    grouped.add(backend, x, chosen, probs, weights, out)
+                    compare.add(label, error_of(out, wanted), 2 * TOLERANCE[dtype])
+    if not compare.num_cases:
+        raise Unavailable("no backend here has grouped products of experts")
     return compare.result()
