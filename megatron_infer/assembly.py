@@ -473,6 +473,8 @@ def make_runner(
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
+        device_kernels=chosen.device_sampling,
+        stage=where.stage,
     )
     of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
