@@ -322,7 +322,6 @@ def assemble(
         )
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
-    parts.show_weights_to_graphs()
     if parts.context.host is not None:
         if groups.is_leader:
             parts.speeds = SpeedMeter(parts.runner.store)
@@ -391,6 +390,14 @@ def register_derived(parts: Assembly) -> None:
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
         )
     parts.derived.refresh()
+    connect_graphs(parts)
+
+
+def connect_graphs(parts: Assembly) -> None:
+    """What graphs have to know of the weights, and the scheduler of graphs."""
+    parts.show_weights_to_graphs()
+    if parts.runner.graphs is not None and parts.config.cuda_graph_all_prefills:
+        parts.scheduler.prompts.room = parts.runner.graphs.pool.index.prefill_room
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:

@@ -349,3 +349,14 @@ def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_told(gpt, m
     monkeypatch.delenv("MEGATRON_INFER_GRAPHS")
     with pytest.warns(ConfigWarning, match="no graphs on a CPU; every step runs eagerly"):
         make_engine(gpt, **GRAPHS)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True, "cuda_graph_mixed_prefill_count": 1}, {"num_cuda_graphs": 3}]
+)
+def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
+    expected = answers(make_engine(gpt), work(9))
+    engine = make_engine(gpt, **{"num_cuda_graphs": -1, **settings}, cuda_graph_all_prefills=True, max_tokens=24)
+    assert answers(engine, work(9)) == expected
+    check_used(engine)
+    assert not pool_of(engine).counts.eager and pool_of(engine).counts.replays == engine.stats().counters["steps"]
