@@ -486,6 +486,6 @@ def make_runner(
     of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
     graphs = step_graphs(
-        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, is_stage=link is not None
+        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, link=link
     )
     return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)
