@@ -452,6 +452,7 @@ def make_runner(
         dtype=dtype,
         scan=chosen.scan,
         states=lambda: store.states,
+        gather=chosen.gather,
     )
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),

@@ -31,6 +31,7 @@ from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
+from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
@@ -69,6 +70,8 @@ class Chosen:
     checksum: Callable[[Tensor], int]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
+    gather: Gather = torch_gather
+    """What a step's tokens are, from the device's own tables."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -317,6 +320,9 @@ def choose(
         BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
         linear_row,
     ]
+    gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
+    if gathers or no_gather:
+        rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     sampling = None if library is None else NativeSampling(library)
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
@@ -328,4 +334,5 @@ def choose(
         sampling=sampling,
         checksum=checksum,
         rows=rows,
+        gather=gathers[0] if gathers else torch_gather,
     )

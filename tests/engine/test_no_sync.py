@@ -31,6 +31,11 @@ CASES = {
     "scored": SamplingParams(temperature=0.0, prompt_logprobs=2, **ENDLESS),
 }
 
+OF_HYBRIDS = {
+    "samples": CASES["samples"],
+    "told": SamplingParams(return_routing=True, logprobs=1, **ENDLESS),
+}
+
 
 def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
     sizes = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 12}
@@ -52,8 +57,7 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, overlap, monkeypatc
     engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
     for _ in range(3):  # weights are compared before the first step, and read for that
         engine.step()
-    cases = CASES | ({"routing": SamplingParams(return_routing=True, **ENDLESS)} if kind == "hybrid" else {})
-    for name, params in cases.items():
+    for name, params in CASES.items() if kind == "attention" else OF_HYBRIDS.items():
         engine.add_request(list(range(4, 40)), params, stream="delta")
         for what, count in (("its prefill", 1), ("the steps behind it", 2)):
             watch.hits.clear()
