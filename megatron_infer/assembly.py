@@ -472,6 +472,7 @@ def make_runner(
         scan=chosen.scan,
         states=lambda: store.states,
         shapes=sizes.graph_shapes,
+        gather=chosen.gather,
     )
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import Recorder, make_recorder
 from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.step_graphs import StepGraphs
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.sampling.sampler import Sampler
@@ -69,10 +71,20 @@ def step_graphs(
         sampler=sampler if adopted.tp_group is None and adopted.is_last_stage else None,
         device=device,
         ops=chosen.ops,
-        expected_bytes=sizes.graph_bytes,
+        expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape),
+        all_ranks=partial(_all_ranks, adopted.groups(), device),
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         is_last=adopted.is_last_stage,
     )
+
+
+def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
+    """Whether all members of the groups say so; waits for them."""
+    for group in groups:
+        agreed = torch.tensor([int(flag)], device=device.torch)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        flag = bool(agreed.item())
+    return flag
 
 
 def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], device: Device) -> Tensor:

@@ -9,7 +9,7 @@ Legend: T tokens, S drawn tokens (as many as the shape has rows), D hidden, V vo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -155,7 +155,8 @@ class StepGraphs:
         sampler: Sampler | None,
         device: Device,
         ops: Ops,
-        expected_bytes: int = 0,
+        expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
+        all_ranks: Callable[[bool], bool] = bool,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
@@ -170,7 +171,9 @@ class StepGraphs:
             is_last=is_last,
         )
         self._has_routing = model.routing is not None and model.routing.num_layers > 0
-        self.pool = GraphPool(shapes, recorder, self._step, device=device, expected_bytes=expected_bytes)
+        self.pool = GraphPool(
+            shapes, recorder, self._step, device=device, expected_bytes=expected_bytes, all_ranks=all_ranks
+        )
 
     def shape_of(self, plan: Plan) -> GraphShape | None:
         """The shape that a step is padded to, the same on every rank; None: it runs as it is."""
