@@ -31,7 +31,7 @@ def narrow(device):
     """Holds so few candidates that most filtered rows are searched in whole."""
     from megatron_infer.kernels.triton.sampling import TritonSampling
 
-    return TritonSampling(held=16, top_k_held=8)
+    return TritonSampling(held=4, top_k_held=2)
 
 
 def columns_of(rng, num_rows, vocab_size):
@@ -79,6 +79,24 @@ def test_tokens_and_cuts_are_those_of_torch(request, device, dtype, room, vocab_
         logits[1::7] = 0.0
         logits[1::7, ::2] = -0.0
     same(request.getfixturevalue(room), device, logits, columns_of(rng, num_rows, vocab_size))
+
+
+@pytest.mark.parametrize("room", ["kernels", "narrow"])
+def test_cuts_and_draws_that_fall_between_equal_logits_are_those_of_torch(request, device, room):
+    """Every row has two levels, 2 at the upper and 4 at the lower; draws fall right before and on each boundary."""
+    logit = torch.tensor([-1.0, 0.0, -1.0, -1.0, 0.0, -1.0])
+    low = int(np.exp(-1.0) * 2.0**40)
+    wishes = [(k, 1.0, 0.0) for k in range(1, 6)]
+    wishes += [(6, p, 0.0) for p in (1e-9, 0.29, 0.5, 0.7, 0.99)] + [(4, 0.8, 0.0), (5, 0.5, 0.0), (6, 1.0, 0.5)]
+    rows = []
+    for top_k, top_p, min_p in wishes:
+        top = min(top_k, 2)
+        for edge in (2**40 * top, 2**40 * top + low):
+            total = 2**40 * top + low * (top_k - top)
+            rows += [(1.0, top_k, top_p, min_p, min(max((edge - d) / total, 0.0), 1 - 2.0**-53)) for d in (0.5, 0.0)]
+    rows = rows if device.type == "cuda" else rows[::5]  # the interpreter takes a third of a second for each
+    columns = torch.tensor(rows, dtype=torch.float64).T.contiguous()
+    same(request.getfixturevalue(room), device, logit.half().expand(len(rows), -1), columns)
 
 
 def test_draws_from_flat_rows_are_those_of_torch(kernels, device):
