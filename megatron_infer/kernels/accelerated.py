@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -46,8 +48,10 @@ def available(
     for candidate in candidates:
         if forced in NAMES and candidate.name != forced:
             continue
-        module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
-        reason = module.unavailable(device, dtype)
+        reason = triton_unavailable(device) if candidate.name == "triton" else None
+        if reason is None:  # only now: modules of kernels import Triton at their top
+            module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
+            reason = module.unavailable(device, dtype)
         if reason is None:
             backends.append(module.make(device, dtype))
         else:
