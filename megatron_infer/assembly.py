@@ -322,7 +322,6 @@ def assemble(
         )
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
-    parts.show_weights_to_graphs()
     if parts.context.host is not None:
         if groups.is_leader:
             parts.speeds = SpeedMeter(parts.runner.store)
@@ -391,6 +390,14 @@ def register_derived(parts: Assembly) -> None:
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
         )
     parts.derived.refresh()
+    connect_graphs(parts)
+
+
+def connect_graphs(parts: Assembly) -> None:
+    """What graphs have to know of the weights, and the scheduler of graphs."""
+    parts.show_weights_to_graphs()
+    if parts.runner.graphs is not None and parts.config.cuda_graph_all_prefills:
+        parts.scheduler.prompts.room = parts.runner.graphs.pool.index.prefill_room
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
@@ -466,6 +473,7 @@ def make_runner(
         scan=chosen.scan,
         states=lambda: store.states,
         shapes=sizes.graph_shapes,
+        gather=chosen.gather,
     )
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
@@ -480,6 +488,6 @@ def make_runner(
     of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
     graphs = step_graphs(
-        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, is_stage=link is not None
+        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, link=link
     )
     return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import warnings
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_infer.config import ConfigWarning, InferenceConfig, ResolvedSizes
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import Recorder, make_recorder
+from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.step_graphs import StepGraphs
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.sampling.sampler import Sampler
@@ -30,7 +37,7 @@ def step_graphs(
     builder: BatchBuilder,
     store: StateStore,
     sampler: Sampler,
-    is_stage: bool,
+    link: StageLink | None,
 ) -> StepGraphs | None:
     """The graphs that were asked for, or None; a row of the start-up table says which, and why not."""
     if config.num_cuda_graphs is None:
@@ -39,10 +46,14 @@ def step_graphs(
     reason = found if isinstance(found, str) else None
     shapes: tuple[GraphShape, ...] = ()
     if not isinstance(found, str):
-        reason = why_not(adopted, chosen, found, is_stage=is_stage)
+        reason = why_not(adopted, chosen, found)
         shapes = tuple(shape for shape in sizes.graph_shapes if adopted.holds_shape(shape.num_tokens))
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
+    if link is not None:  # what a stage sends is padded or not: all of them do the same
+        digest = 0 if reason is not None else zlib.crc32(repr(shapes).encode())
+        if len(set(link.compare([digest])[:, 0].tolist())) > 1:
+            reason = reason or "another pipeline stage cannot be captured in the same shapes"
     if isinstance(found, str) or reason is not None:
         assert reason is not None
         chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": reason}))
@@ -57,18 +68,33 @@ def step_graphs(
         found,
         builder=builder,
         store=store,
-        sampler=sampler if adopted.tp_group is None else None,
-        params=sampler.params,
+        sampler=sampler if adopted.tp_group is None and adopted.is_last_stage else None,
         device=device,
         ops=chosen.ops,
-        expected_bytes=sizes.graph_bytes,
+        expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape),
+        all_ranks=partial(_all_ranks, adopted.groups(), device),
+        received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
+        is_last=adopted.is_last_stage,
     )
 
 
-def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder, *, is_stage: bool) -> str | None:
+def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
+    """Whether all members of the groups say so; waits for them."""
+    for group in groups:
+        agreed = torch.tensor([int(flag)], device=device.torch)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        flag = bool(agreed.item())
+    return flag
+
+
+def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], device: Device) -> Tensor:
+    num_tokens = max(shape.num_tokens for shape in shapes)
+    with torch.inference_mode():
+        return torch.zeros(num_tokens, adopted.shape.hidden_size, device=device.torch)
+
+
+def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | None:
     """What of this engine a graph cannot hold; None: nothing."""
-    if is_stage:
-        return "the stages of a pipeline exchange messages within a step"
     if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:

@@ -41,7 +41,8 @@ class Device:
         self.is_cuda = self.torch.type == "cuda"
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""
-        self._pinned = PinnedPool(_pinned_buffer, lambda: Event(self, "upload"))
+        self.pinned = PinnedPool(_pinned_buffer, lambda: self.event("upload"))
+        """Page-locked memory that copies from and to a GPU go through."""
 
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one."""
@@ -61,12 +62,12 @@ class Device:
         if not self.is_cuda:
             target.copy_(source)
             return
-        lent = self._pinned.take(max(1, host.nbytes))
+        lent = self.pinned.take(max(1, host.nbytes))
         pinned = lent.bytes_B[: host.nbytes]
         pinned.copy_(source)
-        target.copy_(pinned, non_blocking=True)
+        self.copy(pinned, target)
         lent.event.record()
-        self._pinned.retire(lent)
+        self.pinned.retire(lent)
 
     def stage(self, array: np.ndarray) -> Tensor:
         """`array` as a tensor on the device, without waiting. It is handed over: on a CPU the tensor is its memory."""
@@ -79,7 +80,11 @@ class Device:
 
     def begin_read(self, *tensors: Tensor) -> HostRead:
         """Start copying `tensors` to the host; `HostRead.wait` gives them, for one wait."""
-        return HostRead(self, tensors, self._pinned)
+        return HostRead(self, tensors)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between device and page-locked memory, or on the device, behind all that was enqueued before."""
+        target.copy_(source, non_blocking=True)
 
     def event(self, name: str) -> Event:
         """A mark in the device's work; waits for it count as `name`."""
@@ -146,26 +151,27 @@ class Event:
 
 
 class HostRead:
-    """A device-to-host copy of some tensors under way."""
+    """A device-to-host copy of some tensors under way, of what they hold now: they may be written over at once."""
 
-    def __init__(self, device: Device, tensors: Sequence[Tensor], pool: PinnedPool) -> None:
-        # on a CPU too what is read is what is there now: the next step may write over it
-        self._tensors = tuple(tensors) if device.is_cuda else tuple(tensor.clone() for tensor in tensors)
-        self._pool = pool
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        self._device = device
         self._lent: Lent | None = None
-        self._event = Event(device, "read")
+        self._event = device.event("read")
         self._is_read = not tensors
+        self._tensors: tuple[Tensor, ...]
         if device.is_cuda and tensors:
             sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-            self._lent = pool.take(max(1, sum(sizes)))
+            self._lent = device.pinned.take(max(1, sum(sizes)))
             parts, offset = [], 0
             for tensor, size in zip(tensors, sizes, strict=True):
                 part = self._lent.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                part.copy_(tensor, non_blocking=True)
+                device.copy(tensor, part)
                 parts.append(part)
                 offset += size
             self._tensors = tuple(parts)
             self._event.record()
+        else:
+            self._tensors = tuple(tensor.clone() for tensor in tensors)
 
     def is_done(self) -> bool:
         return self._is_read or self._event.is_done()
@@ -177,7 +183,7 @@ class HostRead:
             self._is_read = True
             if self._lent is not None:
                 self._tensors = tuple(tensor.clone() for tensor in self._tensors)
-                self._pool.give_back(self._lent)
+                self._device.pinned.give_back(self._lent)
                 self._lent = None
         return self._tensors
 

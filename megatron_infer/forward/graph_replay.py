@@ -11,11 +11,13 @@ It does not reuse the memory of what is dead, keeps no streams, and knows no col
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +26,10 @@ from megatron_infer.kernels.triton.launch import listening
 
 ASKING = frozenset(
     {
+        "aten::item",  # composite operations stay whole under inference mode
         "aten::_local_scalar_dense",
+        "aten::argwhere",
+        "aten::where",
         "aten::is_nonzero",
         "aten::equal",
         "aten::nonzero",
@@ -38,7 +43,21 @@ ASKING = frozenset(
         "aten::_assert_async",
     }
 )
-"""Operations whose result, or the shape of it, has to reach the host first."""
+"""Operations whose result, or the shape of it, has to reach the host first (`where` of one argument alone)."""
+READING = frozenset(
+    {
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.__array__,
+    }
+)
+"""Methods that read a tensor on the host; on a CPU some do it without an operation."""
 UNDEFINED = ("aten::empty", "aten::new_empty")
 """Their result means nothing yet: repeating them would only hide that somebody reads it."""
 
@@ -133,7 +152,7 @@ class Tape:
         return storages
 
     def check(self, name: str, func: Any, args: Any) -> None:
-        asks = name in ASKING
+        asks = name in ASKING and (name != "aten::where" or len(args) == 1)
         if name == "aten::index" or name.startswith("aten::index_put"):
             asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if name == "aten::repeat_interleave":
@@ -142,21 +161,31 @@ class Tape:
             raise GraphRefused(f"{name} asks the device for a value while a graph is captured")
 
 
+class _NoReading(TorchFunctionMode):
+    """Refuses what reads tensors on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READING:
+            raise GraphRefused(f"Tensor.{func.__name__} asks the device for a value while a graph is captured")
+        return func(*args, **(kwargs or {}))
+
+
 class _Recording(TorchDispatchMode):
     """Every operation of torch and every launch of a Triton kernel goes to the tape."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        self._launches = listening(tape.take_launch)
+        self._others = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        self._launches.__enter__()
+        self._others.enter_context(listening(self._tape.take_launch))
+        self._others.enter_context(_NoReading())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._launches.__exit__(*error)
+        self._others.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tape.take(func, args, kwargs or {})

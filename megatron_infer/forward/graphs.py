@@ -191,13 +191,18 @@ class GraphPool:
         step: Capturable,
         *,
         device: Device,
-        expected_bytes: int = 0,
+        expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
+        all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
-        """expected_bytes: what the largest shape may take; less free memory than that and no graph is captured."""
+        """expected_bytes: what a shape may take; less free memory than that and its graph is not captured.
+
+        all_ranks: whether every rank that takes part in a step's collectives says so. Warming up runs them, so either
+        all ranks capture or none does.
+        """
         self.index = ShapeIndex(shapes)
         self.recorder = recorder
         self.counts = GraphCounts()
-        self._step, self._device, self._expected_bytes = step, device, expected_bytes
+        self._step, self._device, self._expected_bytes, self._all_ranks = step, device, expected_bytes, all_ranks
         self._graphs: dict[GraphShape, Recorded] = {}
         self._refused: dict[GraphShape, str] = {}
         self._addresses: Hashable = None
@@ -226,7 +231,9 @@ class GraphPool:
             self._addresses = addresses
         if shape in self._graphs or shape in self._refused:
             return
-        reason = self._no_room()
+        reason = self._no_room(shape)
+        if not self._all_ranks(reason is None):
+            reason = reason or "another rank has no memory for it"
         if reason is None:
             started = time.perf_counter()
             self._step.prepare(shape)
@@ -263,6 +270,7 @@ class GraphPool:
         """Give up all graphs and what they refused -> bytes given back; they are captured again when needed."""
         freed = self.num_bytes
         if self._graphs:
+            self._device.synchronize("graphs dropped")  # a replay may be under way
             self.counts.invalidated[reason] += 1
             log.info("%d graphs dropped: %s", len(self._graphs), reason)
         self._graphs.clear()
@@ -271,8 +279,9 @@ class GraphPool:
         self.recorder.reset()
         return freed
 
-    def _no_room(self) -> str | None:
+    def _no_room(self, shape: GraphShape) -> str | None:
         if not self._device.is_cuda:
             return None
-        free, needed = self._device.available_bytes(), self._expected_bytes + SPARE_BYTES
+        self._device.trim()
+        free, needed = self._device.available_bytes(), self._expected_bytes(shape) + SPARE_BYTES
         return None if free >= needed else f"{free:,} bytes are free, {needed:,} may be needed"

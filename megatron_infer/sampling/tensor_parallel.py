@@ -93,17 +93,8 @@ class TensorParallelSampler:
         return SampleOutput(tokens_S, bad_S, scored, told)
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Never: what the ranks exchange follows from what the rows want, so a step's draw is not part of its graph."""
+        """Never: what the ranks exchange follows from what the rows want, so no graph holds the draw of a split row."""
         return False
-
-    def refresh_static(self) -> None:
-        """There is nothing to bring up to date."""
-
-    def static_sample(
-        self, logits_SW: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Never called: see `can_be_static`."""
-        raise AssertionError("a vocabulary that is split over ranks is not drawn from inside a graph")
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.

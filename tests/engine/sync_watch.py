@@ -75,6 +75,10 @@ class SyncWatch:
             storage = tensor.untyped_storage()
             self._device.setdefault(storage._cdata, storage)
 
+    def untag(self, thing: Any) -> None:
+        for tensor in _tensors(thing):
+            self._device.pop(tensor.untyped_storage()._cdata, None)
+
     def is_device(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._device
 
@@ -177,7 +181,16 @@ def _open_seams(watch: SyncWatch, monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(Device, "stage", staged)
-    for owner, name in ((Device, "upload"), (HostRead, "__init__"), (HostRead, "wait")):
+    wait = HostRead.wait
+
+    def waited(self: HostRead) -> tuple[Tensor, ...]:
+        with watch.suspended():
+            out = wait(self)
+        watch.untag(out)  # what was under way when the watch began
+        return out
+
+    monkeypatch.setattr(HostRead, "wait", waited)
+    for owner, name in ((Device, "upload"), (HostRead, "__init__")):
         monkeypatch.setattr(owner, name, seam(getattr(owner, name)))
 
 

@@ -110,7 +110,6 @@ def make_case(
         window=window,
         rotary_dim=rotary_dim,
         rotary_interleaved=interleaved,
-        # some weaker than the scores, some stronger
         sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size) if sinks else None,
     )
     fused = randn(num_tokens, num_kv_heads * (group_size + 2) * head_dim)

@@ -290,6 +290,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why these kernels cannot draw from logits of this dtype here; None: they can."""
     if dtype not in SHIFTS:
         return f"needs float32, bfloat16 or float16, got {dtype}"
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
     return launching.unavailable(device)
 
 
@@ -312,8 +314,8 @@ _POINTERS = {
     "cut_id_ptr": "*i64",
     "row_mass_ptr": "*i64",
     "stream_ptr": "*i64",
-    "row_ptr": "*i64",
-    "position_ptr": "*i64",
+    "row_ptr": "*i32",
+    "position_ptr": "*i32",
     "pool_ptr": "*i32",
     "token_ptr": "*i64",
     "known_ptr": "*i64",
