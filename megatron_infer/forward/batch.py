@@ -61,6 +61,7 @@ class Batch:
     """Recurrent states, of a model that keeps them."""
     max_sequence_length: int
     routing_TLK: Tensor | None = None
+    is_padded: bool = False
 
     use_flashinfer_fused_rope = False
     materialize_only_last_token_logits = True
@@ -249,7 +250,9 @@ class BatchBuilder:
         Until the cache is released: kv_cache and states are those of now.
         """
         size = StepSize.of(shape)
-        return self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
+        batch = self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
+        batch.is_padded = True
+        return batch
 
     def derive(self, batch: Batch) -> None:
         """Gather what the layers need of a step from its mirror, and let the backends plan: device work alone, which a

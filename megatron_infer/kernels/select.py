@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+
+if TYPE_CHECKING:
+    from megatron_infer.kernels.triton.sampling import TritonSampling
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
@@ -65,8 +69,10 @@ class Chosen:
     """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
-    sampling: NativeSampling | None
+    sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
+    device_sampling: TritonSampling | None = None
+    """The same where it also draws inside a captured graph and masks on the device."""
     checksum: Callable[[Tensor], int]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
@@ -315,15 +321,23 @@ def choose(
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
         scan_row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
         rows.append(scan_row)
+    samplers, sampling_missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
+    _check_forced("sampling", forced, sampling_missing)
+    device_sampling: TritonSampling | None = samplers[0] if samplers else None
+    sampling: NativeSampling | TritonSampling | None = device_sampling
+    sampling_name = "triton" if samplers else "torch"
+    if device_sampling is not None:
+        argmax = device_sampling.argmax
+    elif library is not None:
+        sampling, sampling_name = NativeSampling(library), "native"
     rows += [
         BackendChoice("norms, activations", ops.name, reasons | missing),
-        BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
+        BackendChoice("argmax, sampling", sampling_name, reasons | sampling_missing),
         linear_row,
     ]
     gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
-    sampling = None if library is None else NativeSampling(library)
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
@@ -332,6 +346,7 @@ def choose(
         packed=packed,
         argmax=argmax,
         sampling=sampling,
+        device_sampling=device_sampling,
         checksum=checksum,
         rows=rows,
         gather=gathers[0] if gathers else torch_gather,
