@@ -6,6 +6,7 @@ A rehearsal runs every line on a CPU: tiny shapes, Triton's interpreter where it
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,7 @@ class Context:
 
     def free_bytes(self) -> int:
         """Of the device's memory, by the driver's account, after torch has given back what it only keeps."""
+        gc.collect()
         self.cuda.synchronize()
         self.cuda.empty_cache()
         return int(self.cuda.mem_get_info()[0])
