@@ -24,7 +24,7 @@ class Candidate:
 
 
 ATTENTION: tuple[Candidate, ...] = ()
-SCAN: tuple[Candidate, ...] = ()
+SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 SAMPLING: tuple[Candidate, ...] = ()
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")

@@ -30,8 +30,9 @@ from megatron_infer.kernels.triton.scan_kernels import scan_decode, scan_slices
 
 MAX_STATE_DIM = 256
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DECODE_TILE = 8192
-"""Entries of the state a decode program updates: 64 registers a thread of 4 warps."""
+DECODE_TILE = 4096
+"""Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
+HOPPER = (9, 0)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -42,12 +43,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonScan:
-    return TritonScan()
+    return TritonScan(torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a scan kernel's work is cut; a function of the layer and the dtype alone, as the bits of a row must be."""
+    """How a scan kernel's work is cut; the same for every step of an engine, as the bits of a row must be."""
 
     block_p: int
     block_n: int
@@ -61,12 +62,18 @@ def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
     return Tiles(block_p, block_n, 1, 4 if block_p * block_n >= 2048 else 1)
 
 
-def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
-    """Operands of tl.dot have 16 entries at least in every direction."""
+def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """What keeps the state and a chunk's products in registers, as compiled for sm_80, sm_90 and sm_100.
+
+    Operands of tl.dot have 16 entries at least in every direction.
+    """
     block_n = max(16, triton.next_power_of_2(state_dim))
-    widest = 16 if dtype is torch.float32 else 64 if block_n <= 128 else 32
-    block_p = max(16, min(widest, triton.next_power_of_2(head_dim)))
-    return Tiles(block_p, block_n, 32 if dtype is torch.float32 else 64, 4)
+    whole = max(16, triton.next_power_of_2(head_dim))
+    if dtype is torch.float32:
+        return Tiles(16, block_n, 16, 8)
+    if block_n > 128:
+        return Tiles(min(32, whole), block_n, 32, 8)
+    return Tiles(min(32, whole), block_n, 64, 4 if capability >= HOPPER else 8)
 
 
 @dataclass(slots=True)
@@ -94,7 +101,8 @@ class TritonScan:
     name = "triton"
     graph_safe = True
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int] = HOPPER) -> None:
+        self._capability = capability
         self._step: StepMetadata | None = None
         self._row_T: Tensor | None = None
         """Whose each token is; None: the step has decode rows alone."""
@@ -129,25 +137,29 @@ class TritonScan:
         tensors = mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H
         numbers = (
             mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), states.ssm_SHPN.stride(0),
-            spec.num_heads, spec.num_heads // spec.num_groups, spec.head_dim, spec.state_dim, spec.dt_min, spec.dt_max,
+            spec.num_heads, spec.num_heads // spec.num_groups, spec.dt_min, spec.dt_max,
         )  # fmt: skip
-        channel_skip = weights.skip_H.numel() != spec.num_heads
+        layer = {
+            "HEAD_DIM": spec.head_dim,
+            "STATE_DIM": spec.state_dim,
+            "CHANNEL_SKIP": weights.skip_H.numel() != spec.num_heads,
+        }
         if step.num_decode:
             tiles = decode_tiles(spec.head_dim, spec.state_dim)
             launch(
                 scan_decode, (step.num_decode, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)),
                 *tensors, step.kv_len_R, step.table_row_R, *numbers,
-                CHANNEL_SKIP=channel_skip, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
+                **layer, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
             )  # fmt: skip
         if self._row_T is not None:
-            tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype)
+            tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype, self._capability)
             grid = step.num_rows - step.num_decode + 1, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)
             kept = self._captures
             captures = (step.cu_q_R1, step.cu_q_R1) if kept is None else (kept.captures_E3, kept.first_R1)
             launch(
                 scan_slices, grid, *tensors, step.cu_q_R1, step.kv_len_R, step.table_row_R, *captures, *numbers,
                 step.num_decode, step.num_rows, step.num_tokens,
-                CHANNEL_SKIP=channel_skip, CAPTURES=kept is not None, PRECISION=precision(mixed_TC.dtype),
+                **layer, CAPTURES=kept is not None, PRECISION=precision(mixed_TC.dtype),
                 CHUNK=tiles.chunk, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=1,
             )  # fmt: skip
@@ -178,16 +190,14 @@ def aot_variants() -> list[AotVariant]:
     """Both kernels in each dtype, of usual and odd layers, each branch once."""
     variants = []
     numbers = (
-        "mixed_stride", "dt_stride", "y_stride", "slot_stride", "num_heads", "heads_per_group", "head_dim", "state_dim",
+        "mixed_stride", "dt_stride", "y_stride", "slot_stride", "num_heads", "heads_per_group",
         "first_row", "num_rows", "num_tokens",
     )  # fmt: skip
 
     def add(kernel: Any, name: str, dtypes: tuple[str, str], num_warps: int, **constexprs: Any) -> None:
         types = {f"{part}_ptr": f"*{dtypes[0]}" for part in ("mixed", "dt", "y")} | {"ssm_ptr": f"*{dtypes[1]}"}
         types |= dict.fromkeys(("decay_ptr", "skip_ptr", "dt_bias_ptr"), "*fp32")
-        types |= dict.fromkeys(
-            ("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr", "first_capture_ptr"), "*i32"
-        )
+        types |= dict.fromkeys(("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr", "first_capture_ptr"), "*i32")
         types |= dict.fromkeys(numbers, "i32") | {"dt_min": "fp32", "dt_max": "fp32"}
         types |= dict.fromkeys(constexprs, "constexpr")
         variants.append(
@@ -202,15 +212,20 @@ def aot_variants() -> list[AotVariant]:
 
     for dtype, ssm in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")):
         torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)
-        for head_dim, state_dim in ((64, 128), (80, 96), (128, 256), (16, 16)):
+        for head_dim, state_dim in ((64, 128), (80, 96), (128, 256)):
             skip = head_dim == 80
             tiles = decode_tiles(head_dim, state_dim)
-            block = functools.partial(dict, CHANNEL_SKIP=skip, BLOCK_N=tiles.block_n)
+            block = functools.partial(
+                dict, HEAD_DIM=head_dim, STATE_DIM=state_dim, CHANNEL_SKIP=skip, BLOCK_N=tiles.block_n
+            )
             name = f"{head_dim}x{state_dim}"
             add(scan_decode, f"scan_decode-{name}", (dtype, ssm), tiles.num_warps, **block(BLOCK_P=tiles.block_p))
-            tiles = slice_tiles(head_dim, state_dim, torch_dtype)
-            block = functools.partial(block, BLOCK_P=tiles.block_p, CHUNK=tiles.chunk, PRECISION=precision(torch_dtype))
-            for captures in (False, True):
-                what = f"scan_slices-{name}{'-captures' if captures else ''}"
-                add(scan_slices, what, (dtype, ssm), tiles.num_warps, **block(CAPTURES=captures))
+            for capability in ((8, 0), HOPPER):
+                tiles = slice_tiles(head_dim, state_dim, torch_dtype, capability)
+                cut = {"BLOCK_P": tiles.block_p, "CHUNK": tiles.chunk, "PRECISION": precision(torch_dtype)}
+                for captures in (False, True):
+                    what = f"scan_slices-{name}-{tiles.num_warps}warps{'-captures' if captures else ''}"
+                    add(scan_slices, what, (dtype, ssm), tiles.num_warps, **block(CAPTURES=captures, **cut))
+                if tiles == slice_tiles(head_dim, state_dim, torch_dtype, HOPPER):
+                    break
     return variants

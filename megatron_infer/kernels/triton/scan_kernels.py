@@ -4,7 +4,7 @@ A slice is cut every CHUNK tokens, counted from its first token of the step. Ins
 of C and B on tensor cores; one program carries the state of a head's channels from chunk to chunk in registers:
 
     decay(s, l) = exp(step[s + 1] + ... + step[l]),   step = dt A <= 0,   l, s tokens of the chunk
-    y[l] = sum over s <= l of (C[l] . B[s]) decay(s, l) dt[s] x[s]  +  exp(step[first] + ... + step[l]) C[l] . h  +  D x[l]
+    y[l] = sum over s <= l of (C[l] . B[s]) decay(s, l) dt[s] x[s] + exp(step[first] + ... + step[l]) C[l] . h + D x[l]
     h   <- exp(step[first] + ... + step[last]) h + sum over s of decay(s, last) dt[s] x[s] B[s]^T
 
 Sums of steps reach hundreds: they are taken in float64 and kept as a rounded part and a rest, so that differences of
@@ -48,36 +48,37 @@ def _step_size(dt, bias, dt_min, dt_max):
 @triton.jit
 def scan_decode(
     mixed_ptr, dt_ptr, y_ptr, ssm_ptr, decay_ptr, skip_ptr, dt_bias_ptr, kv_len_ptr, table_row_ptr,
-    mixed_stride, dt_stride, y_stride, slot_stride, num_heads, heads_per_group, head_dim, state_dim, dt_min, dt_max,
-    CHANNEL_SKIP: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    mixed_stride, dt_stride, y_stride, slot_stride, num_heads, heads_per_group, dt_min, dt_max,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, CHANNEL_SKIP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One token of each decode row: h <- exp(dt A) h + dt x B^T; y = C h + D x, all in fp32."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     state = tl.arange(0, BLOCK_N)
-    inside_P, inside_N = channel < head_dim, state < state_dim
+    inside_P, inside_N = channel < HEAD_DIM, state < STATE_DIM
     inside = inside_P[:, None] & inside_N[None, :]
     slot = tl.load(table_row_ptr + row).to(tl.int64) * slot_stride
-    h_ptr = ssm_ptr + slot + (head * head_dim + channel)[:, None] * state_dim + state[None, :]
+    h_ptr = ssm_ptr + slot + (head * HEAD_DIM + channel)[:, None] * STATE_DIM + state[None, :]
     goes_on = tl.load(kv_len_ptr + row) > 1
     h = tl.load(h_ptr, mask=inside & goes_on, other=0.0).to(tl.float32)
     dt = _step_size(tl.load(dt_ptr + row * dt_stride + head), tl.load(dt_bias_ptr + head), dt_min, dt_max)
     token = mixed_ptr + row * mixed_stride
-    x = tl.load(token + head * head_dim + channel, mask=inside_P, other=0.0).to(tl.float32)
-    inner = num_heads * head_dim
-    b_at = inner + (head // heads_per_group) * state_dim
-    c_at = b_at + (num_heads // heads_per_group) * state_dim
+    x = tl.load(token + head * HEAD_DIM + channel, mask=inside_P, other=0.0).to(tl.float32)
+    inner = num_heads * HEAD_DIM
+    b_at = inner + (head // heads_per_group) * STATE_DIM
+    c_at = b_at + (num_heads // heads_per_group) * STATE_DIM
     b = tl.load(token + b_at + state, mask=inside_N, other=0.0).to(tl.float32)
     c = tl.load(token + c_at + state, mask=inside_N, other=0.0).to(tl.float32)
     h = h * tl.exp(dt * tl.load(decay_ptr + head)) + (dt * x)[:, None] * b[None, :]
     tl.store(h_ptr, h.to(ssm_ptr.dtype.element_ty), mask=inside)
     if CHANNEL_SKIP:
-        skip = tl.load(skip_ptr + head * head_dim + channel, mask=inside_P, other=0.0)
+        skip = tl.load(skip_ptr + head * HEAD_DIM + channel, mask=inside_P, other=0.0)
     else:
         skip = tl.load(skip_ptr + head)
     y = tl.sum(h * c[None, :], axis=1) + skip * x
-    tl.store(y_ptr + row * y_stride + head * head_dim + channel, y.to(y_ptr.dtype.element_ty), mask=inside_P)
+    tl.store(y_ptr + row * y_stride + head * HEAD_DIM + channel, y.to(y_ptr.dtype.element_ty), mask=inside_P)
 
 
 @triton.jit
@@ -93,7 +94,9 @@ def _state_behind(h_NP, x_LP, b_LN, dt_L, step_L, high_L, rest_L, inside_L, PREC
     end_high, end_rest = _split(tl.sum(step_L.to(tl.float64), axis=0))
     to_end = tl.exp(tl.minimum((end_high - high_L) + (end_rest - rest_L), 0.0))
     weight_L = tl.where(inside_L, to_end * dt_L, 0.0)
-    added_NP = tl.dot(tl.trans(b_LN), (x_LP.to(tl.float32) * weight_L[:, None]).to(x_LP.dtype), input_precision=PRECISION)
+    added_NP = tl.dot(
+        tl.trans(b_LN), (x_LP.to(tl.float32) * weight_L[:, None]).to(x_LP.dtype), input_precision=PRECISION
+    )
     return h_NP * tl.exp(end_high + end_rest) + added_NP
 
 
@@ -101,10 +104,10 @@ def _state_behind(h_NP, x_LP, b_LN, dt_L, step_L, high_L, rest_L, inside_L, PREC
 def scan_slices(
     mixed_ptr, dt_ptr, y_ptr, ssm_ptr, decay_ptr, skip_ptr, dt_bias_ptr, cu_q_ptr, kv_len_ptr, table_row_ptr,
     captures_ptr, first_capture_ptr,
-    mixed_stride, dt_stride, y_stride, slot_stride, num_heads, heads_per_group, head_dim, state_dim, dt_min, dt_max,
+    mixed_stride, dt_stride, y_stride, slot_stride, num_heads, heads_per_group, dt_min, dt_max,
     first_row, num_rows, num_tokens,
-    CHANNEL_SKIP: tl.constexpr, CAPTURES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, CHANNEL_SKIP: tl.constexpr, CAPTURES: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows from first_row on, one program a row, head and BLOCK_P channels; one more row gives nobody's tokens zeros.
 
@@ -115,9 +118,9 @@ def scan_slices(
     channel = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     state = tl.arange(0, BLOCK_N)
     at_L = tl.arange(0, CHUNK)
-    inside_P, inside_N = channel < head_dim, state < state_dim
+    inside_P, inside_N = channel < HEAD_DIM, state < STATE_DIM
     first = tl.load(cu_q_ptr + row)
-    y_ptr += head * head_dim + channel[None, :]
+    y_ptr += head * HEAD_DIM + channel[None, :]
     dtype = mixed_ptr.dtype.element_ty
     if row == num_rows:
         nothing = tl.zeros([CHUNK, BLOCK_P], dtype)
@@ -130,18 +133,18 @@ def scan_slices(
         return
 
     inside_NP = inside_N[:, None] & inside_P[None, :]
-    h_at = (head * head_dim + channel)[None, :] * state_dim + state[:, None]
+    h_at = (head * HEAD_DIM + channel)[None, :] * STATE_DIM + state[:, None]
     slot = tl.load(table_row_ptr + row).to(tl.int64) * slot_stride
     goes_on = tl.load(kv_len_ptr + row) > q_len
     h_NP = tl.load(ssm_ptr + slot + h_at, mask=inside_NP & goes_on, other=0.0).to(tl.float32)
     decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
     if CHANNEL_SKIP:
-        skip_P = tl.load(skip_ptr + head * head_dim + channel, mask=inside_P, other=0.0)
+        skip_P = tl.load(skip_ptr + head * HEAD_DIM + channel, mask=inside_P, other=0.0)
     else:
         skip_P = tl.load(skip_ptr + head) + tl.zeros([BLOCK_P], tl.float32)
-    inner = num_heads * head_dim
-    b_at = inner + (head // heads_per_group) * state_dim
-    c_at = b_at + (num_heads // heads_per_group) * state_dim
+    inner = num_heads * HEAD_DIM
+    b_at = inner + (head // heads_per_group) * STATE_DIM
+    c_at = b_at + (num_heads // heads_per_group) * STATE_DIM
     if CAPTURES:
         capture = tl.load(first_capture_ptr + row)
         end_capture = tl.load(first_capture_ptr + row + 1)
@@ -151,7 +154,7 @@ def scan_slices(
         token = (first + start + at_L).to(tl.int64)
         source = mixed_ptr + token[:, None] * mixed_stride
         x_LP = tl.load(
-            source + (head * head_dim + channel)[None, :], mask=inside_L[:, None] & inside_P[None, :], other=0.0
+            source + (head * HEAD_DIM + channel)[None, :], mask=inside_L[:, None] & inside_P[None, :], other=0.0
         )
         b_LN = tl.load(source + (b_at + state)[None, :], mask=inside_L[:, None] & inside_N[None, :], other=0.0)
         c_LN = tl.load(source + (c_at + state)[None, :], mask=inside_L[:, None] & inside_N[None, :], other=0.0)
