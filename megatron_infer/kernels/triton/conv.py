@@ -84,14 +84,13 @@ def _convolve_slices(
     goes_on = mine & (tl.load(kv_len_ptr + row, mask=mine, other=0) > q_len)
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        near = (mine & (offset >= back))[:, None] & inside_C[None, :]
-        source = x_ptr + (token.to(tl.int64) - back)[:, None] * x_stride + channel[None, :]
+        near = (mine & (offset >= WIDTH - 1 - tap))[:, None] & inside_C[None, :]
+        source = x_ptr + (token.to(tl.int64) - (WIDTH - 1 - tap))[:, None] * x_stride + channel[None, :]
         x = tl.load(source, mask=near, other=0.0).to(tl.float32)
-        if back > 0:
-            stored = (goes_on & (offset < back))[:, None] & inside_C[None, :]
-            source = conv_ptr + slot[:, None] + channel[None, :] * WIDTH + (WIDTH - back + offset)[:, None]
-            x += tl.load(source, mask=stored, other=0.0).to(tl.float32)
+        if tap < WIDTH - 1:
+            kept = (goes_on & (offset < WIDTH - 1 - tap))[:, None] & inside_C[None, :]
+            state = conv_ptr + slot[:, None] + channel[None, :] * WIDTH + (tap + 1 + offset)[:, None]
+            x += tl.load(state, mask=kept, other=0.0).to(tl.float32)
         acc += x * tl.load(weight_ptr + channel * WIDTH + tap, mask=inside_C, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + channel, mask=inside_C, other=0.0)[None, :]
@@ -182,7 +181,7 @@ def convolve_slices(
         _convolve_slices, (triton.cdiv(num_tokens, SLICE_TOKENS), triton.cdiv(channels, block)),
         x_TC, out_TC, conv_SCW, weight_CW, weight_CW if bias_C is None else bias_C, *rows,
         x_TC.stride(0), conv_SCW.stride(0), first_row, x_TC.shape[0], channels,
-        WIDTH=width, HAS_BIAS=bias_C is not None, BLOCK_T=SLICE_TOKENS, BLOCK_C=block, num_warps=4,
+        WIDTH=width, HAS_BIAS=bias_C is not None, BLOCK_T=SLICE_TOKENS, BLOCK_C=block, num_warps=8,
     )  # fmt: skip
 
 
@@ -236,7 +235,7 @@ def aot_variants() -> list[AotVariant]:
                 kernel=kernel,
                 signature=signature,
                 constexprs=constexprs,
-                options={"num_warps": 4},
+                options={"num_warps": 8 if kernel is _convolve_slices else 4},
             )
         )
 

@@ -100,6 +100,18 @@ def _state_behind(h_NP, x_LP, b_LN, dt_L, step_L, high_L, rest_L, inside_L, PREC
     return h_NP * tl.exp(end_high + end_rest) + added_NP
 
 
+@triton.jit
+def _chunk_outputs(h_NP, x_LP, b_LN, c_LN, dt_L, high_L, rest_L, PRECISION: tl.constexpr):
+    """y of a chunk that begins with state h, without the skip."""
+    at_L = tl.arange(0, x_LP.shape[0])
+    between_LL = (high_L[:, None] - high_L[None, :]) + (rest_L[:, None] - rest_L[None, :])
+    score_LL = tl.dot(c_LN, tl.trans(b_LN), input_precision=PRECISION)
+    score_LL *= tl.exp(tl.minimum(between_LL, 0.0)) * dt_L[None, :]
+    score_LL = tl.where(at_L[:, None] >= at_L[None, :], score_LL, 0.0)
+    y_LP = tl.dot(c_LN, h_NP.to(c_LN.dtype), input_precision=PRECISION) * tl.exp(high_L + rest_L)[:, None]
+    return tl.dot(score_LL.to(x_LP.dtype), x_LP, acc=y_LP, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
 def scan_slices(
     mixed_ptr, dt_ptr, y_ptr, ssm_ptr, decay_ptr, skip_ptr, dt_bias_ptr, cu_q_ptr, kv_len_ptr, table_row_ptr,
@@ -138,10 +150,8 @@ def scan_slices(
     goes_on = tl.load(kv_len_ptr + row) > q_len
     h_NP = tl.load(ssm_ptr + slot + h_at, mask=inside_NP & goes_on, other=0.0).to(tl.float32)
     decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
-    if CHANNEL_SKIP:
-        skip_P = tl.load(skip_ptr + head * HEAD_DIM + channel, mask=inside_P, other=0.0)
-    else:
-        skip_P = tl.load(skip_ptr + head) + tl.zeros([BLOCK_P], tl.float32)
+    skip_at = head * HEAD_DIM + channel if CHANNEL_SKIP else head + 0 * channel
+    skip_P = tl.load(skip_ptr + skip_at, mask=inside_P, other=0.0)
     inner = num_heads * HEAD_DIM
     b_at = inner + (head // heads_per_group) * STATE_DIM
     c_at = b_at + (num_heads // heads_per_group) * STATE_DIM
@@ -163,13 +173,7 @@ def scan_slices(
         step_L = tl.where(inside_L, tl.maximum(dt_L * decay, FORGOTTEN), 0.0)
         high_L, rest_L = _split(tl.cumsum(step_L.to(tl.float64), axis=0))
 
-        between_LL = (high_L[:, None] - high_L[None, :]) + (rest_L[:, None] - rest_L[None, :])
-        score_LL = tl.dot(c_LN, tl.trans(b_LN), input_precision=PRECISION)
-        score_LL *= tl.exp(tl.minimum(between_LL, 0.0)) * dt_L[None, :]
-        score_LL = tl.where(at_L[:, None] >= at_L[None, :], score_LL, 0.0)
-        y_LP = tl.dot(c_LN, h_NP.to(dtype), input_precision=PRECISION) * tl.exp(high_L + rest_L)[:, None]
-        y_LP = tl.dot(score_LL.to(dtype), x_LP, acc=y_LP, input_precision=PRECISION)
-        y_LP += skip_P[None, :] * x_LP.to(tl.float32)
+        y_LP = _chunk_outputs(h_NP, x_LP, b_LN, c_LN, dt_L, high_L, rest_L, PRECISION) + skip_P[None, :] * x_LP
         tl.store(y_ptr + token[:, None] * y_stride, y_LP.to(dtype), mask=inside_L[:, None] & inside_P[None, :])
 
         if CAPTURES:
