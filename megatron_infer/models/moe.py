@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
+from megatron_infer.kernels.experts import ExpertWeights
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -70,6 +71,7 @@ class LeanExperts:
     __slots__ = (
         "experts",
         "first",
+        "grouped",
         "layer",
         "reduce",
         "route",
@@ -93,6 +95,13 @@ class LeanExperts:
             LeanMLP(expert, f"{name}.experts.local_experts.{i}", tp=None, weighted=True)
             for i, expert in enumerate(moe.experts.local_experts)
         ]
+        self.grouped = ExpertWeights(
+            fc1=[expert.fc1.parameters for expert in self.experts],
+            fc2=[expert.fc2.parameters for expert in self.experts],
+            first=self.first,
+            top_k=moe.router.topk,
+            activate=self.experts[0].activate,
+        )
         self.shared_module: Any = moe.shared_experts
         self.shared = None
         self.shared_with_experts = self.reduce is None
@@ -116,21 +125,28 @@ class LeanExperts:
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
+        if ops.experts is not None and ops.experts.supports(self.grouped, own_TD) is None:
+            ops.experts.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
+        else:
+            self._add_each(ops, own_TD, chosen_TE, probs_TE, out_TD)
+        if self.reduce is not None:
+            out_TD = self.reduce.all_reduce(out_TD)
+        return out_TD if starts or shared_TD is None else out_TD + shared_TD
+
+    def _add_each(self, ops: Ops, own_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, out_TD: Tensor) -> None:
+        """One expert after the other, on the tokens that chose it: the host waits to hear how many they are."""
         for expert, lean in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
             inner = lean.inner(ops, own_TD.index_select(0, tokens))
-            inner = (inner * weight_T1).to(x_TD.dtype)
+            inner = (inner * weight_T1).to(own_TD.dtype)
             fc2 = lean.fc2.parameters
             out = ops.linear(inner, fc2["weight"], None)
             if fc2["bias"] is not None:
                 out = out + fc2["bias"] * weight_T1
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
-        if self.reduce is not None:
-            out_TD = self.reduce.all_reduce(out_TD)
-        return out_TD if starts or shared_TD is None else out_TD + shared_TD
 
     def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
