@@ -47,7 +47,7 @@ def step_graphs(
     shapes: tuple[GraphShape, ...] = ()
     if not isinstance(found, str):
         reason = why_not(adopted, chosen, found)
-        shapes = tuple(shape for shape in sizes.graph_shapes if adopted.holds_shape(shape.num_tokens))
+        shapes = tuple(shape for shape in sizes.graph_shapes if not adopted.asks_host(chosen.ops, shape.num_tokens))
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
     if link is not None:  # what a stage sends is padded or not: all of them do the same

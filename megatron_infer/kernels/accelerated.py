@@ -26,7 +26,7 @@ class Candidate:
 
 
 ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
-SCAN: tuple[Candidate, ...] = ()
+SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron_infer.kernels.experts import ExpertsBackend
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 
@@ -54,6 +55,8 @@ class Ops(Protocol):
     """Elementwise, norm and linear primitives of one backend. Never autograd; inputs are contiguous [T, *]."""
 
     name: str
+    experts: ExpertsBackend | None
+    """All experts of a mixture-of-experts layer at once; None: those that were chosen run one after the other."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

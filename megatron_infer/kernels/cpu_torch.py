@@ -28,6 +28,7 @@ class TorchOps:
     """Norms, activations and linears with torch operators; linears use prepacked weights where there are any."""
 
     name = "torch"
+    experts = None
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get

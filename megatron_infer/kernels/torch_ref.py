@@ -19,6 +19,7 @@ class ReferenceOps:
     """Norms, activations and linears by definition."""
 
     name = "reference"
+    experts = None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)

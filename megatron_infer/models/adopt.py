@@ -205,9 +205,9 @@ class AdoptedModel:
         """The first layer of the user's own, which our kernels do not run whole; None: there is none."""
         return next((f"decoder.layers.{i}" for i, lean in enumerate(self._lean) if lean is None), None)
 
-    def holds_shape(self, num_tokens: int) -> bool:
-        """Whether a padded step of so many tokens asks the device for nothing on its way through the layers."""
-        return all(experts.runs_dense(num_tokens) for experts in self._experts)
+    def asks_host(self, ops: Ops, num_tokens: int) -> bool:
+        """Whether a padded step of so many tokens asks the device for something on its way through the layers."""
+        return any(experts.asks_host(ops, num_tokens) for experts in self._experts)
 
     def groups(self) -> list[Any]:
         """Process groups that a step's layers talk over."""

@@ -81,6 +81,7 @@ class DifferentiableOps:
     """kernels.base.Ops: the bits of `ExactOps`, and gradients. Never writes into what it is given."""
 
     name = "native, exact, differentiable"
+    experts = None
 
     def __init__(self, exact: ExactOps) -> None:
         self.exact = exact

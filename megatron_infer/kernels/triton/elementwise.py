@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 
@@ -130,6 +131,9 @@ class TritonOps:
     """Norms and activations as one launch each; linears by cuBLAS, whose bits may depend on the batch."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self.experts = TritonExperts()
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
