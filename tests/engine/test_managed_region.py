@@ -40,7 +40,7 @@ def journal(fake):
     return said
 
 
-def test_pages_are_preferred_lent_settled_and_discarded(fake, library):
+def test_pages_are_preferred_lent_settled_and_discarded(fake, library, monkeypatch):
     runtime = managed.Runtime(fake)
     assert runtime.version == library[0]
     region = managed.ManagedRegion((16 * MIB,), torch.uint8, CPU, runtime=runtime)
@@ -53,6 +53,10 @@ def test_pages_are_preferred_lent_settled_and_discarded(fake, library):
     assert region.settle(near) == 30 + MIB + 5
     assert journal(fake) == [KEEP, "prefetch 0 30", f"prefetch {3 * MIB} {MIB}", f"prefetch {9 * MIB} 5"]
     assert region.tensor[5 * MIB] == 7 and region.tensor.data_ptr() == address
+    monkeypatch.setattr(region, "_num_bytes", 100)  # as much is free
+    assert region.settle([(0, 10), (4 * MIB, 5 * MIB)]) == 100
+    assert journal(fake) == [KEEP, "prefetch 0 10", f"prefetch {4 * MIB} 90"]
+    monkeypatch.undo()
     region.release()
     assert journal(fake) == ([] if library[0] < 13000 else [f"discard 0 {16 * MIB}"]) + [LEND]
     region.restore()
