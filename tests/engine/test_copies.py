@@ -6,6 +6,7 @@ that the marks allow.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -295,3 +296,69 @@ def test_dropped_staging_waits_for_its_copies_and_a_stopwatch_for_both_streams(d
     last_scatter = lane.mark(side=False)
     watch.stop()
     assert last_scatter in lane.queues[True]
+
+
+class Event:
+    def __init__(self, log, enable_timing):
+        assert enable_timing
+        self.log, self.at = log, 0.0
+
+    def record(self, stream):
+        self.log.append(("record", stream))
+        self.at = float(len(self.log))
+
+    def synchronize(self):
+        self.log.append(("synchronize",))
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+class Stream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_event(self, event):
+        self.log.append(("wait", self.name))
+
+
+def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
+    log: list[tuple] = []
+    main, empty = Stream(log, "main"), torch.empty
+    now = [main]
+
+    @contextlib.contextmanager
+    def enter(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    stubs = {
+        "Stream": lambda device: Stream(log, "side"),
+        "Event": lambda enable_timing: Event(log, enable_timing),
+        "current_stream": lambda device: now[-1],
+        "stream": enter,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
+    lane, pins = copies.CudaLane(CPU), Pins()
+    pipeline = CopyPipeline(lane, PinnedPool(0, pin=pins.pin))
+    pool, host, back = torch.arange(60.0).view(30, 2), torch.zeros(4, 2), torch.zeros(30, 2)
+    watch = copies.Stopwatch(pipeline)
+    pipeline.save(pool, [3, 7, 8, 29], host)
+    assert torch.equal(host, pool[[3, 7, 8, 29]])
+    pipeline.load(host, back, [1, 2, 3, 4])
+    assert torch.equal(back[1:5], host) and not back[5:].any()
+    assert watch.stop() > 0
+    ran = []
+    lane.run(lambda: ran.append(now[-1].name), side=False)
+    lane.run(lambda: ran.append(now[-1].name), side=True)
+    assert ran == ["main", "side"] and now == [main]
+    del log[:]
+    lane.hold(lane.mark(side=True), side=False)
+    assert [(what, getattr(where, "name", where)) for what, where in log] == [("record", "side"), ("wait", "main")]
+    del log[:]
+    for i in range(copies.NUM_UPLOADS):
+        assert lane.upload([i, 5]).tolist() == [i, 5]
+    assert log.count(("synchronize",)) == 2, "only numbers that an earlier copy may still be reading are waited for"

@@ -19,7 +19,7 @@ from megatron_infer.context import modes
 from megatron_infer.context import store as store_module
 from megatron_infer.context.regions import vmm
 from megatron_infer.context.store import StateStore
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, TransitionFailed
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -271,3 +271,29 @@ def test_engine_draws_the_same_tokens_over_suspends_with_static_memory(mode, on_
             engine.resume()
             assert store.kv_cache.data_ptr() == address
     assert [done[key] for key in sorted(done)] == expected and steps > 9
+
+
+def test_suspend_and_resume_that_the_driver_fails_can_be_called_again(on_fake):
+    torch.manual_seed(0)
+    model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
+    prompt, how = workload("greedy")[0]
+    engine = make_engine(model, buffer_size_gb=0.004, max_requests=4, static_kv_memory_pointers=True)
+    expected = engine.generate([prompt], how)[0].outputs[0].token_ids
+    engine.add_request(prompt, how)
+    for _ in range(3):
+        engine.step()
+    on_fake.fake_fail_at(1)
+    with pytest.raises(TransitionFailed, match=r"the engine is RUNNING again.*stay where they are"):
+        engine.suspend("offload")
+    engine.step()
+    engine.suspend("offload")
+    on_fake.fake_set_limit(2 * GRAIN)  # the trainer still has the rest
+    with pytest.raises(TransitionFailed, match=r"the engine is SUSPENDED again.*out of memory"):
+        engine.resume()
+    assert on_fake.fake_taken_bytes() == 0
+    on_fake.fake_set_limit(1 << 40)
+    engine.resume()
+    done = []
+    while engine.has_unfinished():
+        done += [output for output in engine.step() if output.finished]
+    assert done[0].outputs[0].token_ids == expected
