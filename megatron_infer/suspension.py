@@ -30,6 +30,13 @@ class TagReport:
     """Moved to or from host memory."""
     bytes_resident: int = 0
     """What the tag still occupies now, host copies included."""
+    copy_s: float = 0.0
+    """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """10^9 bytes a second, as measured; None where nothing was timed."""
+        return self.bytes_copied / self.copy_s / 1e9 if self.bytes_copied and self.copy_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,7 @@ class MemoryReport:
         ]
         lines += [
             f"  {tag:<9} freed {_mib(r.bytes_freed):>9}  copied {_mib(r.bytes_copied):>9}  "
-            f"resident {_mib(r.bytes_resident):>9} MiB"
+            f"resident {_mib(r.bytes_resident):>9} MiB" + ("" if r.gb_per_s is None else f"  {r.gb_per_s:.1f} GB/s")
             for tag, r in self.tags.items()
         ]
         return "\n".join(lines)
@@ -71,7 +78,8 @@ def _mib(num_bytes: int) -> str:
 class Suspension:
     """Which tags are away, and how they go and come back. A transition that fails leaves everything as it was.
 
-        suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) derived copies
+        suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) graphs that would
+                  read memory which is elsewhere by then -> derived copies
         resume:   live weights* -> weights looked at, derived copies rebuilt -> KV cache      * if the engine owns them
 
     What may fail comes before what cannot be undone. PERSIST and OFFLOAD do not touch requests; RECOMPUTE sends all of
@@ -103,7 +111,7 @@ class Suspension:
             meter = _Meter(self._parts)
             self._loop.stand_still(transit.tick)
             fresh = wanted - self._away
-            reports = {tag: TagReport() for tag in TAGS if tag in fresh}  # graphs: none are captured
+            reports = {tag: TagReport() for tag in TAGS if tag in fresh}
             with self._parts.team.together("giving memory back"):
                 if WEIGHTS in fresh:
                     self._parts.lay_up_weights(transit)
@@ -111,8 +119,13 @@ class Suspension:
             if cache_leaves:
                 reports[KV_CACHE] = self._drop_cache(chosen, done)
             elif KV_CACHE in fresh:
+                self._lend_cache(transit)
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
+            if GRAPHS in wanted:
+                reports[GRAPHS] = self._put_graphs_away(
+                    named=tags is not None, moves=cache_leaves and not self._parts.runner.store.addresses_stable
+                )
             if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._parts.derived.num_bytes):
                 reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
             if cache_leaves or not copies_stay or self._parts.device.is_cuda:
@@ -146,6 +159,8 @@ class Suspension:
                 with self._parts.team.together("taking the cache back"):
                     reports[KV_CACHE] = self._restore_cache(transit)
                 self._mode = KVCacheManagementMode.PERSIST
+            if GRAPHS in wanted and self._parts.runner.graphs is not None:  # captured again when a step needs them
+                reports[GRAPHS] = TagReport(bytes_resident=self._parts.runner.graphs.pool.num_bytes)
             transit.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, meter, reports)
@@ -179,11 +194,20 @@ class Suspension:
         store = self._parts.runner.store
         if done is not None:
             self._parts.context.forget_free()
-            return TagReport(
-                bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
-            )
+            return _cache_report(done, store)
         freed = store.drop_copy() if store.is_released else store.release(_no_tick).bytes_freed
-        return TagReport(bytes_freed=freed + self._drop_requests(), bytes_resident=_resident(store))
+        freed += self._drop_requests()
+        store.trim_host(keep_bytes=0)
+        return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
+
+    def _lend_cache(self, transit: Transit) -> None:
+        """The mode persist: content and addresses stay, and where pages can leave on their own they may."""
+        self._parts.runner.store.lend()
+        transit.undo("lending the cache", self._settle_cache)
+
+    def _settle_cache(self) -> None:
+        context = self._parts.context
+        self._parts.runner.store.settle(context.held_blocks(), state_slots=context.held_state_slots())
 
     def _drop_requests(self) -> int:
         """Everyone computes anew -> bytes of host memory that evicted requests gave back."""
@@ -197,6 +221,7 @@ class Suspension:
     def _restore_cache(self, transit: Transit) -> TagReport:
         store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
+            self._settle_cache()
             return TagReport(bytes_resident=_resident(store))
         context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
         blocks, states = context.held_blocks(), context.held_state_slots()
@@ -205,7 +230,20 @@ class Suspension:
             transit.undo("the restore", partial(store.offload, blocks, _no_tick, state_slots=states))
         else:
             transit.undo("the restore", partial(store.release, _no_tick))
-        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
+        return _cache_report(done, store)
+
+    def _put_graphs_away(self, *, named: bool, moves: bool) -> TagReport:
+        """Graphs stay for as long as what they read stays where it is, unless somebody names their memory.
+
+        moves: the cache comes back elsewhere. So do weights that are laid up.
+        """
+        graphs = self._parts.runner.graphs
+        if graphs is None:
+            return TagReport()
+        freed = 0
+        if named or moves or self._parts.shelf_bytes():
+            freed = graphs.pool.drop("suspended")
+        return TagReport(bytes_freed=freed, bytes_resident=graphs.pool.num_bytes)
 
     def _release_derived(self, *, keep_memory: bool) -> TagReport:
         parts = self._parts
@@ -264,7 +302,16 @@ class _Meter:
 
 
 def _resident(store: StateStore) -> int:
-    return store.resident_bytes() + store.host_bytes()
+    return store.resident_bytes() + store.host_bytes() + store.idle_host_bytes()
+
+
+def _cache_report(done: StoreReport, store: StateStore) -> TagReport:
+    return TagReport(
+        bytes_freed=done.bytes_freed,
+        bytes_copied=done.bytes_copied,
+        bytes_resident=_resident(store),
+        copy_s=done.copy_s,
+    )
 
 
 def _known(tags: Iterable[str] | None) -> set[str]:

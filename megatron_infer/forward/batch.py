@@ -28,6 +28,7 @@ from megatron_infer.forward.step_rows import StepRows
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
+from megatron_infer.kernels.step_gather import Gather, StepTables, torch_gather
 from megatron_infer.schedule.plan import Plan
 from megatron_infer.schedule.request import Request
 
@@ -60,6 +61,7 @@ class Batch:
     """Recurrent states, of a model that keeps them."""
     max_sequence_length: int
     routing_TLK: Tensor | None = None
+    is_padded: bool = False
 
     use_flashinfer_fused_rope = False
     materialize_only_last_token_logits = True
@@ -174,6 +176,7 @@ class BatchBuilder:
         scan: ScanBackend | None = None,
         states: Callable[[], StateTensors | None] = lambda: None,
         shapes: Sequence[GraphShape] = (),
+        gather: Gather = torch_gather,
     ) -> None:
         """shapes: those that steps may be padded to."""
         self._buffer = StepBuffer(
@@ -192,7 +195,7 @@ class BatchBuilder:
         self._step_rows = StepRows(self._buffer, dummy_row=self.rows.dummy_row)
         self._block_size = block_size
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
-        self._scan, self._states = scan, states
+        self._scan, self._states, self._gather = scan, states, gather
         self._device = device
         self._rotations = Rotations(device, dtype, max_sequence_length)
         self._rotations.set(rotary)
@@ -247,22 +250,19 @@ class BatchBuilder:
         Until the cache is released: kv_cache and states are those of now.
         """
         size = StepSize.of(shape)
-        return self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
+        batch = self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
+        batch.is_padded = True
+        return batch
 
     def derive(self, batch: Batch) -> None:
         """Gather what the layers need of a step from its mirror, and let the backends plan: device work alone, which a
         graph may capture if the backends are graph-safe."""
         rows, meta, mirror = self.rows, batch.meta, batch.views.mirror
-        row_T = mirror["token_row"].long()
-        positions_T = meta.positions_T = mirror["token_position"].long()
-        entry_T = torch.add(positions_T // self._block_size, row_T, alpha=rows.max_blocks)
-        block_T = rows.flat_table.index_select(0, entry_T)
-        meta.kv_pos_T = torch.add(positions_T % self._block_size, block_T.long(), alpha=self._block_size)
-        place_T = torch.add(positions_T, row_T, alpha=rows.max_sequence_length)
-        batch.token_ids_T = rows.flat_pool.index_select(0, place_T).long()
-        cos_PR, sin_PR = self._rotations.cos_PR, self._rotations.sin_PR
-        meta.cos_TR = None if cos_PR is None else cos_PR.index_select(0, positions_T)
-        meta.sin_TR = None if sin_PR is None else sin_PR.index_select(0, positions_T)
+        rotations = self._rotations
+        tables = StepTables(rows.block_table, rows.token_pool, self._block_size, rotations.cos_PR, rotations.sin_PR)
+        batch.token_ids_T, meta.positions_T, meta.kv_pos_T, meta.cos_TR, meta.sin_TR = self._gather(
+            mirror["token_position"], mirror["token_row"], tables
+        )
         self._attention.plan(meta)
         if self._scan is not None:
             self._scan.plan(meta)

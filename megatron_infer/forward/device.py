@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Device:
     """A torch device with the few operations a step needs, the same on CPU and CUDA.
 
-    Ordering: everything is enqueued on the thread's current stream and runs in that order, but for what a `SideStream`
-    is given. The host never waits except in `Event.wait`, `HostRead.wait` and `synchronize`, all counted in `syncs`;
-    an upload waits only where MAX_RETIRED_BYTES of them are under way.
+    Ordering: everything is enqueued on the thread's current stream and runs in that order. The host waits nowhere but
+    in `Event.wait`, `HostRead.wait` and `synchronize`, which count it in `syncs`; an upload does so only where
+    MAX_RETIRED_BYTES of them are under way.
     """
 
     def __init__(self, name: str | torch.device = "auto") -> None:
@@ -41,7 +40,8 @@ class Device:
         self.is_cuda = self.torch.type == "cuda"
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""
-        self._pinned = PinnedPool(_pinned_buffer, lambda: Event(self, "upload"))
+        self.pinned = PinnedPool(_pinned_buffer, lambda: self.event("upload"))
+        """Page-locked memory that copies from and to a GPU go through."""
 
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one."""
@@ -61,12 +61,12 @@ class Device:
         if not self.is_cuda:
             target.copy_(source)
             return
-        lent = self._pinned.take(max(1, host.nbytes))
+        lent = self.pinned.take(max(1, host.nbytes))
         pinned = lent.bytes_B[: host.nbytes]
         pinned.copy_(source)
-        target.copy_(pinned, non_blocking=True)
+        self.copy(pinned, target)
         lent.event.record()
-        self._pinned.retire(lent)
+        self.pinned.retire(lent)
 
     def stage(self, array: np.ndarray) -> Tensor:
         """`array` as a tensor on the device, without waiting. It is handed over: on a CPU the tensor is its memory."""
@@ -79,7 +79,11 @@ class Device:
 
     def begin_read(self, *tensors: Tensor) -> HostRead:
         """Start copying `tensors` to the host; `HostRead.wait` gives them, for one wait."""
-        return HostRead(self, tensors, self._pinned)
+        return HostRead(self, tensors)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between device and page-locked memory, or on the device, behind all that was enqueued before."""
+        target.copy_(source, non_blocking=True)
 
     def event(self, name: str) -> Event:
         """A mark in the device's work; waits for it count as `name`."""
@@ -146,26 +150,27 @@ class Event:
 
 
 class HostRead:
-    """A device-to-host copy of some tensors under way."""
+    """A device-to-host copy of some tensors under way, of what they hold now: they may be written over at once."""
 
-    def __init__(self, device: Device, tensors: Sequence[Tensor], pool: PinnedPool) -> None:
-        # on a CPU too what is read is what is there now: the next step may write over it
-        self._tensors = tuple(tensors) if device.is_cuda else tuple(tensor.clone() for tensor in tensors)
-        self._pool = pool
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        self._device = device
         self._lent: Lent | None = None
-        self._event = Event(device, "read")
+        self._event = device.event("read")
         self._is_read = not tensors
+        self._tensors: tuple[Tensor, ...]
         if device.is_cuda and tensors:
             sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-            self._lent = pool.take(max(1, sum(sizes)))
+            self._lent = device.pinned.take(max(1, sum(sizes)))
             parts, offset = [], 0
             for tensor, size in zip(tensors, sizes, strict=True):
                 part = self._lent.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                part.copy_(tensor, non_blocking=True)
+                device.copy(tensor, part)
                 parts.append(part)
                 offset += size
             self._tensors = tuple(parts)
             self._event.record()
+        else:
+            self._tensors = tuple(tensor.clone() for tensor in tensors)
 
     def is_done(self) -> bool:
         return self._is_read or self._event.is_done()
@@ -177,36 +182,9 @@ class HostRead:
             self._is_read = True
             if self._lent is not None:
                 self._tensors = tuple(tensor.clone() for tensor in self._tensors)
-                self._pool.give_back(self._lent)
+                self._device.pinned.give_back(self._lent)
                 self._lent = None
         return self._tensors
-
-
-class SideStream:
-    """A second line of work on the device, for copies that go on beside the steps. On a CPU everything is in line."""
-
-    def __init__(self, device: Device) -> None:
-        self._stream: Any = torch.cuda.Stream(device.torch) if device.is_cuda else None
-
-    @contextlib.contextmanager
-    def behind_current(self) -> Iterator[None]:
-        """What the body enqueues runs on the side, after all that the current stream was given before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """What the current stream is given from now on runs after all that the side was given; nobody waits."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def uses(self, tensor: Tensor) -> None:
-        """The side reads or writes `tensor`: its memory is not reused before that is done, though it is dropped."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
 
 
 def _pinned_buffer(num_bytes: int) -> Tensor:

@@ -11,11 +11,13 @@ It does not reuse the memory of what is dead, keeps no streams, and knows no col
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +26,10 @@ from megatron_infer.kernels.triton.launch import listening
 
 ASKING = frozenset(
     {
+        "aten::item",  # composite operations stay whole under inference mode
         "aten::_local_scalar_dense",
+        "aten::argwhere",
+        "aten::where",
         "aten::is_nonzero",
         "aten::equal",
         "aten::nonzero",
@@ -38,7 +43,21 @@ ASKING = frozenset(
         "aten::_assert_async",
     }
 )
-"""Operations whose result, or the shape of it, has to reach the host first."""
+"""Operations whose result, or the shape of it, has to reach the host first (`where` of one argument alone)."""
+READING = frozenset(
+    {
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.__array__,
+    }
+)
+"""Methods that read a tensor on the host; on a CPU some do it without an operation."""
 UNDEFINED = ("aten::empty", "aten::new_empty")
 """Their result means nothing yet: repeating them would only hide that somebody reads it."""
 
@@ -47,6 +66,7 @@ class ReplayRecorder:
     """Captures a run twice: once to see which memory it reads that is there before it, once to note its calls."""
 
     name = "replay (stand-in on a CPU)"
+    collectives = ()
 
     def capture(self, run: Callable[[], None]) -> Tape:
         warm_up = Tape(None)
@@ -91,7 +111,7 @@ class Tape:
 
     def take(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
-        self.check(name, func, args)
+        self.check(name, args)
         inputs = self.see(name, (args, kwargs))
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
@@ -131,14 +151,18 @@ class Tape:
             self._given[storage] = tensor
         return storages
 
-    def check(self, name: str, func: Any, args: Any) -> None:
-        asks = name in ASKING
-        if name == "aten::index" or name.startswith("aten::index_put"):
-            asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if name == "aten::repeat_interleave":
-            asks = len(args) < 2 or isinstance(args[1], Tensor)
-        if asks:
+    def check(self, name: str, args: Any) -> None:
+        if asks(name, args):
             raise GraphRefused(f"{name} asks the device for a value while a graph is captured")
+
+
+class _NoReading(TorchFunctionMode):
+    """Refuses what reads tensors on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READING:
+            raise GraphRefused(f"Tensor.{func.__name__} asks the device for a value while a graph is captured")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recording(TorchDispatchMode):
@@ -147,18 +171,28 @@ class _Recording(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        self._launches = listening(tape.take_launch)
+        self._others = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        self._launches.__enter__()
+        self._others.enter_context(listening(self._tape.take_launch))
+        self._others.enter_context(_NoReading())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._launches.__exit__(*error)
+        self._others.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tape.take(func, args, kwargs or {})
+
+
+def asks(name: str, args: Any) -> bool:
+    """Whether a call of this operation has to know what the device has computed."""
+    if name == "aten::index" or name.startswith("aten::index_put"):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "aten::repeat_interleave":
+        return len(args) < 2 or isinstance(args[1], Tensor)
+    return name in ASKING and (name != "aten::where" or len(args) == 1)
 
 
 def _tensors(arguments: Any) -> Iterator[Tensor]:

@@ -58,6 +58,8 @@ class Recorder(Protocol):
     """Captures runs that share one pool of memory."""
 
     name: str
+    collectives: tuple[str, ...] | None
+    """Backends of torch.distributed whose calls it can hold; None: all."""
 
     def capture(self, run: Callable[[], None]) -> Recorded:
         """`run` may be called several times, and what it does then is done. Raises what it raises."""
@@ -72,6 +74,7 @@ class CudaRecorder:
     """CUDA graphs in one memory pool, captured on a stream beside the current one. Not yet run on a GPU."""
 
     name = "CUDA graph"
+    collectives = ("nccl",)
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -110,6 +113,7 @@ class EagerRecorder:
     """Captures nothing and runs the padded step each time: tells what padding changes from what capturing does."""
 
     name = "eager (padded)"
+    collectives = None
 
     def capture(self, run: Callable[[], None]) -> Recorded:
         return _EagerRecorded(run)
@@ -212,7 +216,7 @@ class GraphPool:
     @property
     def num_bytes(self) -> int:
         """Memory of all graphs, as measured, and of their outputs."""
-        return sum(graph.num_bytes for graph in self._graphs.values()) + self._step.output_bytes()
+        return sum(graph.num_bytes for graph in list(self._graphs.values())) + self._step.output_bytes()
 
     def ready(self, shape: GraphShape) -> None:
         """See that the shape has a graph if it can; before the step is built, as its tensors are overwritten."""

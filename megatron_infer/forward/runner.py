@@ -15,6 +15,7 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.flight import Flight, PromptScores
 from megatron_infer.forward.pooling import pool
 from megatron_infer.forward.step_graphs import StepGraphs
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.masks import TokenMasks
@@ -60,6 +61,10 @@ class ModelRunner:
             flight.replayed = self.graphs.launch(flight.shape, flight.batch, num_decode=len(plan.decode))
             self._arrive(flight, flight.replayed.hidden_TD)
         return flight
+
+    def shape_of(self, plan: Plan) -> GraphShape | None:
+        """What the step will be padded to, on all ranks alike."""
+        return None if self.graphs is None else self.graphs.shape_of(plan)
 
     def _set_out(self, flight: Flight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]) -> None:
         """What comes before the layers."""

@@ -20,7 +20,6 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import GraphPool, Recorder
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel
-from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.schedule.plan import Plan
 
@@ -33,7 +32,7 @@ class Outputs:
     """Where every shape's step leaves its results, each a prefix of these."""
 
     hidden_TD: Tensor | None = None
-    """Of shapes that prefill; decode steps need none."""
+    """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that hands them on."""
     logits_SV: Tensor | None = None
     tokens_S: Tensor | None = None
     bad_S: Tensor | None = None
@@ -56,10 +55,15 @@ class PaddedStep:
         store: StateStore,
         sampler: Sampler | None,
         ops: Ops,
+        received_TD: Tensor | None = None,
+        is_last: bool = True,
     ) -> None:
-        """sampler: None where a token is drawn by several ranks: the logits are all then."""
+        """sampler: None where a token is drawn by several ranks: the logits are all then. received_TD: room for what
+        the pipeline stage before hands on, of the largest shape; None in the first. is_last: it has the output layer.
+        """
         self._model, self._builder, self._store, self._sampler, self._ops = model, builder, store, sampler, ops
-        self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill), default=0)
+        self.received_TD, self._is_last = received_TD, is_last
+        self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill or not is_last), default=0)
         self._max_rows = max((shape.num_rows for shape in shapes), default=0)
         self.out = Outputs()
 
@@ -71,15 +75,21 @@ class PaddedStep:
     def prepare(self, shape: GraphShape) -> None:
         self.refresh()
         self._builder.build(NOTHING, (), shape=shape)
-        if self.out.logits_SV is None or (shape.num_prefill and self.out.hidden_TD is None):
+        lacks_logits = self._is_last and self.out.logits_SV is None
+        if lacks_logits or (self._gives_hidden(shape) and self.out.hidden_TD is None):
             self.run(shape)  # makes the outputs, which are nobody's: within a capture they would be the graph's
 
     def run(self, shape: GraphShape) -> None:
         batch = self._builder.static_view(shape)
         self._builder.derive(batch)
-        hidden_TD = self._model.hidden(batch)
-        if shape.num_prefill:
+        if self.received_TD is None:
+            hidden_TD = self._model.hidden(batch)
+        else:
+            hidden_TD = self._model.hidden(batch, self.received_TD[: shape.num_tokens])
+        if self._gives_hidden(shape):
             self._put("hidden_TD", hidden_TD, self._max_tokens)
+        if not self._is_last:
+            return
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
         logits_SV = self._model.logits(hidden_SD, self._ops)
         self._put("logits_SV", logits_SV, self._max_rows)
@@ -89,6 +99,10 @@ class PaddedStep:
             )
             self._put("tokens_S", tokens_S, self._max_rows)
             self._put("bad_S", bad_S, self._max_rows)
+
+    def _gives_hidden(self, shape: GraphShape) -> bool:
+        """Whether somebody reads the hidden states: the next stage, or what prompts ask for."""
+        return shape.num_prefill > 0 or not self._is_last
 
     def addresses(self) -> Hashable:
         states = self._store.states
@@ -120,6 +134,13 @@ class Replayed:
     """(tokens_S, bad_S) as the static draw has them; in the token pool already. None: the logits are all there is."""
 
 
+def asks_routing(plan: Plan) -> bool:
+    """Whether a request of the step wants to hear of its tokens' experts; every rank says the same."""
+    return any(request.params.return_routing for request in plan.decode) or any(
+        piece.request.params.return_routing for piece in plan.prefill
+    )
+
+
 class StepGraphs:
     """Decides which steps are padded and replayed, and runs them."""
 
@@ -132,13 +153,23 @@ class StepGraphs:
         builder: BatchBuilder,
         store: StateStore,
         sampler: Sampler | None,
-        params: RowParams,
         device: Device,
         ops: Ops,
         expected_bytes: int = 0,
+        received_TD: Tensor | None = None,
+        is_last: bool = True,
     ) -> None:
-        self._step = PaddedStep(model, shapes, builder=builder, store=store, sampler=sampler, ops=ops)
-        self._params = params
+        self._step = PaddedStep(
+            model,
+            shapes,
+            builder=builder,
+            store=store,
+            sampler=sampler,
+            ops=ops,
+            received_TD=received_TD,
+            is_last=is_last,
+        )
+        self._has_routing = model.routing is not None and model.routing.num_layers > 0
         self.pool = GraphPool(shapes, recorder, self._step, device=device, expected_bytes=expected_bytes)
 
     def shape_of(self, plan: Plan) -> GraphShape | None:
@@ -155,9 +186,17 @@ class StepGraphs:
         self.pool.ready(shape)
         return shape
 
-    def launch(self, shape: GraphShape, batch: Batch, *, num_decode: int) -> Replayed:
-        """Run the step that was built as `batch`, of which num_decode rows really decode."""
+    def launch(
+        self, shape: GraphShape, batch: Batch, *, num_decode: int, received_TD: Tensor | None = None
+    ) -> Replayed:
+        """Run the step that was built as `batch`, of which num_decode rows really decode.
+
+        received_TD: what the pipeline stage before handed on, of the shape's tokens.
+        """
         self._step.refresh()
+        if received_TD is not None:
+            assert self._step.received_TD is not None
+            self._step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
         out, count = self._step.out, batch.num_sampled
         drawn = None
@@ -172,10 +211,16 @@ class StepGraphs:
             drawn=drawn,
         )
 
+    def residual_TD(self, shape: GraphShape) -> Tensor:
+        """What a pipeline stage that is not the last hands on of the step that was launched."""
+        assert self._step.out.hidden_TD is not None
+        return self._step.out.hidden_TD[: shape.num_tokens]
+
     def _choose(self, plan: Plan) -> tuple[GraphShape | None, str]:
+        """From the plan alone."""
         if any(piece.captures for piece in plan.prefill):
             return None, "states kept within a slice"
-        if self._params.num_routing:
+        if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
         shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode))
         if shape is None:

@@ -28,6 +28,7 @@ class Candidate:
 ATTENTION: tuple[Candidate, ...] = ()
 SCAN: tuple[Candidate, ...] = ()
 OPS: tuple[Candidate, ...] = ()
+STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
 """What the debugging variable may force besides the portable backends."""

@@ -180,6 +180,8 @@ class StepInputs(Protocol):
     ops: Ops
     positions_T: Tensor
     token_ids_T: Tensor
+    is_padded: bool
+    """Of a graph's shape: nothing may ask the device for a value on the way."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers note which experts each token goes to; None: nobody asks."""
 

@@ -32,6 +32,7 @@ from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
+from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Chosen:
     checksum: Callable[[Tensor], int]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
+    gather: Gather = torch_gather
+    """What a step's tokens are, from the device's own tables."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -332,6 +335,9 @@ def choose(
         BackendChoice("argmax, sampling", sampling_name, reasons | sampling_missing),
         linear_row,
     ]
+    gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
+    if gathers or no_gather:
+        rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
@@ -343,4 +349,5 @@ def choose(
         device_sampling=device_sampling,
         checksum=checksum,
         rows=rows,
+        gather=gathers[0] if gathers else torch_gather,
     )

@@ -102,6 +102,7 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
     routing_TLK = None
+    is_padded = False
 
     def __init__(
         self,
