@@ -156,7 +156,7 @@ class CopyPipeline:
         if self._staging and self._staging[0].memory_X.nbytes < slots_SX.nbytes:
             self.drop_staging()
         while len(self._staging) < NUM_STAGING:
-            memory_X = self.lane.buffer(slots_SX.nbytes)
+            memory_X = self.lane.buffer(1 << (slots_SX.nbytes - 1).bit_length())  # few sizes: it seldom grows
             self._staging.append(_Staging(memory_X, self.lane.mark(side=False)))
         self._turn = (self._turn + 1) % NUM_STAGING
         staging = self._staging[self._turn]

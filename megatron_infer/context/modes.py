@@ -103,6 +103,11 @@ def make_region(
     raise ConfigError(f"static_kv_memory_pointers=True: {no_vmm}; {no_saver}, or set static_kv_memory_pointers=False")
 
 
+def devices() -> list[torch.device]:
+    """The kinds of device this machine has."""
+    return [torch.device(name) for name in ("cpu", "cuda") if name == "cpu" or torch.cuda.is_available()]
+
+
 def table(device: torch.device) -> list[tuple[str, str, str]]:
     """What a cache on `device` would be in: (asked for, implementation, why not what comes first)."""
     if device.type == "cpu":

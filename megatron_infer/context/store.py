@@ -155,10 +155,12 @@ class StateStore(PoolContent):
             for pool, places in self._places(blocks, state_slots):
                 pool.copy_out(places, tick)
             copy_s = watch.stop()
-            self._settle_copies()
+            self._drop_staging()
+            wait(self._device)
             tick("release the cache")
             self._region.release()
         except BaseException:
+            self._drop_staging()
             for pool in self._pools:
                 pool.drop_copy()
             raise
@@ -193,8 +195,10 @@ class StateStore(PoolContent):
             for pool, places in work:
                 pool.copy_back(set(places), tick)
             copy_s = watch.stop()
-            self._settle_copies()
+            self._drop_staging()
+            wait(self._device)
         except BaseException:
+            self._drop_staging()
             self._region.release()
             self._unbind()
             raise
@@ -229,11 +233,10 @@ class StateStore(PoolContent):
                 self._blocks.bind(cache.permute(2, 0, 1, 3, 4, 5))
             self._kv_cache = cache
 
-    def _settle_copies(self) -> None:
-        """Copies are done, and the device memory they took on the way is back."""
+    def _drop_staging(self) -> None:
+        """The device memory that copies took on the way is torch's again."""
         if self._pipeline is not None:
             self._pipeline.drop_staging()
-        wait(self._device)
 
     def _unbind(self) -> None:
         self._kv_cache = self._state_tensors = None

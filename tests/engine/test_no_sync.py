@@ -48,12 +48,20 @@ def waits_of(device: Device, steps) -> Counter:
     return device.syncs - before
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_a_step_waits_once_and_asks_the_device_nothing(kind, overlap, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("attention", {}),
+        ("attention", {"overlap": True}),
+        ("attention", {"overlap": True, "num_cuda_graphs": -1}),
+        ("hybrid", {"overlap": True}),
+    ],
+)
+def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
     watch = SyncWatch(monkeypatch)
-    engine = make_engine(make_model(kind), overlap=overlap)
+    engine = make_engine(make_model(kind), **settings)
     engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
     for _ in range(3):  # weights are compared before the first step, and read for that
         engine.step()
@@ -99,20 +107,26 @@ def test_a_step_that_draws_nothing_waits_for_nothing():
     assert waits_of(engine.parts.device, engine.step) == {}
 
 
-def test_decode_steps_upload_nothing_while_no_block_is_added(monkeypatch):
-    engine = make_engine(make_model("attention"))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    engine = make_engine(make_model("attention"), num_cuda_graphs=-1 if graphs else None)
     for first in range(3):
         engine.add_request(list(range(4 + first, 20)), CASES["greedy"], stream="delta")
     for _ in range(6):  # the last of them has its second block
         engine.step()
-    uploads = []
-    device = engine.parts.device
+    uploads, replays = [], []
+    device, runner = engine.parts.device, engine.parts.runner
     upload, stage = device.upload, device.stage
     monkeypatch.setattr(device, "upload", lambda host, target: (uploads.append("upload"), upload(host, target)))
     monkeypatch.setattr(device, "stage", lambda array: (uploads.append("stage"), stage(array))[1])
+    if graphs:
+        launch = runner.graphs.launch
+        monkeypatch.setattr(runner.graphs, "launch", lambda *args, **kw: (replays.append(1), launch(*args, **kw))[1])
     for _ in range(8):
         engine.step()
-    assert uploads == []
+    assert uploads == [] and len(replays) == (8 if graphs else 0)
 
 
 # ---------------------------------------------------------------------- the watch itself

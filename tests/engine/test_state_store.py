@@ -501,36 +501,3 @@ def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static
         steps += 1
     assert [done[key] for key in sorted(done, key=int)] == expected
     assert len(moved) == (1 if static else steps) and steps > 20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("static, unified", [(False, False), (True, False), (False, True)])
-def test_device_memory_is_back_before_release_returns(static, unified):
-    store = make_store(256, device="cuda", static=static, unified=unified, head_dim=2048 * 4)
-    before, address = fill(store), store.kv_cache.data_ptr()
-    kept = before[:, :, :20].clone()
-    del before
-    torch.cuda.empty_cache()
-    full = torch.cuda.mem_get_info()[0]
-    report = store.offload(list(range(20)), quiet)
-    freed = torch.cuda.mem_get_info()[0] - full
-    assert report.bytes_freed == (0 if unified else store.num_bytes)
-    assert unified or freed > 0.95 * store.num_bytes
-    with pytest.raises(TimeoutError):
-        store.restore(set(range(20)), Recorder(1))
-    assert store.is_released
-    store.restore(set(range(20)), quiet)
-    assert torch.equal(store.kv_cache[:, :, :20], kept)
-    assert store.addresses_stable is (static or unified)
-    assert not store.addresses_stable or store.kv_cache.data_ptr() == address
-
-
-@pytest.mark.gpu
-def test_two_static_caches_are_released_one_by_one():
-    first, second = make_store(device="cuda", static=True), make_store(device="cuda", static=True)
-    before = fill(second)
-    first.release(quiet)
-    assert torch.equal(second.kv_cache, before)
-    second.release(quiet)
-    first.restore(set(), quiet)
-    second.restore(set(), quiet)

@@ -218,12 +218,13 @@ class ManagedRegion:
         room, asked = (free_bytes(self._device) if self._device.type == "cuda" else self._num_bytes), 0
         with _side_stream(self._device) as stream:
             for begin, end in joined(ranges, PREFETCH_GAP_BYTES):
-                if asked + end - begin > room:  # more would push out what has just come
+                size = min(end - begin, room - asked)  # more would push out what has just come
+                if size <= 0:
                     break
-                code = self._runtime.prefetch(self._address + begin, end - begin, self._number, stream)
+                code = self._runtime.prefetch(self._address + begin, size, self._number, stream)
                 if self._hint("cudaMemPrefetchAsync", code):
                     break
-                asked += end - begin
+                asked += size
         return asked
 
     def _advise(self, *hints: int) -> None:

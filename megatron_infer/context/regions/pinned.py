@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-KEEP_SHARE = 1 / 32
-"""Of the machine's memory: what a pool keeps idle at most, since other engines and the trainer live there too."""
+KEEP_SHARE = 1 / 4
+"""Of the machine's memory: what the pools of all its devices keep idle at most, for the trainer lives there too."""
 MIN_BYTES = 1 << 16
 
 
@@ -90,5 +90,6 @@ class PinnedPool:
 
 
 def machine_share() -> int:
-    """KEEP_SHARE of the machine's memory."""
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * KEEP_SHARE)
+    """One device's part of KEEP_SHARE of the machine's memory."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(whole * KEEP_SHARE / max(1, torch.cuda.device_count()))
