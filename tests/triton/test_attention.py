@@ -102,6 +102,12 @@ def test_a_long_row_takes_larger_splits_not_more(device):
     check(backend, case, device)
 
 
+def test_more_rows_than_are_looked_at_together_match_reference(device):
+    rows = [(1, 1 + 7 * i % 40) for i in range(300)]
+    case = make_case(rows, num_decode=300, dtype=torch.float32, num_kv_heads=1, group_size=1, head_dim=16)
+    check(make_backend(num_cores=4), case, device)
+
+
 def test_a_padded_step_gives_the_same_bits_and_zeros_for_nobody(backend, device, dtype):
     rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
     case = make_case(rows, num_decode=2, dtype=dtype, rotary_dim=32, head_dim=32, num_kv_heads=1)

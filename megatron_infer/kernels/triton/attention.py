@@ -22,8 +22,8 @@ from megatron_infer.kernels.triton.rotary_append import rotary_append
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-PROGRAMS_PER_CORE = 4
-"""Decode programs aimed at, for each multiprocessor: two or three run at once, the others even out rows' lengths."""
+PROGRAMS_PER_CORE = 2
+"""Decode programs for each multiprocessor, which has room for two and more: all run at once, with even shares."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -57,7 +57,7 @@ def _shared_kib(capability: tuple[int, int]) -> int:
 class TritonPagedAttention:
     """kernels.base.AttentionBackend in Triton.
 
-    num_cores: multiprocessors of the device; how many programs share a row's keys follows from it, no bit does.
+    num_cores: multiprocessors of the device; how many programs share decode rows' keys follows from it, no bit does.
     shared_kib: shared memory a block may take; the tiles of prefill follow from it.
     chunk: keys of a split of a decode row; bits follow from it.
     """

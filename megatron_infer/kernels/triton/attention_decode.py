@@ -3,11 +3,13 @@
 A row's keys are cut every CHUNK keys, counted from position 0; a row of more than MAX_SPLITS such chunks takes the
 least multiple of CHUNK that gives no more splits than that. So the cut, and with it every bit, is a function of the
 row's length and the layer alone: not of the other rows, the padding, the capacity, the number of multiprocessors.
-How many programs share a row's splits is a function of the step's shape and the device, and changes no bit: each split
-starts from nothing and leaves its own partial sums.
+The splits of all rows, end to end, are dealt out evenly in runs to as many programs as the device holds at once, each
+finding its run from the rows' lengths as they are when it starts: a long row among short ones is spread as well, and
+an upper bound of lengths costs no programs. Who does a split changes no bit: each starts from nothing and leaves its
+own partial sums.
 
     keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
-    splits  |---0---|----1----|----2----|--3---|           2 programs: {0, 1} and {2, 3}
+    splits  |---0---|----1----|----2----|--3---|           and a row of 1 split, 2 programs: {0, 1, 2} and {3, 0'}
     merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
 A row of one split writes its output itself. The query heads of a kv head are lines of one tile (padded to 16, the least
@@ -50,67 +52,81 @@ CHUNK = 256
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
+ROWS = tl.constexpr(256)
+"""Rows whose lengths are looked at together."""
 LANES = 256
 """Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
 
 
 @triton.jit
-def row_splits(kv_len, row, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """(keys, first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
-    num_keys = tl.load(kv_len + row)
+def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
     first_chunk = first_key // CHUNK
     chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
     share = tl.maximum(tl.cdiv(chunks, MAX_SPLITS), 1)
-    return num_keys, first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+    return first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+
+
+@triton.jit
+def _splits_of_rows(kv_len, first, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Splits of rows first .. first + ROWS - 1; 0 behind the last."""
+    row = first + tl.arange(0, ROWS)
+    num_keys = tl.load(kv_len + row, mask=row < num_rows, other=0)
+    _, _, _, splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+    return tl.where(row < num_rows, splits, 0)
+
+
+@triton.jit
+def _share(kv_len, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """This program's part of all rows' splits laid end to end: (how many, row of the first, which of that row's)."""
+    total = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        total += tl.sum(_splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW), 0)
+    share = tl.cdiv(total, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    row = num_rows * 0
+    before = num_rows * 0
+    passed = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        splits = _splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW)
+        ends = passed + tl.cumsum(splits, 0)
+        earlier = (ends <= begin) & (splits > 0)
+        row += tl.sum(earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        passed += tl.sum(splits, 0)
+    return tl.minimum(share, total - begin), row, begin - before
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=LOOSE)
-def decode_kernel(
-    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
-    q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, scale2,
+@triton.jit
+def _attend_splits(
+    q_tile, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
+    first_split, stop_split, part_splits, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (NUM_KV * group tiles, rows, programs of a row); each program takes a run of its row's splits.
-
-    acc_part [rows, N, part_splits, HEAD_DIM], top_part and total_part [rows, N, part_splits], all fp32.
-    """
-    GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
-    kv_head = tl.program_id(0) // GROUP_TILES
-    row = tl.program_id(1).to(tl.int64)
-    num_keys, first_key, origin, split_keys, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
-    share = tl.cdiv(num_splits, tl.num_programs(2))
-    first_split = tl.program_id(2) * share
-    if first_split >= num_splits:
-        return
-
-    group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Splits first_split .. stop_split - 1 of one row; line: of each query head in the parts, in its row's outputs."""
+    first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
     real = group < GROUP
-    line = row * (NUM_KV * GROUP) + kv_head * GROUP + group
     dim = tl.arange(0, HEAD_PAD)[None, :]
     whole = real[:, None] & (dim < HEAD_DIM)
-    at = row * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
-    q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
-    table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     last_key = tl.zeros([BLOCK_M], dtype=tl.int32) + (num_keys - 1)
     begin = tl.maximum(origin + first_split * split_keys, first_key // BLOCK_N * BLOCK_N)
-    end = tl.minimum(origin + (first_split + share) * split_keys, num_keys)
+    end = tl.minimum(origin + stop_split * split_keys, num_keys)
     block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, block, start,
-            num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+            q_tile, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+            NUM_KV * HEAD_DIM, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
         )
         block = next_block
         stop = start + BLOCK_N
@@ -124,7 +140,7 @@ def decode_kernel(
             total = tl.zeros([BLOCK_M], dtype=tl.float32)
     if num_splits == 1:
         if HAS_SINKS:
-            sink = tl.load(sinks + kv_head * GROUP + group, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + line % (NUM_KV * GROUP), mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new_top = tl.maximum(top, sink)
             shrink = tl.exp2(top - new_top)
             acc = acc * shrink[:, None]
@@ -134,6 +150,42 @@ def decode_kernel(
         tl.store(out + line[:, None] * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=whole)
         if HAS_LSE:
             tl.store(lse + line, sums, mask=real)
+
+
+@triton.jit(do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=LOOSE)
+def decode_kernel(
+    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
+    q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
+
+    acc_part [rows, N, part_splits, HEAD_DIM], top_part and total_part [rows, N, part_splits], all fp32.
+    """
+    GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(0) // GROUP_TILES
+    group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left, row, split = _share(kv_len, num_rows, CHUNK, MAX_SPLITS, WINDOW)
+    while left > 0:
+        num_keys = tl.load(kv_len + row)
+        _, _, _, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+        stop = tl.minimum(split + left, num_splits)
+        row64 = row.to(tl.int64)
+        at = row64 * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
+        q_tile = load_tile(q, at, group < GROUP, HEAD_DIM, HEAD_PAD, True)
+        table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
+        line = row64 * (NUM_KV * GROUP) + kv_head * GROUP + group
+        _attend_splits(
+            q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, lse, sinks, acc_part, top_part,
+            total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
+            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, MAX_SPLITS, WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        )
+        left -= stop - split
+        split = left * 0
+        row += 1
 
 
 @triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
@@ -146,7 +198,7 @@ def merge_kernel(
     """Grid (NUM_HEADS, rows): the partial sums of one query head of a row of several splits -> its output."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    _, _, _, _, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
+    _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, MAX_SPLITS, WINDOW)
     if num_splits == 1:
         return
     line = row * NUM_HEADS + head
@@ -235,7 +287,7 @@ def attend_decode(
     *,
     programs: int,
 ) -> None:
-    """Outputs of tokens 0 .. num_decode - 1. `programs`: how many to aim at; the device's, it changes no bit."""
+    """Outputs of tokens 0 .. num_decode - 1. programs: how many the device holds at once; they change no bit."""
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
     splits = max(1, min(triton.cdiv(visible, tiles.chunk), tiles.max_splits))
@@ -251,7 +303,7 @@ def attend_decode(
     lse = out_TX if lse_TN is None else lse_TN
     launch(
         decode_kernel,
-        (lines, num_rows, max(1, min(splits, triton.cdiv(programs, lines * num_rows)))),
+        (lines, max(1, min(splits * num_rows, programs // lines))),
         q_TKGH,
         keys,
         values,
@@ -267,6 +319,7 @@ def attend_decode(
         *q_TKGH.stride()[:3],
         step.block_table.stride(0),
         splits,
+        num_rows,
         spec.scale * LOG2E,
         **decode,
         num_warps=tiles.num_warps,
