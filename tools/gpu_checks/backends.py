@@ -51,7 +51,7 @@ def _hold(ctx: Context, name: str, candidates: Any, kinds: tuple[str, ...]) -> R
 def triton(ctx: Context) -> Result:
     ctx.backends(accelerated.ATTENTION, torch.float32)
     compare, ties = Comparison("difference"), 0
-    for kind in ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("attention",)):
+    for kind in ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("windows", "experts")):
         work = workload(ctx, logprobs=CHOICES, count=ctx.pick(None, 1))
         wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU), work)
         ties += compare_tokens(compare, kind, answers(_engine_on(ctx, "triton", kind, torch.float32), work), wanted)
