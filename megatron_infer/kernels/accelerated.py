@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_infer.kernels.triton import launch
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -23,10 +25,13 @@ class Candidate:
     """Below megatron_infer.kernels."""
 
 
-ATTENTION: tuple[Candidate, ...] = ()
+ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
 SCAN: tuple[Candidate, ...] = ()
-OPS: tuple[Candidate, ...] = ()
-SAMPLING: tuple[Candidate, ...] = ()
+OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
+STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
+SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
+TRITON = "triton."
+"""Modules that import triton themselves: only where it can run."""
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
 """What the debugging variable may force besides the portable backends."""
 
@@ -36,14 +41,18 @@ def available(
 ) -> tuple[list[Any], dict[str, str]]:
     """(backends that exist here, best first; name -> why not, of the others).
 
-    On a CPU they are looked at only where one is forced: Triton's interpreter is for tests.
+    forced: only this one, none of them where it is a portable one. On a CPU they are looked at only where one is
+    forced: Triton's interpreter is for tests.
     """
     if device.type == "cpu" and forced not in NAMES:
         return [], {}
     backends: list[Any] = []
     reasons: dict[str, str] = {}
     for candidate in candidates:
-        if forced in NAMES and candidate.name != forced:
+        if forced is not None and candidate.name != forced:
+            continue
+        if candidate.module.startswith(TRITON) and (reason := launch.unavailable(device)) is not None:
+            reasons[candidate.name] = reason
             continue
         module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
         reason = module.unavailable(device, dtype)

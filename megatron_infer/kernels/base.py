@@ -32,7 +32,8 @@ class AttendSpec:
     """Leading dims of a head that rotate by the step's cos/sin; 0: this layer does not rotate."""
     rotary_interleaved: bool = False
     sinks_N: Tensor | None = field(default=None, compare=False)
-    """fp32 logit of each query head that takes part in the softmax and has no value; None: there is none."""
+    """Logit of each query head that takes part in the softmax and has no value; None: there is none. [N], any float
+    dtype, maybe a live parameter: backends read it when they run."""
 
 
 def _none() -> np.ndarray:
@@ -180,6 +181,8 @@ class StepInputs(Protocol):
     ops: Ops
     positions_T: Tensor
     token_ids_T: Tensor
+    is_padded: bool
+    """Of a graph's shape: nothing may ask the device for a value on the way."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers note which experts each token goes to; None: nobody asks."""
 

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,11 +31,18 @@ from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
+from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+
+if TYPE_CHECKING:
+    from megatron_infer.kernels.triton.sampling import TritonSampling
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
-BACKENDS = ("native", "torch", "reference", *accelerated.NAMES)
+STATIC = "static"
+"""Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
+BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
 SCAN = "selective scan"
 
 
@@ -61,11 +69,15 @@ class Chosen:
     """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
-    sampling: NativeSampling | None
+    sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
+    device_sampling: TritonSampling | None = None
+    """The same where it also draws inside a captured graph and masks on the device."""
     checksum: Callable[[Tensor], int]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
+    gather: Gather = torch_gather
+    """What a step's tokens are, from the device's own tables."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -111,8 +123,8 @@ def _choose_linear(
         if layout is not None:
             return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
-    if forced == "reference":
-        reason: str | None = f"{BACKEND_VARIABLE}=reference"
+    if forced in ("reference", STATIC):
+        reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
@@ -147,7 +159,7 @@ def _choose_attention(
         _check_forced("attention", forced, missing)
         if library is not None:
             candidates.append(NativePagedAttention(library, dtype))
-        candidates.append(TorchPagedAttention())
+        candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
         for backend in candidates:
             refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -177,7 +189,7 @@ def _choose_scan(
         _check_forced(SCAN, forced, missing)
         if library is not None:
             candidates.append(NativeScan(library, dtype))
-        candidates.append(TorchScan())
+        candidates.append(StaticScan() if forced == STATIC else TorchScan())
         for backend in candidates:
             refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
             refused = next((reason for reason in refusals if reason is not None), None)
@@ -309,12 +321,23 @@ def choose(
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
         scan_row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
         rows.append(scan_row)
+    samplers, sampling_missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
+    _check_forced("sampling", forced, sampling_missing)
+    device_sampling: TritonSampling | None = samplers[0] if samplers else None
+    sampling: NativeSampling | TritonSampling | None = device_sampling
+    sampling_name = "triton" if samplers else "torch"
+    if device_sampling is not None:
+        argmax = device_sampling.argmax
+    elif library is not None:
+        sampling, sampling_name = NativeSampling(library), "native"
     rows += [
         BackendChoice("norms, activations", ops.name, reasons | missing),
-        BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
+        BackendChoice("argmax, sampling", sampling_name, reasons | sampling_missing),
         linear_row,
     ]
-    sampling = None if library is None else NativeSampling(library)
+    gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
+    if gathers or no_gather:
+        rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
@@ -323,6 +346,8 @@ def choose(
         packed=packed,
         argmax=argmax,
         sampling=sampling,
+        device_sampling=device_sampling,
         checksum=checksum,
         rows=rows,
+        gather=gathers[0] if gathers else torch_gather,
     )

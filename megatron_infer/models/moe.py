@@ -27,6 +27,10 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.reduce import Reducer
 
+DENSE_TOKENS = 128
+"""Tokens that a GPU multiplies by a weight in about the time it reads it."""
+DENSE_SHARE = 0.5
+"""Choices of a step for each expert there is, from which on reading all experts is no great loss."""
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -117,20 +121,35 @@ class LeanExperts:
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
         for expert, lean in enumerate(self.experts, self.first):
+            if step.is_padded:
+                weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
+                out_TD += self._of_all(ops, lean, own_TD, weight_T1).to(out_TD.dtype)
+                continue
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            inner = lean.inner(ops, own_TD.index_select(0, tokens))
-            inner = (inner * weight_T1).to(x_TD.dtype)
-            fc2 = lean.fc2.parameters
-            out = ops.linear(inner, fc2["weight"], None)
-            if fc2["bias"] is not None:
-                out = out + fc2["bias"] * weight_T1
+            out = self._of_all(ops, lean, own_TD.index_select(0, tokens), weight_T1)
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
         if self.reduce is not None:
             out_TD = self.reduce.all_reduce(out_TD)
         return out_TD if starts or shared_TD is None else out_TD + shared_TD
+
+    @staticmethod
+    def _of_all(ops: Ops, lean: LeanMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
+        """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
+        inner = (lean.inner(ops, x_TD) * weight_T1).to(x_TD.dtype)
+        fc2 = lean.fc2.parameters
+        out = ops.linear(inner, fc2["weight"], None)
+        return out if fc2["bias"] is None else out + fc2["bias"] * weight_T1
+
+    def runs_dense(self, num_tokens: int) -> bool:
+        """Whether every expert may as well see every token of a step, so that nobody asks who chose it.
+
+        Reading an expert's weights then costs more than multiplying by them, and most of them are chosen by somebody.
+        """
+        num_experts = self.router.config.num_moe_experts
+        return num_tokens <= DENSE_TOKENS and num_tokens * self.router.topk >= DENSE_SHARE * num_experts
 
     def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""

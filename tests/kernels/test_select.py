@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import native_build, select, threads
+from megatron_infer.kernels import accelerated, native_build, select, threads
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.ssm import SsmSpec
+from megatron_infer.kernels.triton import launch
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
 MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
@@ -222,3 +223,12 @@ def test_thread_advice_counts_cores_once_and_obeys_quota_and_environment(tmp_pat
 def test_cpu_settings_apply_the_asked_thread_count():
     assert threads.apply_cpu_settings(1).num_threads == 1
     assert torch.get_num_threads() == 1
+
+
+def test_a_gpu_without_triton_is_told_so_and_nothing_imports_it(monkeypatch):
+    module = "megatron_infer.kernels.triton.attention"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    made, reasons = accelerated.available(accelerated.ATTENTION, torch.device("cuda"), torch.bfloat16, forced="triton")
+    assert made == [] and reasons == {"triton": "triton is not installed"} and module not in sys.modules
