@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+from megatron_infer.context.modes import make_region, table
+from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError
 
 MIB = 2**20
@@ -165,11 +169,130 @@ def rate(ctx: Context) -> Result:
         engine.step()
     away, back = min(reports[1:], key=lambda pair: pair[0].seconds + pair[1].seconds)
     copied = away.tags["kv_cache"].bytes_copied
-    out, into = copied / away.seconds / 1e9, copied / back.seconds / 1e9
-    result = Result(OK, f"{copied / MIB:,.0f} MiB at {out:.1f} GB/s out, {into:.1f} GB/s in")
+    out, into = away.tags["kv_cache"].gb_per_s, back.tags["kv_cache"].gb_per_s  # the copies, by the device's clock
+    assert out is not None and into is not None, "nothing was copied"
+    whole = copied / away.seconds / 1e9, copied / back.seconds / 1e9
+    result = Result(
+        OK,
+        f"{copied / MIB:,.0f} MiB at {out:.1f} GB/s out, {into:.1f} GB/s in; with all else a suspend and a resume do "
+        f"{whole[0]:.1f} and {whole[1]:.1f}",
+    )
     result.targets = [
         Target("offload, share of a pinned copy", out / ceilings.to_host_gb_s, 0.8),
         Target("restore, share of a pinned copy", into / ceilings.from_host_gb_s, 0.8),
     ]
-    result.details = {"ceilings": ceilings.to_dict(), "copied_bytes": copied}
+    result.details = {"ceilings": ceilings.to_dict(), "copied_bytes": copied, "whole_gb_s": whole}
+    return result
+
+
+@check(
+    "static_region",
+    group="memory",
+    promise="memory of the driver's own calls comes and goes at one address, and a captured graph writes to it again",
+    budget_s=20,
+)
+def static_region(ctx: Context) -> Result:
+    rows = {asked: (chosen, why) for asked, chosen, why in table(ctx.device)}
+    compare = Comparison("difference")
+    if not ctx.rehearse:
+        chosen, why = rows["static pointers"]
+        compare.require(f"static pointers take {chosen}: {why}", chosen == "VmmRegion")
+    size = ctx.pick(2048, 8) * MIB
+    free = ctx.free_bytes()
+    best = _static_cycles(ctx, compare, size)
+    left = free - ctx.free_bytes()
+    compare.require(f"{left:,} bytes are not back", ctx.rehearse or left <= SLACK)
+    result = compare.result(rows=rows, milliseconds=best)
+    if result.status == OK:
+        gave, took = best["release"], best["restore"]
+        result.figure = f"{size / MIB:,.0f} MiB given back in {gave:.1f} ms, taken again in {took:.1f} ms"
+    return result
+
+
+def _static_cycles(ctx: Context, compare: Comparison, size: int) -> dict[str, float]:
+    """Release and restore a region that a graph writes to -> the fastest of each, in milliseconds."""
+    region = make_region((size,), torch.uint8, ctx.device, static_pointers=True, unified_memory=False)
+    cell_X, address = region.tensor[:4096].view(torch.float32), region.tensor.data_ptr()
+    step_X = torch.full_like(cell_X, 3.0)
+
+    def work() -> None:
+        cell_X.add_(step_X).mul_(2)
+
+    replay = _captured(ctx, work)
+    seconds: dict[str, list[float]] = {"release": [], "restore": []}
+    for _ in range(3):
+        region.tensor.fill_(1)
+        full = ctx.free_bytes()
+        for name in seconds:
+            start = time.perf_counter()
+            getattr(region, name)()
+            ctx.wait()
+            seconds[name].append(time.perf_counter() - start)
+            if name == "release" and not ctx.rehearse:
+                given = ctx.free_bytes() - full
+                compare.require(f"release gave {given:,} of {size:,} bytes", given >= size - SLACK)
+        cell_X.fill_(1)
+        replay()
+        ctx.wait()
+        compare.require("a replay after the restore wrote something else", bool((cell_X == 8).all()))
+        compare.require("the address moved", region.tensor.data_ptr() == address)
+    return {name: min(times) * 1e3 for name, times in seconds.items()}
+
+
+def _captured(ctx: Context, work: Callable[[], None]) -> Callable[[], Any]:
+    """A graph of `work`; in a rehearsal the work itself."""
+    if ctx.rehearse:
+        return work
+    work()
+    ctx.wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+@check(
+    "swap_moves",
+    group="memory",
+    promise="blocks of evicted requests go to the host and back bit for bit, and no step pins memory or waits for it",
+    budget_s=20,
+)
+def swap_moves(ctx: Context) -> Result:
+    num = ctx.pick(512, 12)
+    store = StateStore(
+        num_layers=ctx.pick(16, 2),
+        num_blocks=2 * num + 1,
+        block_size=16,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=ctx.pick(torch.bfloat16, torch.float32),
+        device=ctx.device,
+        static_pointers=False,
+        unified_memory=False,
+        num_host_slots=num,
+    )
+    compare = Comparison("difference")
+    out: list[Any] = [("out", block, block) for block in range(num)]
+    back: list[Any] = [("in", num + (7 * slot) % num, slot) for slot in range(num)]
+    for _ in range(2):  # the first one takes the staging buffers
+        store.kv_cache.normal_()
+        before = store.kv_cache[:, :, :num].clone()
+        pinned = store.host_bytes()
+        with ctx.no_sync():
+            store.run_moves(out)
+            store.kv_cache[:, :, :num].zero_()
+            store.run_moves(back)
+        places = [num + (7 * slot) % num for slot in range(num)]
+        compare.require("content is not what it was", bool(torch.equal(store.kv_cache[:, :, places], before)))
+        if not ctx.rehearse:
+            compare.require("host memory was pinned in the step", store.host_bytes() == pinned)
+
+    def move() -> None:
+        store.run_moves(out)
+
+    milliseconds = ctx.milliseconds(move, rounds=5)
+    rate = num * store.block_bytes / milliseconds / 1e6
+    result = compare.result(gb_per_s=rate)
+    if result.status == OK:
+        result.figure = f"{num} blocks of {store.block_bytes:,} bytes out, enqueued and gathered at {rate:.1f} GB/s"
     return result
