@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec
+from megatron_infer.kernels.triton.launch import listening
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 from scan_case import SPEC, Case, check_case, make_case
@@ -156,13 +157,18 @@ def padded(case: Case, *, decode: int, rows: int, tokens: int) -> Case:
     return replace(case, step=step, fused=fused)
 
 
+def without_last_slot(rows, **settings) -> Case:
+    """A case whose last slot is nobody's."""
+    for seed in range(100):
+        case = make_case(rows, spec=SMALL, seed=seed, **settings)
+        if len(case.states.conv_SCW) - 1 not in case.step.table_row.tolist():
+            return case
+    raise AssertionError("every order of slots uses the last one")
+
+
 @pytest.mark.parametrize("rows", [[(1, 5), (1, 1), (9, 9), (34, 50)], [(1, 5), (1, 1)]])
 def test_padding_changes_no_bit_of_a_row_and_writes_to_the_dummy_slot_alone(scan, rows):
-    case = make_case(rows, spec=SMALL, num_decode=2, seed=3)
-    while len(case.states.conv_SCW) - 1 in case.step.table_row.tolist():
-        case = make_case(
-            rows, spec=SMALL, num_decode=2, seed=int(case.step.table_row.sum()) + len(case.states.conv_SCW)
-        )
+    case = without_last_slot(rows, num_decode=2)
     wide = padded(case, decode=3, rows=2, tokens=5)
     y, states = case.run(scan)
     got, got_states = wide.run(scan)
@@ -170,6 +176,37 @@ def test_padding_changes_no_bit_of_a_row_and_writes_to_the_dummy_slot_alone(scan
     assert got.isfinite().all() and (got[-5:] == 0).all()
     for part, other in zip(states, got_states, strict=True):
         assert torch.equal(part[:-1].contiguous().view(torch.uint8), other[:-1].contiguous().view(torch.uint8))
+
+
+def test_launches_of_a_padded_step_answer_the_next_steps_content_too(scan, device):
+    """What a captured graph repeats: the same launches, with other rows, lengths, slots and tokens in the mirrors."""
+    mirrors = ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R")
+    one = padded(without_last_slot([(1, 5), (1, 1), (9, 9), (20, 20)], num_decode=2), decode=1, rows=1, tokens=5)
+    two = padded(without_last_slot([(1, 3), (30, 40), (0, 0), (0, 0)], num_decode=1), decode=2, rows=0, tokens=4)
+    two = replace(two, weights=one.weights)
+    step = replace(one.step, **{name: getattr(one.step, name).to(device, copy=True) for name in mirrors})
+    fused, pools = one.fused.to(device, copy=True), [part._base.to(device, copy=True) for part in one.states]
+    weights = {n: None if (w := getattr(one.weights, n)) is None else w.to(device) for n in one.weights.__slots__}
+    launches = []
+    with listening(lambda *call: launches.append(call)):
+        scan.backend.plan(step)
+        xBC, dt = fused[:, 3:].split((SMALL.num_channels, SMALL.num_heads), dim=-1)
+        states = LayerStates(*(pool[:, 1] for pool in pools))
+        y = scan.backend.run(xBC, dt, states, type(one.weights)(**weights), SMALL)
+    for case in (one, two, one):
+        fused.copy_(case.fused)
+        for pool, part in zip(pools, case.states, strict=True):
+            pool.copy_(part._base)
+        for name in mirrors:
+            getattr(step, name).copy_(getattr(case.step, name))
+        for launch, kernel, grid, args, options in launches:
+            launch(kernel, grid, *args, **options)
+        want, want_states = case.run(scan)
+        assert torch.equal(y.cpu(), want)
+        for part, other in zip(states, want_states, strict=True):
+            assert torch.equal(
+                part[:-1].cpu().contiguous().view(torch.uint8), other[:-1].contiguous().view(torch.uint8)
+            )
 
 
 def test_company_and_captures_change_no_bit_of_a_row(scan):
