@@ -47,11 +47,11 @@ class OnDevice:
             for name in weights.__slots__
         }
         pools = [part._base.to(self.device) for part in states]
-        y = self.backend.run(
-            *(torch.stack((part, part), -1).to(self.device)[..., 0] if part.stride(-1) != 1 else part.to(self.device)
-              for part in (xBC, dt)),
-            LayerStates(*(pool[:, 1] for pool in pools)), type(weights)(**moved), spec,
-        )  # fmt: skip
+        views = (  # as strided as they are
+            part._base.to(self.device).as_strided(part.shape, part.stride(), part.storage_offset())
+            for part in (xBC, dt)
+        )
+        y = self.backend.run(*views, LayerStates(*(pool[:, 1] for pool in pools)), type(weights)(**moved), spec)
         for part, pool in zip(states, pools, strict=True):
             part._base.copy_(pool)
         return y.cpu()
@@ -60,7 +60,7 @@ class OnDevice:
 def chunk_of(dtype):
     from megatron_infer.kernels.triton.scan import slice_tiles
 
-    return slice_tiles(SMALL.head_dim, SMALL.state_dim, dtype, (9, 0)).chunk
+    return slice_tiles(SMALL.head_dim, SMALL.state_dim, dtype, captures=False).chunk
 
 
 def test_ragged_mixed_step_with_captures_and_tokens_of_nobody(scan, dtype):
@@ -209,21 +209,29 @@ def test_launches_of_a_padded_step_answer_the_next_steps_content_too(scan, devic
             )
 
 
-def test_company_and_captures_change_no_bit_of_a_row(scan):
+def same(got, want, *, exactly):
+    """Exactly, or as two compilations of the same arithmetic are."""
+    tolerance = 0.0 if exactly else 1e-6
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("captures", [[], [(1, 7), (1, 32)]])
+def test_company_and_captures_change_nothing_of_a_row(scan, device, captures):
     alone = make_case([(40, 50)], spec=SMALL, seed=1)
-    company = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=[(1, 7), (1, 32)], num_decode=1, seed=2)
+    company = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=captures, num_decode=1, seed=2)
     company.fused[1:41] = alone.fused
     for part, other in zip(company.states, alone.states, strict=True):
         part[int(company.step.table_row[1])] = other[int(alone.step.table_row[0])]
     company = replace(company, weights=alone.weights)
     y, states = alone.run(scan)
     got, got_states = company.run(scan)
-    assert torch.equal(got[1:41], y)
+    exactly = not captures or device.type == "cpu"
+    same(got[1:41], y, exactly=exactly)
     for part, other in zip(got_states, states, strict=True):
-        assert torch.equal(part[int(company.step.table_row[1])], other[int(alone.step.table_row[0])])
+        same(part[int(company.step.table_row[1])], other[int(alone.step.table_row[0])], exactly=exactly)
 
 
-def test_a_capture_holds_what_a_cut_there_would_have_left(scan):
+def test_a_capture_holds_what_a_cut_there_would_have_left(scan, device):
     whole = make_case([(60, 60)], spec=SMALL, captures=[(0, 20), (0, 32), (0, 33)])
     _, states = whole.run(scan)
     for n, slot in zip(whole.step.captures.num_tokens, whole.step.captures.state_slot, strict=True):
@@ -231,7 +239,7 @@ def test_a_capture_holds_what_a_cut_there_would_have_left(scan):
         cut = replace(cut, fused=whole.fused[: int(n)], weights=whole.weights)
         _, left = cut.run(scan)
         for part, other in zip(states, left, strict=True):
-            assert torch.equal(part[int(slot)], other[int(cut.step.table_row[0])])
+            same(part[int(slot)], other[int(cut.step.table_row[0])], exactly=device.type == "cpu")
 
 
 def test_long_prompt_with_violent_step_sizes(scan):
