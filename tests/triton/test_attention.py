@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from attention_case import check, on_device, padded
 from paged_case import Case, make_case
+
+from megatron_infer.kernels.triton.launch import launch
 
 pytestmark = pytest.mark.triton
 
@@ -102,10 +105,24 @@ def test_a_long_row_takes_larger_splits_not_more(device):
     check(backend, case, device)
 
 
-def test_more_rows_than_are_looked_at_together_match_reference(device):
-    rows = [(1, 1 + 7 * i % 40) for i in range(300)]
-    case = make_case(rows, num_decode=300, dtype=torch.float32, num_kv_heads=1, group_size=1, head_dim=16)
-    check(make_backend(num_cores=4), case, device)
+def test_the_splits_of_many_rows_are_dealt_out_evenly_and_once(device):
+    """More rows than are looked at together; splits of 16 keys, at most 4 a row."""
+    from share_kernel import share_kernel
+
+    lengths = [7 * i % 90 for i in range(600)]
+    splits = [max(1, math.ceil(n / (16 if n <= 64 else 32))) for n in lengths]
+    expected = [(row, split) for row, n in enumerate(splits) for split in range(n)]
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for programs in (1, 7, 40):
+        out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
+        launch(share_kernel, (1, programs), kv_len, len(lengths), out, CHUNK=16, MAX_SPLITS=4)
+        dealt = []
+        for count, row, split in out.tolist():
+            if count > 0:
+                assert expected[len(dealt)] == (row, split)
+                dealt += expected[len(dealt) : len(dealt) + count]
+        assert dealt == expected
+        assert max(out[:, 0]) == -(-len(expected) // programs)
 
 
 def test_a_padded_step_gives_the_same_bits_and_zeros_for_nobody(backend, device, dtype):
