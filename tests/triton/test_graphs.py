@@ -1,0 +1,67 @@
+"""An engine on Triton's kernels, its steps captured: as a CUDA graph, or on the CPU by a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.forward.graph_replay import ReplayRecorder
+from megatron_infer.forward.graphs import GRAPHS_VARIABLE
+from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+pytestmark = pytest.mark.triton
+
+MODELS = {
+    "attention": lambda: tiny_gpt(num_layers=1, vocab_size=64, max_sequence_length=32, init_method_std=0.2),
+    "hybrid": lambda: tiny_hybrid("M*", vocab_size=64, max_sequence_length=32, init_method_std=0.2, mamba_head_dim=64),
+}
+
+
+def answers(model, **settings):
+    base = {"buffer_size_gb": 0.005, "block_size_tokens": 16, "max_sequence_length": 32}
+    limits = {"max_requests": 2, "max_tokens": 16, "enable_chunked_prefill": True}
+    engine = DynamicInferenceEngine(model, InferenceConfig(**base, **limits, **settings))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=3, ignore_eos=True),
+    ]
+    outputs = engine.generate([[5, 6, 7, 8, 9], [11, 12]], params)
+    return [output.outputs[0].token_ids for output in outputs], engine
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_engine_whose_triton_steps_are_replayed_answers_as_one_that_runs_them(device, monkeypatch, kind):
+    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    if device.type == "cpu":
+        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
+    model = MODELS[kind]().to(device)
+    expected, _ = answers(model)
+    got, engine = answers(model, num_cuda_graphs=-1)
+    assert got == expected
+    counts = engine.parts.runner.graphs.pool.counts
+    assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
+
+
+def test_the_stand_in_repeats_launches_with_the_numbers_of_the_capture(device):
+    if device.type != "cpu":
+        pytest.skip("the stand-in is for a CPU")
+    from megatron_infer.kernels.triton.elementwise import make
+
+    ops, x = make(device, torch.float32), torch.arange(1.0, 33.0).view(2, 16)
+    weight, out = torch.ones(16), torch.empty(2, 16)
+    eps = [1e-9]
+    with torch.inference_mode():
+        tape = ReplayRecorder().capture(lambda: out.copy_(ops.rms_norm(x, weight, eps[0])))
+        first = out.clone()
+        x.mul_(-3.0)
+        eps[0] = 1e6
+        launched = []
+        with listening(lambda launch, kernel, *rest: launched.append(kernel.__name__)):
+            tape.replay()
+    assert len(launched) == 1, "the one launch of the capture, none of the warm-up"
+    torch.testing.assert_close(out, -first, rtol=1e-6, atol=1e-6)
