@@ -23,8 +23,11 @@ class Candidate:
     """Below megatron_infer.kernels."""
 
 
-ATTENTION: tuple[Candidate, ...] = ()
-SCAN: tuple[Candidate, ...] = ()
+ATTENTION: tuple[Candidate, ...] = (
+    Candidate("flashinfer", "flashinfer_attention"),
+    Candidate("flash_attn", "flash_attn_attention"),
+)
+SCAN: tuple[Candidate, ...] = (Candidate("mamba_ssm", "mamba_ssm_scan"),)
 OPS: tuple[Candidate, ...] = ()
 SAMPLING: tuple[Candidate, ...] = ()
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
