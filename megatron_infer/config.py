@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_infer import config_checks
 from megatron_infer.context.layout import (
     DEFAULT_MAX_TOKENS,
     DTYPE_BYTES,
@@ -28,6 +29,7 @@ from megatron_infer.context.layout import (
     resolve_sizes,
 )
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.graph_shapes import ShapeOptions, largest_live_bytes, make_shapes
 from megatron_infer.state_config import MambaInferenceStateConfig
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigWarning",
+    "GraphSizing",
     "InferenceConfig",
     "KVCacheManagementMode",
     "MambaInferenceStateConfig",
@@ -109,6 +112,15 @@ class PreemptionMode(str, Enum):
     """They wait in host memory; recomputed only when the swap buffer is full."""
 
 
+class GraphSizing(str, Enum):
+    """How far apart the sizes of CUDA graphs lie."""
+
+    EXPONENTIAL = "exponential"
+    """Each twice the one before: few graphs, a step is padded to twice its size at most."""
+    LINEAR = "linear"
+    """Many graphs, little padding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
     """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
@@ -141,9 +153,12 @@ class InferenceConfig:
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
-    """CUDA graphs to capture, at most; -1: chosen automatically. None: no graphs, every step runs eagerly."""
+    """Shapes of steps to capture CUDA graphs for, at most; -1: chosen automatically. A graph is captured when a step
+    first needs it. None: no graphs, every step runs eagerly; so it does on a CPU, and where a kernel cannot be
+    captured."""
     cuda_graph_mixed_prefill_count: int | None = 16
-    """Prefill requests in each mixed prefill/decode graph. Acts only with CUDA graphs."""
+    """Prefill requests in each graph that prefills, at most; steps with more of them run eagerly. None: max_requests.
+    0: none prefills. Acts only with CUDA graphs."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Capture graphs for steps that prefill, too. Acts only with CUDA graphs."""
     static_kv_memory_pointers: bool = False
@@ -186,6 +201,13 @@ class InferenceConfig:
     """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
 
     # ours
+    cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
+    """How far apart the sizes of graphs lie: exponential or linear. Acts only with CUDA graphs."""
+    cuda_graph_max_tokens: int = 512
+    """Tokens of the largest graph that prefills; larger steps run eagerly. Acts only with CUDA graphs."""
+    cuda_graph_all_prefills: bool = False
+    """Every step that prefills hits a graph: graphs reach up to max_tokens, and requests are admitted, and prompts
+    chunked, only as far as there is one. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
     overlap: bool = False
     """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
     stay the same."""
@@ -237,9 +259,10 @@ class InferenceConfig:
         if isinstance(self.mamba_inference_state_config, Mapping):
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
-        _check_values(self)
-        _check_supported(self)
-        _warn_without_effect(self)
+        config_checks.check_values(self)
+        config_checks.check_supported(self)
+        for message in config_checks.without_effect(self):
+            warnings.warn(message, ConfigWarning, stacklevel=3)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InferenceConfig:
@@ -302,7 +325,37 @@ class InferenceConfig:
                 ConfigWarning,
                 stacklevel=2,
             )
-        return sizes
+        return self.with_graphs(sizes, shape, tensor_parallel_size=tensor_parallel_size)
+
+    def with_graphs(self, sizes: ResolvedSizes, shape: ModelShape, *, tensor_parallel_size: int = 1) -> ResolvedSizes:
+        """The sizes with the shapes of graphs that follow from them. Raises ConfigError where they cannot be."""
+        shapes = make_shapes(
+            self.graph_options(),
+            max_requests=sizes.max_requests,
+            max_tokens=sizes.max_tokens,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+        if not shapes:
+            return sizes
+        how = {
+            "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}: {len(shapes)} of (tokens, prefill, decode), "
+            f"{self.cuda_graph_sizing_distribution.value}; captured when first needed",
+            "graph_bytes": "estimate: activations and logits of the largest, whose pool all share; measured as they "
+            "are captured",
+        }
+        return replace(
+            sizes, graph_shapes=shapes, graph_bytes=largest_live_bytes(shapes, shape), how={**sizes.how, **how}
+        )
+
+    def graph_options(self) -> ShapeOptions:
+        return ShapeOptions(
+            num_graphs=self.num_cuda_graphs,
+            mixed_prefill_count=self.cuda_graph_mixed_prefill_count,
+            non_decode=self.use_cuda_graphs_for_non_decode_steps,
+            distribution=self.cuda_graph_sizing_distribution.value,
+            max_graph_tokens=self.cuda_graph_max_tokens,
+            all_prefills=self.cuda_graph_all_prefills,
+        )
 
 
 def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
@@ -341,36 +394,9 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
     "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
     "preemption_mode": PreemptionMode,
+    "cuda_graph_sizing_distribution": GraphSizing,
 }
-_AT_LEAST: dict[str, tuple[int, bool]] = {
-    "block_size_tokens": (1, False),
-    "max_requests": (1, True),
-    "max_tokens": (1, True),
-    "max_sequence_length": (2, False),
-    "logging_step_interval": (0, False),
-    "unified_memory_level": (0, False),
-    "num_cuda_graphs": (-1, True),
-    "cuda_graph_mixed_prefill_count": (0, True),
-    "seed": (0, False),
-    "vocab_size": (1, True),
-}
-"""Integer fields: smallest value, and whether None is allowed."""
-_GIGABYTES = {
-    "buffer_size_gb": False,
-    "paused_buffer_size_gb": True,
-    "swap_buffer_size_gb": True,
-    "prefix_caching_mamba_gb": False,
-}
-"""Fields in GiB, and whether 0 is allowed."""
-_BOOLEANS = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
-LOGPROBS_MODES = ("raw", "processed")
-_NEEDS: dict[str, str] = {
-    "num_cuda_graphs": "CUDA graph capture and replay, the GPU issue",
-    "cuda_graph_mixed_prefill_count": "CUDA graph capture and replay, the GPU issue",
-    "use_cuda_graphs_for_non_decode_steps": "CUDA graph capture and replay, the GPU issue",
-    "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
-}
-"""Fields that act only together with machinery that comes later: away from the default they raise."""
+LOGPROBS_MODES = config_checks.LOGPROBS_MODES
 
 
 def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
@@ -460,135 +486,3 @@ def _coerce(kind: type[_E], name: str, value: object) -> _E:
     except ValueError:
         known = [member.value for member in kind]
         raise ConfigError(f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}") from None
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_values(config: InferenceConfig) -> None:
-    for name, (smallest, optional) in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        if not _is_int(value):
-            raise ConfigError(
-                f"{name} is {value!r} ({type(value).__name__}), it must be an integer"
-                + (" or None" if optional else "")
-            )
-        if value < smallest:
-            raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
-    for name in _BOOLEANS:
-        value = getattr(config, name)
-        if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
-            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
-    _check_gigabytes(config)
-    if config.unified_memory_level > 1:
-        raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
-    if config.unified_memory_level == 1 and config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD:
-        raise ConfigError(
-            'unified_memory_level=1 excludes kv_cache_management_mode="offload": unified memory moves to the host by '
-            'itself when the device needs the room; take "persist"'
-        )
-    if config.preemption_mode is PreemptionMode.SWAP and not config.swap_buffer_size_gb:
-        raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
-    if config.num_cuda_graphs == 0:
-        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
-    timeout_s = config.collective_timeout_s
-    if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
-    alpha = config.prefix_caching_routing_alpha
-    if not (_is_int(alpha) or isinstance(alpha, float)) or not 0 <= alpha <= 1:
-        raise ConfigError(f"prefix_caching_routing_alpha is {alpha!r}, it must be a number from 0 to 1")
-    if config.seed >= 2**64:
-        raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
-    if config.logprobs_mode not in LOGPROBS_MODES:
-        message = unknown_name("value", str(config.logprobs_mode), LOGPROBS_MODES)
-        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(LOGPROBS_MODES)}")
-    if config.metrics_writer is not None and not callable(getattr(config.metrics_writer, "log", None)):
-        raise ConfigError(
-            f"metrics_writer is {config.metrics_writer!r}, it must be the wandb module (or an object with its log())"
-        )
-    if config.max_requests is not None and config.max_tokens is not None and config.max_requests > config.max_tokens:
-        raise ConfigError(
-            f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
-            "takes one token per request of a step); raise max_tokens or lower max_requests"
-        )
-
-
-def _check_gigabytes(config: InferenceConfig) -> None:
-    for name, allow_zero in _GIGABYTES.items():
-        value = getattr(config, name)
-        if value is None and _DEFAULTS[name] is None:
-            continue
-        if not (_is_int(value) or isinstance(value, float)):
-            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
-        if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
-            raise ConfigError(
-                f"{name} is {value} GiB, it must be a finite number {'of 0 or more' if allow_zero else 'above 0'}"
-            )
-    paused = config.paused_buffer_size_gb or 0
-    if config.unified_memory_level == 0 and paused > config.buffer_size_gb:
-        raise ConfigError(
-            f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of "
-            "which it is a part; lower it or raise the buffer"
-        )
-    state = config.mamba_inference_state_config
-    if state is not None and not isinstance(state, MambaInferenceStateConfig):
-        raise ConfigError(
-            f"mamba_inference_state_config is {state!r} ({type(state).__name__}), it must be a "
-            "MambaInferenceStateConfig or None; MambaInferenceStateConfig.from_model(model) makes one"
-        )
-    ratio = config.mamba_memory_ratio
-    if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
-        raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
-
-
-def _check_supported(config: InferenceConfig) -> None:
-    for name, needed in _NEEDS.items():
-        value = getattr(config, name)
-        if value != _DEFAULTS[name]:
-            shown = value.value if isinstance(value, Enum) else value
-            raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown_default(name)}")
-    if config.use_flashinfer_fused_rope:
-        raise NotImplementedError(
-            "use_flashinfer_fused_rope=True needs the FlashInfer backend of the GPU issue; leave it False or None"
-        )
-
-
-def _shown_default(name: str) -> str:
-    default = _DEFAULTS[name]
-    return repr(default.value if isinstance(default, Enum) else default)
-
-
-def _warn_without_effect(config: InferenceConfig) -> None:
-    messages: Sequence[tuple[bool, str]] = (
-        (
-            not config.materialize_only_last_token_logits,
-            "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
-            "logprobs in chunks) are ever computed, whatever its value",
-        ),
-        (
-            config.prefix_caching_eviction_policy is not PrefixCachingEvictionPolicy.REF_ZERO
-            and not config.enable_prefix_caching,
-            f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
-            "enable_prefix_caching=True, which is off: nothing is cached",
-        ),
-        (
-            config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching,
-            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} acts only with enable_prefix_caching=True, "
-            "which is off: nothing is cached",
-        ),
-        (
-            config.preemption_mode is PreemptionMode.RECOMPUTE and bool(config.swap_buffer_size_gb),
-            f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
-            'preemption_mode="recompute": nothing is swapped',
-        ),
-        (
-            config.metrics_writer is not None and config.logging_step_interval == 0,
-            "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval",
-        ),
-    )
-    for applies, message in messages:
-        if applies:
-            warnings.warn(message, ConfigWarning, stacklevel=4)

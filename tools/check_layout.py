@@ -24,9 +24,11 @@ MAX_INTERFACE_METHODS = 7
 LAYERS: dict[str, int] = {
     "errors": 0,
     "config": 0,
+    "config_checks": 0,
     "state_config": 0,
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
+    "graph_shapes": 0,
     "schedule": 1,
     "context": 1,
     "kernels": 2,
@@ -81,6 +83,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 PURE = (
     "errors",
     "config",
+    "config_checks",
+    "graph_shapes",
     "state_config",
     "schedule",
     "context.__init__",

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from megatron_infer.errors import CapacityError, ConfigError
+from megatron_infer.graph_shapes import GraphShape, shown_shapes
 
 GIB = 1 << 30
 REQUEST_ROUNDER = 4
@@ -140,8 +141,10 @@ class ResolvedSizes:
     kv_bytes: int = _in("bytes")
     token_pool_bytes: int = _in("bytes")
     block_table_bytes: int = _in("bytes")
-    graph_shapes: tuple[tuple[int, int, int], ...] = _in("shapes")
-    """CUDA graphs captured, as (tokens, prefill requests, decode requests)."""
+    graph_shapes: tuple[GraphShape, ...] = _in("shapes")
+    """Steps that CUDA graphs are captured for, ascending."""
+    graph_bytes: int = _in("bytes")
+    """Estimate of what they take together."""
     how: Mapping[str, str] = field(repr=False, compare=False)
     """Field name -> how its value came about."""
 
@@ -153,7 +156,7 @@ class ResolvedSizes:
                 continue
             value = getattr(self, item.name)
             if item.name == "graph_shapes":
-                value = ", ".join(map(str, value)) or "none"
+                value = shown_shapes(value)
             rows.append(SizeRow(item.name, value, item.metadata["unit"], self.how[item.name]))
         return rows
 
@@ -339,6 +342,7 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
         "token_pool_bytes": f"(max_requests + 1) x max_sequence_length x {TOKEN_ID_BYTES} B",
         "block_table_bytes": "(max_requests + 1) x max_blocks_per_row x 4 B",
         "graph_shapes": "num_cuda_graphs is None: every step runs eagerly",
+        "graph_bytes": "no graphs",
     }
     how |= _how_blocks(shape, ask, num_blocks, paused) | _how_states(shape, ask, num_states)
     return ResolvedSizes(
@@ -363,6 +367,7 @@ def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
         token_pool_bytes=(max_requests + 1) * max_sequence_length * TOKEN_ID_BYTES,
         block_table_bytes=(max_requests + 1) * width * 4,
         graph_shapes=(),
+        graph_bytes=0,
         how=how,
     )
 

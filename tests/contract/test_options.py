@@ -40,6 +40,9 @@ SEED_PAGE = {
     "request_metadata_types": ("list[tuple[str, torch.dtype, bool]] | None", None),
 }
 OURS = {
+    "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
+    "cuda_graph_max_tokens": ("int", 512),
+    "cuda_graph_all_prefills": ("bool", False),
     "overlap": ("bool", False),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
@@ -61,6 +64,7 @@ ENUMS = {
         "ROUND_ROBIN": "round_robin",
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
+    config.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
     config.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }

@@ -70,6 +70,9 @@ WRONG = [
     ("num_cuda_graphs", 0, "None means no graphs"),
     ("num_cuda_graphs", -2, "at least -1"),
     ("cuda_graph_mixed_prefill_count", -1, "at least 0"),
+    ("cuda_graph_max_tokens", 0, "at least 1"),
+    ("cuda_graph_sizing_distribution", "linears", "did you mean 'linear'"),
+    ("cuda_graph_all_prefills", True, "enable_chunked_prefill"),
     ("max_sequence_length", 1, "at least 2"),
     ("use_flashinfer_fused_rope", "yes", "True or False"),
     ("materialize_only_last_token_logits", None, "True or False"),
@@ -94,11 +97,6 @@ WRONG = [
     ("check_invariants", None, "True or False"),
 ]
 LATER = [
-    ("num_cuda_graphs", 16, "CUDA graph"),
-    ("num_cuda_graphs", -1, "CUDA graph"),
-    ("cuda_graph_mixed_prefill_count", None, "CUDA graph"),
-    ("cuda_graph_mixed_prefill_count", 8, "CUDA graph"),
-    ("use_cuda_graphs_for_non_decode_steps", False, "CUDA graph"),
     ("use_flashinfer_fused_rope", True, "FlashInfer"),
     ("request_metadata_types", [], "metadata"),
 ]
@@ -173,6 +171,7 @@ def test_config_survives_copy_pickle_replace_and_dict():
     [
         ({"materialize_only_last_token_logits": False}, "only the rows that are needed"),
         ({"prefix_caching_eviction_policy": "lru"}, "nothing is cached"),
+        ({"cuda_graph_max_tokens": 64}, "cuda_graph_max_tokens act only with num_cuda_graphs"),
         ({"metrics_writer": types.SimpleNamespace(log=print)}, "no metrics are written"),
         ({"prefix_caching_mamba_gb": 1}, "prefix_caching_mamba_gb=1 acts only with enable_prefix_caching=True"),
     ],

@@ -1,0 +1,267 @@
+"""Shapes that steps are padded to so that one captured CUDA graph serves many of them. Pure: needs no torch.
+
+    a step:   d decode rows, p prefill rows with x tokens   --find-->   the smallest shape that covers it
+    a shape:  |<------- D decode tokens ------->|<--- X = T - D tokens of P prefill rows --->|
+
+Megatron pads the same three numbers, and we deviate where its scheme costs memory or misses:
+* Its exponential list takes every size times every power of two of prefill rows. A prefill row of no tokens costs next
+  to nothing, so that one number of rows (`mixed_prefill_count`) does; decode rows do cost a token, so that the list
+  varies those instead.
+* Everything is captured at start there. Here a shape is captured when a step first needs it: the list may be long, and
+  `num_graphs` bounds it, not the start-up time.
+* A decode step of one request has its own shape (Megatron's smallest is 2): it is what a single user waits for.
+* Matching is a linear scan there. `ShapeIndex.find` reads three tables and one dict.
+* A decode row never takes a prefill row's place ("strict" there, for hybrid models only): the kernels take decode rows
+  by a path of their own, in every model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_infer.context.layout import ModelShape
+
+EXPONENTIAL, LINEAR = "exponential", "linear"
+DISTRIBUTIONS = (EXPONENTIAL, LINEAR)
+SMALLEST_PREFILL = 16
+"""Tokens of the smallest prefill shape: below it a step costs the same."""
+LINEAR_PREFILL_STEP = 64
+DECODE_STEP_IN_MIXED = 4
+"""Factor between two numbers of decode rows in mixed shapes."""
+LIVE_WIDTHS = 10
+"""Activations of a token that live at once, in hidden sizes: the norm's output, a gated MLP's middle of twice four and
+the product of it. (The residual stream comes on top, in fp32.)"""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GraphShape:
+    """A padded step: tokens in all, rows that prefill, rows that decode (one token each, first)."""
+
+    num_tokens: int
+    num_prefill: int
+    num_decode: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    @property
+    def is_decode_only(self) -> bool:
+        return self.num_prefill == 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens behind those of the decode rows."""
+        return self.num_tokens - self.num_decode
+
+    def covers(self, num_tokens: int, num_prefill: int, num_decode: int) -> bool:
+        """Whether a step of these can be padded to it; one that only decodes, to a shape that only decodes."""
+        return (
+            num_decode <= self.num_decode
+            and num_prefill <= self.num_prefill
+            and num_tokens - num_decode <= self.prefill_tokens
+            and (num_prefill > 0 or self.is_decode_only)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeOptions:
+    """The fields of an InferenceConfig that decide on graphs (see there)."""
+
+    num_graphs: int | None
+    """Shapes at most; -1: as many as `make_shapes` finds useful; None: none."""
+    mixed_prefill_count: int | None = 16
+    non_decode: bool = True
+    distribution: str = EXPONENTIAL
+    max_graph_tokens: int = 512
+    all_prefills: bool = False
+
+
+def make_shapes(
+    options: ShapeOptions, *, max_requests: int, max_tokens: int, tensor_parallel_size: int = 1
+) -> tuple[GraphShape, ...]:
+    """All shapes worth a graph, ascending, at most num_graphs of them.
+
+    The largest decode shape holds max_requests rows, so that every step that only decodes finds one. Sizes are
+    multiples of the tensor parallel size. Rows never exceed max_requests, tokens never max_tokens.
+    Example: 8 requests, 64 tokens, -1 -> decode 1, 2, 4, 8; prefill tokens 16, 32, 64 beside 0, 4 or 7 decode rows.
+    Raises ConfigError where num_graphs is too small for what must hit one.
+    """
+    count, align = options.num_graphs, tensor_parallel_size
+    if count is None:
+        return ()
+    mixed = options.non_decode and options.mixed_prefill_count != 0 and max_tokens > align
+    if options.all_prefills and (not mixed or count == 1):
+        raise ConfigError(
+            "cuda_graph_all_prefills=True needs shapes that prefill: num_cuda_graphs of 2 or more, "
+            "use_cuda_graphs_for_non_decode_steps=True and cuda_graph_mixed_prefill_count above 0"
+        )
+    auto = count < 0
+    num_decode = None if auto else max(1, count if not mixed else (count + 1) // 2)
+    decode = _sizes(max_requests, options.distribution, num_decode, align)
+    shapes = {GraphShape(size, 0, size) for size in decode}
+    if mixed:
+        shapes |= _mixed(options, max_requests, max_tokens, align, None if auto else count - len(shapes))
+    return tuple(sorted(shapes))
+
+
+def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int, count: int | None) -> set[GraphShape]:
+    """Shapes that prefill, at most `count` of them (None: any number)."""
+    budget = max_tokens if options.all_prefills else min(max(options.max_graph_tokens, max_requests), max_tokens)
+    most_rows = options.mixed_prefill_count or max_requests
+    decode = _decode_beside_prefill(max_requests, min(most_rows, max_requests), budget, align)
+    prefill = _prefill_sizes(budget, options.distribution, None, align)
+    if count is not None:
+        if count < 1:
+            return set()
+        num_decode = min(len(decode), max(1, math.isqrt(count)))
+        # The largest number of decode rows covers all others, none is the step of a lone prompt.
+        decode = _spread(decode, num_decode)
+        prefill = _prefill_sizes(budget, options.distribution, max(1, count // num_decode), align)
+    shapes: set[GraphShape] = set()
+    for rows in decode:
+        room = (budget - rows) // align * align
+        for tokens in {min(size, room) for size in prefill}:
+            num_prefill = min(most_rows, max_requests - rows, tokens)
+            if num_prefill > 0:
+                shapes.add(GraphShape(tokens + rows, num_prefill, rows))
+    return shapes
+
+
+def _decode_beside_prefill(max_requests: int, prefill_rows: int, budget: int, align: int) -> list[int]:
+    """Numbers of decode rows in mixed shapes, ascending: none, then by powers, then what leaves `prefill_rows` and
+    what leaves one row to prefill."""
+    found = {0}
+    size = DECODE_STEP_IN_MIXED
+    while size < max_requests - prefill_rows:
+        found.add(size)
+        size *= DECODE_STEP_IN_MIXED
+    found |= {max_requests - prefill_rows, max_requests - 1}
+    aligned = {rows // align * align for rows in found}
+    return sorted(rows for rows in aligned if 0 <= rows <= budget - align)
+
+
+def _prefill_sizes(budget: int, distribution: str, count: int | None, align: int) -> list[int]:
+    """Tokens of prefill rows, ascending; the largest is the budget's."""
+    budget = budget // align * align
+    smallest = min(-(-SMALLEST_PREFILL // align) * align, budget)
+    if distribution == LINEAR:
+        step = -(-LINEAR_PREFILL_STEP // align) * align
+        sizes = sorted({smallest, *range(step, budget, step), budget})
+    else:
+        sizes = _halvings(budget, smallest, align)
+    return sizes if count is None else _spread(sizes, count)
+
+
+def _sizes(largest: int, distribution: str, count: int | None, align: int) -> list[int]:
+    """Numbers of decode rows, ascending; the largest always, at most `count` of them."""
+    if distribution == LINEAR:
+        series = itertools.chain((1, 2, 4), range(8, min(largest, 256), 8), range(256, largest, 16))
+        sizes = sorted({min(-(-size // align) * align, largest) for size in (*series, largest)})
+    else:
+        sizes = _halvings(largest, min(align, largest), align)
+    return sizes if count is None else _spread(sizes, count)
+
+
+def _halvings(largest: int, smallest: int, align: int) -> list[int]:
+    """largest, its half, ... down to smallest, each rounded up to a multiple of align; ascending."""
+    sizes, size = {largest, smallest}, largest
+    while size > smallest:
+        size //= 2
+        sizes.add(min(max(smallest, -(-size // align) * align), largest))
+    return sorted(sizes)
+
+
+def _spread(sizes: Sequence[int], count: int) -> list[int]:
+    """`count` of the sizes, the largest and (from 2 on) the smallest among them, evenly between."""
+    if count >= len(sizes):
+        return list(sizes)
+    if count == 1:
+        return [sizes[-1]]
+    last = len(sizes) - 1
+    return [sizes[round(place * last / (count - 1))] for place in range(count)]
+
+
+class ShapeIndex:
+    """Finds the shape of a step in constant time.
+
+    A number of tokens or rows stands for the class of shapes that can hold it, by table; what the smallest shape of a
+    combination of classes is, is worked out once.
+    """
+
+    def __init__(self, shapes: Iterable[GraphShape]) -> None:
+        self.shapes = tuple(sorted(shapes))
+        """Ascending: the first that covers a step is the smallest."""
+        self._tokens = _classes(shape.prefill_tokens for shape in self.shapes)
+        self._prefill = _classes(shape.num_prefill for shape in self.shapes)
+        self._decode = _classes(shape.num_decode for shape in self.shapes)
+        self._found: dict[tuple[int, int, int], GraphShape | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def find(self, num_tokens: int, num_prefill: int, num_decode: int) -> GraphShape | None:
+        """The smallest shape that covers a step (`GraphShape.covers`); None: it runs eagerly."""
+        tokens = num_tokens - num_decode
+        if tokens >= len(self._tokens) or num_prefill >= len(self._prefill) or num_decode >= len(self._decode):
+            return None
+        key = self._tokens[tokens], self._prefill[num_prefill] if num_prefill else 0, self._decode[num_decode]
+        if key not in self._found:
+            covers = (shape for shape in self.shapes if shape.covers(num_decode + tokens, num_prefill, num_decode))
+            self._found[key] = next(covers, None)
+        return self._found[key]
+
+    def prefill_room(self, num_decode: int) -> tuple[int, int]:
+        """(tokens, rows) that may prefill beside so many decode rows for the step to find a shape; (0, 0): none may.
+
+        Of the shapes that hold the decode rows, the one with the most tokens, then the most rows.
+        """
+        fitting = [
+            (shape.prefill_tokens, shape.num_prefill)
+            for shape in self.shapes
+            if shape.num_prefill and shape.num_decode >= num_decode
+        ]
+        return max(fitting, default=(0, 0))
+
+
+def _classes(values: Iterable[int]) -> list[int]:
+    """Table: n -> the least of the values that is not less than n, for n from 0 to the largest of them."""
+    table: list[int] = []
+    for value in sorted(set(values)):
+        table += [value] * (value + 1 - len(table))
+    return table
+
+
+def shown_shapes(shapes: Sequence[GraphShape]) -> str:
+    """How many there are, the least and the largest of those that decode only and of the others."""
+    if not shapes:
+        return "none"
+    parts = []
+    for noun, group in (
+        ("decode", [shape for shape in shapes if shape.is_decode_only]),
+        ("mixed", [shape for shape in shapes if not shape.is_decode_only]),
+    ):
+        if group:
+            ends = dict.fromkeys((min(group), max(group)))
+            told = " .. ".join(f"({s.num_tokens}, {s.num_prefill}, {s.num_decode})" for s in ends)
+            parts.append(f"{len(group)} {noun} {told}")
+    return ", ".join(parts)
+
+
+def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape) -> int:
+    """Estimate of what the activations of the largest shape take; graphs share one pool, so that it is that of all.
+
+    A token: its residual stream in fp32, the projection of a layer's heads, LIVE_WIDTHS hidden sizes; a row that may
+    draw: its logits, in the model's dtype and again in the buffer that they are read from.
+    """
+    heads = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+    token = 4 * model.hidden_size + model.kv_dtype_bytes * (heads + LIVE_WIDTHS * model.hidden_size)
+    row = 2 * model.padded_vocab_size * model.kv_dtype_bytes
+    return max((shape.num_tokens * token + shape.num_rows * row for shape in shapes), default=0)
