@@ -39,14 +39,15 @@ def available(
 ) -> tuple[list[Any], dict[str, str]]:
     """(backends that exist here, best first; name -> why not, of the others).
 
-    On a CPU they are looked at only where one is forced: Triton's interpreter is for tests.
+    forced: only this one, none of them where it is a portable one. On a CPU they are looked at only where one is
+    forced: Triton's interpreter is for tests.
     """
     if device.type == "cpu" and forced not in NAMES:
         return [], {}
     backends: list[Any] = []
     reasons: dict[str, str] = {}
     for candidate in candidates:
-        if forced in NAMES and candidate.name != forced:
+        if forced is not None and candidate.name != forced:
             continue
         module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
         reason = module.unavailable(device, dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, native_build, packing
+from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -36,6 +36,9 @@ BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
 BACKENDS = ("native", "torch", "reference", *accelerated.NAMES)
 SCAN = "selective scan"
+AUTO, ATTENTION_OPTION = "auto", "attention_backend"
+ROTATES_APART = ("flashinfer", "flash_attn", "torch")
+"""Attention backends whose own rotation is several torch calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +127,9 @@ def _choose_linear(
     return BackendChoice("linear", "torch", reasons), packed
 
 
-def _check_forced(operation: str, forced: str | None, missing: dict[str, str]) -> None:
+def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *, by: str = BACKEND_VARIABLE) -> None:
     if forced in missing:
-        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {operation}: {missing[forced]}")
+        raise ConfigError(f"{by}={forced}, but {operation}: {missing[forced]}")
 
 
 def _choose_attention(
@@ -137,26 +140,54 @@ def _choose_attention(
     block_size: int,
     reasons: dict[str, str],
     forced: str | None,
+    asked: str,
 ) -> tuple[BackendChoice, AttentionBackend]:
-    """The first backend that supports every spec; the reference supports all."""
-    reasons = dict(reasons)
-    if forced != "reference":
-        candidates: list[AttentionBackend]
-        candidates, missing = accelerated.available(accelerated.ATTENTION, device, dtype, forced=forced)
-        reasons |= missing
-        _check_forced("attention", forced, missing)
-        if library is not None:
-            candidates.append(NativePagedAttention(library, dtype))
-        candidates.append(TorchPagedAttention())
-        for backend in candidates:
-            refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
-            refused = next((reason for reason in refusals if reason is not None), None)
-            if refused is None:
-                return BackendChoice("attention", backend.name, reasons), backend
-            reasons[backend.name] = refused
-            if forced == backend.name:
-                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but attention {refused}")
+    """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name."""
+    reasons, by = dict(reasons), BACKEND_VARIABLE
+    if asked != AUTO:
+        if forced not in (None, asked):
+            raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {ATTENTION_OPTION}={asked}; unset one of them")
+        forced, by = asked, ATTENTION_OPTION
+    if forced == "reference":
+        return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+    candidates: list[AttentionBackend]
+    candidates, missing = accelerated.available(accelerated.ATTENTION, device, dtype, forced=forced)
+    reasons |= missing
+    _check_forced("attention", forced, reasons if by == ATTENTION_OPTION else missing, by=by)
+    if library is not None:
+        candidates.append(NativePagedAttention(library, dtype))
+    candidates.append(TorchPagedAttention())
+    if asked != AUTO:
+        candidates = [backend for backend in candidates if backend.name == asked]
+    for backend in candidates:
+        refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
+        refused = next((reason for reason in refusals if reason is not None), None)
+        if refused is None:
+            return BackendChoice("attention", backend.name, reasons), backend
+        reasons[backend.name] = refused
+        if forced == backend.name:
+            raise ConfigError(f"{by}={forced}, but attention {refused}")
+    assert asked == AUTO, f"no attention backend is called {asked}"
     return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+
+
+def _add_rope(
+    attention: AttentionBackend,
+    fused: bool | None,
+    specs: Sequence[AttendSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[BackendChoice, AttentionBackend]:
+    """The attention with FlashInfer's rotation in front of it, where it is asked for and can; the row says why not."""
+    refusals = (flashinfer_rope.refusal(spec, dtype) for spec in specs if spec.rotary_dim)
+    reason = flashinfer_rope.unavailable(device, dtype) or next(filter(None, refusals), None)
+    if fused and reason is not None:
+        raise ConfigError(f"use_flashinfer_fused_rope=True, but FlashInfer {reason}; leave it False or None")
+    if reason is None and not fused and attention.name not in ROTATES_APART:
+        reason = f"{attention.name} attention rotates in its own kernels"
+    if reason is not None:
+        return BackendChoice("rotation", attention.name, {"flashinfer": reason}), attention
+    return BackendChoice("rotation", "flashinfer", {}), flashinfer_rope.FlashInferRope(attention)
 
 
 def _choose_scan(
@@ -268,12 +299,15 @@ def choose(
     ssm_specs: Sequence[SsmSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
+    attention: str = AUTO,
+    fused_rope: bool | None = False,
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32.
-    Never fails for lack of a compiler or a library. Raises ConfigError if the debugging variable forces a backend that
-    cannot run.
+    attention and fused_rope: the options attention_backend and use_flashinfer_fused_rope.
+    Never fails for lack of a compiler or a library. Raises ConfigError if an option or the debugging variable asks for
+    a backend that cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
@@ -302,8 +336,11 @@ def choose(
     else:
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
-    attention_row, attention = _choose_attention(library, device, dtype, specs, block_size, reasons, forced)
-    rows = [attention_row] if specs or not ssm_specs else []
+    attends, backend = _choose_attention(library, device, dtype, specs, block_size, reasons, forced, attention)
+    rows = [attends] if specs or not ssm_specs else []
+    if specs and fused_rope is not False:
+        rotates, backend = _add_rope(backend, fused_rope, specs, device, dtype)
+        rows.append(rotates)
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
@@ -318,7 +355,7 @@ def choose(
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
-        attention=attention,
+        attention=backend,
         scan=scan,
         packed=packed,
         argmax=argmax,
