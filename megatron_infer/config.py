@@ -221,8 +221,8 @@ class InferenceConfig:
 
     # ours
     attention_backend: AttentionChoice = AttentionChoice.AUTO
-    """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named one
-    cannot serve the model or the device, the engine raises and says why."""
+    """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named
+    one cannot serve the model or the device, the engine raises and says why."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
     """How far apart the sizes of graphs lie: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512
