@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -26,10 +26,12 @@ from megatron_infer.figures import figures_of, held_blocks
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.derived import DerivedCache, DerivedCaches
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.flight import Flight
 from megatron_infer.forward.pipeline import StageLink
-from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
+from megatron_infer.graph_setup import step_graphs
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.select import Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
@@ -174,10 +176,18 @@ class Assembly:
             raise
         self.weight_version = version
         self.num_updates += 1
+        self.show_weights_to_graphs()
         self.scheduler.set_root(self.root(), version=version)
         log.info("weights changed: version %d", version)
         if self.config.check_invariants:
             self.verify_derived()
+
+    def show_weights_to_graphs(self) -> None:
+        """Graphs read weights where these were when they were captured."""
+        if self.runner.graphs is not None:
+            # Packed copies are made anew with every change.
+            copies = self.num_updates if self.chosen.packed.num_bytes else 0
+            self.runner.graphs.pool.see_weights((self.guard.addresses, copies))
 
     def verify_derived(self) -> None:
         """Raise StaleCache if a copy is not of the weights as they are now."""
@@ -382,6 +392,14 @@ def register_derived(parts: Assembly) -> None:
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
         )
     parts.derived.refresh()
+    connect_graphs(parts)
+
+
+def connect_graphs(parts: Assembly) -> None:
+    """What graphs have to know of the weights, and the scheduler of graphs."""
+    parts.show_weights_to_graphs()
+    if parts.runner.graphs is not None and parts.config.cuda_graph_all_prefills:
+        parts.scheduler.prompts.room = parts.runner.graphs.pool.index.prefill_room
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
@@ -406,7 +424,9 @@ def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, team
     with team.together("sizing the cache"):
         sizes = config.resolve(shape, tensor_parallel_size=team.groups.tp_size, available_bytes=available)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
-    return agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
+    agreed = agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
+    sizes = config.with_graphs(agreed.sizes, shape, tensor_parallel_size=team.groups.tp_size)
+    return replace(agreed, sizes=sizes)
 
 
 def make_runner(
@@ -453,6 +473,8 @@ def make_runner(
         dtype=dtype,
         scan=chosen.scan,
         states=lambda: store.states,
+        shapes=sizes.graph_shapes,
+        gather=chosen.gather,
     )
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
@@ -461,7 +483,12 @@ def make_runner(
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
+        device_kernels=chosen.device_sampling,
+        stage=where.stage,
     )
     of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
-    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops)
+    graphs = step_graphs(
+        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, link=link
+    )
+    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.figures import GRAPH_STEPS, EngineFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,8 +43,24 @@ def figures_of(parts: Assembly, meter: EngineMeter, *, state: str, num_steps: in
         swaps_in=stats.swapped_in,
         recomputed_tokens=stats.recomputed_tokens,
         **state_slots(context),
+        **graph_figures(parts),
         **meter.as_figures(),
     )
+
+
+def graph_figures(parts: Assembly) -> dict[str, Any]:
+    """Captured steps; nothing where none are."""
+    if parts.runner.graphs is None:
+        return {}
+    pool = parts.runner.graphs.pool
+    counts = pool.counts
+    steps = (counts.replays, counts.uncaptured, sum(list(counts.eager.values())))
+    return {
+        "graphs": len(pool.captured),
+        "graph_bytes": pool.num_bytes,
+        "graph_captures": counts.captures,
+        "graph_steps": dict(zip(GRAPH_STEPS, steps, strict=True)),
+    }
 
 
 def held_blocks(requests: Iterable[Request]) -> set[int]:

@@ -61,6 +61,9 @@ class GraphShape:
         """Tokens behind those of the decode rows."""
         return self.num_tokens - self.num_decode
 
+    def as_tuple(self) -> tuple[int, int, int]:
+        return self.num_tokens, self.num_prefill, self.num_decode
+
     def covers(self, num_tokens: int, num_prefill: int, num_decode: int) -> bool:
         """Whether a step of these can be padded to it; one that only decodes, to a shape that only decodes."""
         return (

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.flight import Drawn, PromptScores
 from megatron_infer.forward.pooling import Pooled, PoolLog
-from megatron_infer.forward.runner import Drawn, PromptScores
 from megatron_infer.intake import TextCodec
 from megatron_infer.metrics.meter import EngineMeter, outcome_of
 from megatron_infer.outputs import RequestMetrics, RequestOutput
@@ -224,7 +224,7 @@ class Ledger:
             sample.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, ids[:count], values[:count]))
 
     def _take_carried(self, plan: Plan, batch: CarriedBatch, alive: list[bool]) -> None:
-        bits_BY = batch.bits_BY.cpu().numpy()
+        bits_BY = batch.bits_BY.numpy()
         columns = (batch.index, batch.raw, batch.processed, batch.support)
         for place, raw, processed, told in zip(*(column.tolist() for column in columns), strict=True):
             if not alive[place]:
@@ -256,7 +256,7 @@ class Ledger:
     def _take_pooled(self, pooled: Pooled) -> None:
         member = self._members.get(pooled.request.id)
         if member is not None and member[0].pooling is not None:
-            member[0].pooling.take(pooled.start, pooled.end, pooled.values_D.cpu().numpy())
+            member[0].pooling.take(pooled.start, pooled.end, pooled.values_D.numpy())
 
     def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
         for scores in scored:

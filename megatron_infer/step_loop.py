@@ -8,8 +8,8 @@ from typing import Protocol
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
+from megatron_infer.forward.flight import Drawn, Flight
 from megatron_infer.forward.pipeline import is_of_collective
-from megatron_infer.forward.runner import Drawn, Flight
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.sampling.masks import TokenMasks
@@ -99,7 +99,7 @@ class StepLoop:
             parts.accept_weights(parts.weight_version + 1)
         plan = parts.scheduler.schedule()
         if self._ranks is not None:
-            self._ranks.planned(plan, check=self._check_invariants)
+            self._ranks.planned(plan, check=self._check_invariants, shape=parts.runner.shape_of(plan))
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
         self._commit(outputs, leave=self._ahead if launched else max(0, len(self._flights) - 1))
         if not len(self.ledger):  # what was launched for requests that ended is let go at once

@@ -71,7 +71,8 @@ def _mib(num_bytes: int) -> str:
 class Suspension:
     """Which tags are away, and how they go and come back. A transition that fails leaves everything as it was.
 
-        suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) derived copies
+        suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) graphs that would
+                  read memory which is elsewhere by then -> derived copies
         resume:   live weights* -> weights looked at, derived copies rebuilt -> KV cache      * if the engine owns them
 
     What may fail comes before what cannot be undone. PERSIST and OFFLOAD do not touch requests; RECOMPUTE sends all of
@@ -103,7 +104,7 @@ class Suspension:
             meter = _Meter(self._parts)
             self._loop.stand_still(transit.tick)
             fresh = wanted - self._away
-            reports = {tag: TagReport() for tag in TAGS if tag in fresh}  # graphs: none are captured
+            reports = {tag: TagReport() for tag in TAGS if tag in fresh}
             with self._parts.team.together("giving memory back"):
                 if WEIGHTS in fresh:
                     self._parts.lay_up_weights(transit)
@@ -113,6 +114,10 @@ class Suspension:
             elif KV_CACHE in fresh:
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
+            if GRAPHS in wanted:
+                reports[GRAPHS] = self._put_graphs_away(
+                    named=tags is not None, moves=cache_leaves and not self._parts.runner.store.addresses_stable
+                )
             if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._parts.derived.num_bytes):
                 reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
             if cache_leaves or not copies_stay or self._parts.device.is_cuda:
@@ -146,6 +151,8 @@ class Suspension:
                 with self._parts.team.together("taking the cache back"):
                     reports[KV_CACHE] = self._restore_cache(transit)
                 self._mode = KVCacheManagementMode.PERSIST
+            if GRAPHS in wanted and self._parts.runner.graphs is not None:  # captured again when a step needs them
+                reports[GRAPHS] = TagReport(bytes_resident=self._parts.runner.graphs.pool.num_bytes)
             transit.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, meter, reports)
@@ -206,6 +213,19 @@ class Suspension:
         else:
             transit.undo("the restore", partial(store.release, _no_tick))
         return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
+
+    def _put_graphs_away(self, *, named: bool, moves: bool) -> TagReport:
+        """Graphs stay for as long as what they read stays where it is, unless somebody names their memory.
+
+        moves: the cache comes back elsewhere. So do weights that are laid up.
+        """
+        graphs = self._parts.runner.graphs
+        if graphs is None:
+            return TagReport()
+        freed = 0
+        if named or moves or self._parts.shelf_bytes():
+            freed = graphs.pool.drop("suspended")
+        return TagReport(bytes_freed=freed, bytes_resident=graphs.pool.num_bytes)
 
     def _release_derived(self, *, keep_memory: bool) -> TagReport:
         parts = self._parts

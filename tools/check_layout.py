@@ -50,6 +50,7 @@ LAYERS: dict[str, int] = {
     "figures": 4,
     "embeddings": 4,
     "parallel": 4,
+    "graph_setup": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
     "intake": 4,

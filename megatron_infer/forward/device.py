@@ -2,51 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.forward.pinned import Lent, PinnedPool
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """glibc's; freed tensors below its mmap threshold stay with the process without it."""
 
+ALIGNMENT = 16
+"""Bytes: pieces of one buffer begin at multiples of it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Device:
-    """A torch device with the few operations a step needs, the same on CPU and CUDA."""
+    """A torch device with the few operations a step needs, the same on CPU and CUDA.
+
+    Ordering: everything is enqueued on the thread's current stream and runs in that order, but for what a `SideStream`
+    is given. The host never waits except in `Event.wait`, `HostRead.wait` and `synchronize`, all counted in `syncs`;
+    an upload waits only where MAX_RETIRED_BYTES of them are under way.
+    """
 
     def __init__(self, name: str | torch.device = "auto") -> None:
         if str(name) == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self.torch = torch.device(name)
         self.is_cuda = self.torch.type == "cuda"
+        self.syncs: Counter[str] = Counter()
+        """How often the host waited for the device, by what for; on a CPU, how often it would have."""
+        self.pinned = PinnedPool(_pinned_buffer, lambda: self.event("upload"))
+        """Page-locked memory that copies from and to a GPU go through."""
 
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one."""
         if self.is_cuda and self.torch.index is not None:
             torch.cuda.set_device(self.torch)
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory a step is written into: pinned where the device can copy from it without waiting."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
-
     def device_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch)
 
-    def upload(self, host: Tensor, target: Tensor) -> None:
-        """Copy host -> device on the current stream; does not wait."""
-        target.copy_(host, non_blocking=self.is_cuda)
+    def upload(self, host: np.ndarray, target: Tensor) -> None:
+        """Copy bytes host -> device on the current stream; does not wait, and `host` may be written to at once.
 
-    def begin_read(self, tensor: Tensor) -> HostRead:
-        """Start copying `tensor` to the host; `HostRead.wait` gives it."""
-        return HostRead(self, tensor)
+        host and target are contiguous and of the same size; their types need not agree.
+        """
+        source = torch.from_numpy(host).view(torch.uint8)
+        target = target.view(torch.uint8)
+        if not self.is_cuda:
+            target.copy_(source)
+            return
+        lent = self.pinned.take(max(1, host.nbytes))
+        pinned = lent.bytes_B[: host.nbytes]
+        pinned.copy_(source)
+        self.copy(pinned, target)
+        lent.event.record()
+        self.pinned.retire(lent)
+
+    def stage(self, array: np.ndarray) -> Tensor:
+        """`array` as a tensor on the device, without waiting. It is handed over: on a CPU the tensor is its memory."""
+        if not self.is_cuda:
+            return torch.from_numpy(array)
+        array = np.ascontiguousarray(array)
+        target = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self.torch)
+        self.upload(array.reshape(-1), target.view(-1))
+        return target
+
+    def begin_read(self, *tensors: Tensor) -> HostRead:
+        """Start copying `tensors` to the host; `HostRead.wait` gives them, for one wait."""
+        return HostRead(self, tensors)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between device and page-locked memory, or on the device, behind all that was enqueued before."""
+        target.copy_(source, non_blocking=True)
+
+    def event(self, name: str) -> Event:
+        """A mark in the device's work; waits for it count as `name`."""
+        return Event(self, name)
+
+    def synchronize(self, name: str) -> None:
+        """Wait for everything launched on the device; counts as `name`."""
+        self.syncs[name] += 1
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
 
     def used_bytes(self) -> int:
         """What is taken: of the device's memory by everyone (CUDA), or by this process (its resident set)."""
@@ -81,27 +129,95 @@ class Device:
         return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-class HostRead:
-    """A device-to-host copy under way."""
+class Event:
+    """A mark in the work of the stream that was current when it was recorded; on a CPU all work is done at once."""
 
-    def __init__(self, device: Device, tensor: Tensor) -> None:
-        self._event: Any = None
-        if device.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+    def __init__(self, device: Device, name: str) -> None:
+        self._device, self._name = device, name
+        self._event: Any = torch.cuda.Event() if device.is_cuda else None
+
+    def record(self) -> None:
+        if self._event is not None:
             self._event.record()
-        else:
-            self._host = tensor
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> Tensor:
-        """The host tensor, once the device is done with it."""
+    def wait(self) -> None:
+        """Return once the device is past the mark."""
+        self._device.syncs[self._name] += 1
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+
+
+class HostRead:
+    """A device-to-host copy of some tensors under way, of what they hold now: they may be written over at once."""
+
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        self._device = device
+        self._lent: Lent | None = None
+        self._event = device.event("read")
+        self._is_read = not tensors
+        self._tensors: tuple[Tensor, ...]
+        if device.is_cuda and tensors:
+            sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+            self._lent = device.pinned.take(max(1, sum(sizes)))
+            parts, offset = [], 0
+            for tensor, size in zip(tensors, sizes, strict=True):
+                part = self._lent.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                device.copy(tensor, part)
+                parts.append(part)
+                offset += size
+            self._tensors = tuple(parts)
+            self._event.record()
+        else:
+            self._tensors = tuple(tensor.clone() for tensor in tensors)
+
+    def is_done(self) -> bool:
+        return self._is_read or self._event.is_done()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The host tensors, once the device is done with them; the caller's to keep. Waits the first time only."""
+        if not self._is_read:
+            self._event.wait()
+            self._is_read = True
+            if self._lent is not None:
+                self._tensors = tuple(tensor.clone() for tensor in self._tensors)
+                self._device.pinned.give_back(self._lent)
+                self._lent = None
+        return self._tensors
+
+
+class SideStream:
+    """A second line of work on the device, for copies that go on beside the steps. On a CPU everything is in line."""
+
+    def __init__(self, device: Device) -> None:
+        self._stream: Any = torch.cuda.Stream(device.torch) if device.is_cuda else None
+
+    @contextlib.contextmanager
+    def behind_current(self) -> Iterator[None]:
+        """What the body enqueues runs on the side, after all that the current stream was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream is given from now on runs after all that the side was given; nobody waits."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def uses(self, tensor: Tensor) -> None:
+        """The side reads or writes `tensor`: its memory is not reused before that is done, though it is dropped."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+def _pinned_buffer(num_bytes: int) -> Tensor:
+    with torch.inference_mode(False):  # it outlives the step that may be running
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def choose_dtype(name: str, device: Device) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,94 +11,21 @@ from torch import Tensor
 from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import Batch, BatchBuilder
-from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.forward.pooling import Pooled, pool
+from megatron_infer.forward.device import Device
+from megatron_infer.forward.flight import Flight, PromptScores
+from megatron_infer.forward.pooling import pool
+from megatron_infer.forward.step_graphs import StepGraphs
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
-from megatron_infer.sampling.carried import CarriedBatch
-from megatron_infer.sampling.logprobs import LogprobBatch, prompt_logprobs
+from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
-from megatron_infer.schedule.plan import Plan, StepResult
-from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.plan import Plan
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
-
-
-@dataclass(slots=True)
-class PromptScores:
-    """Log probabilities of prompt tokens first .. first+len-1 of one request, as the model gives them (raw)."""
-
-    request: Request
-    first: int
-    logprobs: Tensor
-    ranks: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-
-@dataclass(slots=True)
-class Drawn:
-    """A step's result on the host."""
-
-    result: StepResult
-    logprobs: LogprobBatch | None
-    bad: list[int]
-    """Indices into plan.sampled whose logits were not finite: no token was drawn for them."""
-    prompt_scores: list[PromptScores]
-    carried: CarriedBatch | None = None
-    routing: np.ndarray | None = None
-    """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where some request asks."""
-    error: str = ""
-    """The step failed after its launch (on another pipeline stage, say), and drew nothing."""
-    cause: str = ""
-    """What raised, where that was on this rank; `error` is every rank's."""
-    pooled: list[Pooled] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that was launched and whose result has not been read."""
-
-    plan: Plan
-    batch: Batch = None  # type: ignore[assignment]
-    """Made by the forward."""
-    logits_SV: Tensor | None = None
-    prompt_scores: list[PromptScores] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    logprobs: LogprobBatch | None = None
-    carried: CarriedBatch | None = None
-    routed_TLK: Tensor | None = None
-    """What the layers, of this stage and those before, note of their choice."""
-    routing: HostRead | None = None
-    _tokens: HostRead | None = None
-    _bad: HostRead | None = None
-
-    def drawn_as(self, tokens: HostRead, bad: HostRead, out: SampleOutput) -> None:
-        self._tokens, self._bad, self.logprobs, self.carried = tokens, bad, out.logprobs, out.carried
-        self.logits_SV = None
-
-    def is_done(self) -> bool:
-        """Whether `read` would not have to wait."""
-        return all(part is None or part.is_done() for part in (self._tokens, self._bad, self.routing))
-
-    def read(self) -> Drawn:
-        """Wait for the device and give the tokens."""
-        routing = None if self.routing is None else as_ids(self.routing.wait())
-        if self._tokens is None or self._bad is None:
-            return Drawn(StepResult(()), None, [], self.prompt_scores, routing=routing, pooled=self.pooled)
-        bad = self._bad.wait()
-        return Drawn(
-            StepResult(self._tokens.wait().tolist()),
-            self.logprobs,
-            bad.nonzero().flatten().tolist() if bool(bad.any()) else [],
-            self.prompt_scores,
-            self.carried,
-            routing,
-            pooled=self.pooled,
-        )
 
 
 class ModelRunner:
@@ -114,7 +40,10 @@ class ModelRunner:
         sampler: Sampler | TensorParallelSampler,
         device: Device,
         ops: Ops,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        """graphs: None where every step runs as it is."""
+        self.graphs = graphs
         self.store, self.builder, self.sampler, self._model = store, builder, sampler, model
         self._device, self._ops = device, ops
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
@@ -125,33 +54,49 @@ class ModelRunner:
         """Enqueue the moves between device and host, then the step's forward; logits exist only where one draws."""
         flight = Flight(plan=plan)
         self._set_out(flight, table_writes, moves)
-        self._arrive(flight, self._model.hidden(flight.batch))
+        if flight.shape is None:
+            self._arrive(flight, self._model.hidden(flight.batch))
+        else:
+            assert self.graphs is not None
+            flight.replayed = self.graphs.launch(flight.shape, flight.batch, num_decode=len(plan.decode))
+            self._arrive(flight, flight.replayed.hidden_TD)
         return flight
+
+    def shape_of(self, plan: Plan) -> GraphShape | None:
+        """What the step will be padded to, on all ranks alike."""
+        return None if self.graphs is None else self.graphs.shape_of(plan)
 
     def _set_out(self, flight: Flight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]) -> None:
         """What comes before the layers."""
         self._set_rows(flight.plan)
         self.store.run_moves(moves)
-        flight.batch = self.builder.build(flight.plan, table_writes)
+        if self.graphs is not None:
+            flight.shape = self.graphs.ready(flight.plan)
+        flight.batch = self.builder.build(flight.plan, table_writes, shape=flight.shape)
         if self.sampler.params.num_routing:
             self._make_room_for_routing(flight)
 
-    def _arrive(self, flight: Flight, hidden_TD: Tensor, *, scores: bool = True) -> None:
-        """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in."""
+    def _arrive(self, flight: Flight, hidden_TD: Tensor | None, *, scores: bool = True) -> None:
+        """What comes after the layers; logits and scores where hidden_TD is what the output layer takes in.
+
+        hidden_TD: None of a padded step that only decodes.
+        """
         plan, batch = flight.plan, flight.batch
         self.store.copy_blocks(plan.copies)
         self.store.copy_states(plan.state_copies)
-        if flight.routed_TLK is not None:
-            flight.routing = self._device.begin_read(flight.routed_TLK)
         if not scores:
             return
-        if plan.sampled:
+        if flight.replayed is not None:
+            flight.logits_SV = flight.replayed.logits_SV
+        elif plan.sampled:
+            assert hidden_TD is not None
             hidden_SD = (
                 hidden_TD if len(plan.decode) == plan.num_tokens else hidden_TD.index_select(0, batch.sample_token_S)
             )
             flight.logits_SV = self._model.logits(hidden_SD, self._ops)
-        flight.prompt_scores = self._score_prompts(plan, hidden_TD)
-        flight.pooled = pool(plan, hidden_TD)
+        if hidden_TD is not None and plan.prefill:
+            flight.prompt_scores = self._score_prompts(plan, hidden_TD)
+            flight.pooled = pool(plan, hidden_TD)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         """Where the layers note their choice, if one of the step's rows asks."""
@@ -174,21 +119,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, flight: Flight, masks: TokenMasks | None = None) -> None:
-        """Draw the step's tokens on the device and start their way to the host."""
+        """Draw the step's tokens on the device and start the way of all it leaves to the host."""
         if flight.logits_SV is None:
+            flight.depart(self._device)
             return
         batch = flight.batch
-        out = self.sampler.sample(
-            flight.logits_SV,
-            SampleInputs(
+        drawn = None if flight.replayed is None or masks is not None else flight.replayed.drawn
+        if drawn is not None and self._drawn_as_wanted(batch):
+            out = SampleOutput(*drawn, None)
+        else:
+            inputs = SampleInputs(
                 rows=batch.sample_rows,
                 positions=batch.sample_positions,
                 token_pool=self.builder.token_pool,
                 masks=masks,
-            ),
-        )
-        self.builder.store_drawn(batch, out.tokens_S)
-        flight.drawn_as(self._device.begin_read(out.tokens_S), self._device.begin_read(out.bad_S), out)
+            )
+            out = self.sampler.sample(flight.logits_SV, inputs)
+            self.builder.store_drawn(batch, out.tokens_S)
+        flight.depart(self._device, out)
+
+    def _drawn_as_wanted(self, batch: Batch) -> bool:
+        """Whether the draw within a padded step gives its rows all they want."""
+        return self.sampler.can_be_static(batch.sample_rows, batch.sample_positions)
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""
@@ -211,10 +163,10 @@ class ModelRunner:
             count = min(piece.n, request.prompt_len - 1 - piece.start)
             if top is None or count <= 0:
                 continue
-            targets = torch.tensor(request.tokens[piece.start + 1 : piece.start + 1 + count], dtype=torch.int64)
+            targets = np.array(request.tokens[piece.start + 1 : piece.start + 1 + count], dtype=np.int64)
             scored = prompt_logprobs(
                 hidden_TD[begin : begin + count],
-                targets.to(self._device.torch),
+                self._device.stage(targets),
                 lambda hidden: self._model.logits(hidden, self._ops),
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,
@@ -223,9 +175,3 @@ class ModelRunner:
             )
             scores.append(PromptScores(request, piece.start + 1, *scored))
         return scores
-
-
-def as_ids(routing: Tensor) -> np.ndarray:
-    """Expert ids on the host: uint8, or uint16 where int16 stood for it."""
-    ids: np.ndarray = routing.numpy()
-    return ids if ids.dtype == np.uint8 else ids.view(np.uint16)

@@ -19,9 +19,11 @@ import torch
 
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
+from megatron_infer.forward.flight import Drawn, Flight, PromptScores
 from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
 from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
-from megatron_infer.forward.runner import Drawn, Flight, ModelRunner, PromptScores
+from megatron_infer.forward.runner import ModelRunner
+from megatron_infer.forward.step_graphs import asks_routing
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.sampling.carried import CarriedBatch
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -122,9 +124,7 @@ class StageRunner(ModelRunner):
         """From the plan alone: every stage says the same, one that failed included."""
         if self.routing is None:
             return False
-        return any(request.params.return_routing for request in plan.decode) or any(
-            piece.request.params.return_routing for piece in plan.prefill
-        )
+        return asks_routing(plan)
 
     def _make_room_for_routing(self, flight: Flight) -> None:
         if self._asks_routing(flight.plan):
@@ -137,7 +137,8 @@ class StageRunner(ModelRunner):
         self, flight: StageFlight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
     ) -> None:
         """This stage's part of a step; whatever happens, one message is taken in and one handed on."""
-        link, num_tokens, residual_TD = self.link, flight.plan.num_tokens, None
+        link, residual_TD = self.link, None
+        num_tokens = self._num_sent(flight.plan)
         try:
             self._set_out(flight, table_writes, moves)
         except Exception as error:
@@ -152,14 +153,30 @@ class StageRunner(ModelRunner):
             flight.failed_stage = failed_before
         if flight.failed_stage is None:
             try:
-                hidden_TD = self._model.hidden(flight.batch, received_TD)
-                residual_TD = None if link.is_last else hidden_TD
-                self._arrive(flight, hidden_TD, scores=link.is_last)
+                residual_TD = self._run_layers(flight, received_TD)
             except Exception as error:
                 self._note_failure(flight, error)
                 residual_TD = None
         notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
         link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_stage=flight.failed_stage)
+
+    def _num_sent(self, plan: Plan) -> int:
+        """Tokens of the residual stream between stages: the shape's where the step is padded, on all of them."""
+        shape = None if self.graphs is None else self.graphs.shape_of(plan)
+        return plan.num_tokens if shape is None else shape.num_tokens
+
+    def _run_layers(self, flight: StageFlight, received_TD: torch.Tensor | None) -> torch.Tensor | None:
+        """-> the residual stream to hand on."""
+        is_last, shape = self.link.is_last, flight.shape
+        if shape is None:
+            hidden_TD = self._model.hidden(flight.batch, received_TD)
+            self._arrive(flight, hidden_TD, scores=is_last)
+            return None if is_last else hidden_TD
+        assert self.graphs is not None
+        num_decode = len(flight.plan.decode)
+        flight.replayed = self.graphs.launch(shape, flight.batch, num_decode=num_decode, received_TD=received_TD)
+        self._arrive(flight, flight.replayed.hidden_TD, scores=is_last)
+        return None if is_last else self.graphs.residual_TD(shape)
 
     def _draw(self, flight: StageFlight, masks: TokenMasks | None) -> Drawn:
         """On the last stage: draw, and tell everyone."""
@@ -186,13 +203,13 @@ class StageRunner(ModelRunner):
         tokens = message.tokens.copy()
         tokens[bad] = 0
         if len(tokens):
-            self._lane.submit(partial(self._store, flight.batch, torch.from_numpy(tokens)))
+            self._lane.submit(partial(self._store, flight.batch, tokens))
         logprobs, carried, routing, scores, pooled = _heard(flight.plan, message.extra)
         return Drawn(StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, carried, routing, pooled=pooled)
 
     @torch.inference_mode()
-    def _store(self, batch: Batch, tokens_S: torch.Tensor) -> None:
-        self.builder.store_drawn(batch, tokens_S.to(self._device.torch))
+    def _store(self, batch: Batch, tokens: np.ndarray) -> None:
+        self.builder.store_heard(batch, tokens)
 
     def _note_failure(self, flight: StageFlight, error: Exception) -> None:
         log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
@@ -224,15 +241,15 @@ def _told(plan: Plan, drawn: Drawn) -> list[np.ndarray]:
     arrays.append(np.array([*has, vocab_size], dtype=np.int64))
     if logprobs is not None:
         tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
-        arrays += [logprobs.index, logprobs.counts, *(tensor.cpu().numpy() for tensor in tensors)]
+        arrays += [logprobs.index, logprobs.counts, *(tensor.numpy() for tensor in tensors)]
     if carried is not None:
         tensors = (carried.raw, carried.processed, carried.bits_BY)
-        arrays += [carried.index, carried.support, *(tensor.cpu().numpy() for tensor in tensors)]
+        arrays += [carried.index, carried.support, *(tensor.numpy() for tensor in tensors)]
     if routing is not None:
         arrays.append(routing)
     for scores in drawn.prompt_scores:
-        arrays += [part.cpu().numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return [*arrays, *(pooled.values_D.cpu().numpy() for pooled in drawn.pooled)]
+        arrays += [part.numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
+    return [*arrays, *(pooled.values_D.numpy() for pooled in drawn.pooled)]
 
 
 def _heard(

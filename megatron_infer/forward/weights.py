@@ -124,6 +124,11 @@ class WeightGuard:
         """Checksums of the accepted weights' content, in order."""
         return tuple(self._sums)
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the accepted weights, in order."""
+        return tuple(self._pointers)
+
     def moved(self) -> bool:
         """True when a weight was updated in place or re-pointed since `accept`."""
         return (

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron_infer.kernels.experts import ExpertsBackend
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 
@@ -32,7 +33,8 @@ class AttendSpec:
     """Leading dims of a head that rotate by the step's cos/sin; 0: this layer does not rotate."""
     rotary_interleaved: bool = False
     sinks_N: Tensor | None = field(default=None, compare=False)
-    """fp32 logit of each query head that takes part in the softmax and has no value; None: there is none."""
+    """Logit of each query head that takes part in the softmax and has no value; None: there is none. [N], any float
+    dtype, maybe a live parameter: backends read it when they run."""
 
 
 def _none() -> np.ndarray:
@@ -53,6 +55,8 @@ class Ops(Protocol):
     """Elementwise, norm and linear primitives of one backend. Never autograd; inputs are contiguous [T, *]."""
 
     name: str
+    experts: ExpertsBackend | None
+    """All experts of a mixture-of-experts layer at once; None: those that were chosen run one after the other."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -180,6 +184,8 @@ class StepInputs(Protocol):
     ops: Ops
     positions_T: Tensor
     token_ids_T: Tensor
+    is_padded: bool
+    """Of a graph's shape: nothing may ask the device for a value on the way."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers note which experts each token goes to; None: nobody asks."""
 

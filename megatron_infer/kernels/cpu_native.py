@@ -277,6 +277,8 @@ class NativePagedAttention:
             return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
             return f"needs a positive scale, got {spec.scale}"
+        if spec.sinks_N is not None:
+            return "has no softmax sinks"
         if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
             return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
         return None

@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
+MAX_SCORES = 1 << 24
+"""Scores held at once where softmax sinks keep SDPA from being used."""
 GATHER_TOKENS = 4096
 """Keys gathered at once for decode rows: large enough to amortise the calls, small enough for the L2/L3 cache."""
 
@@ -26,6 +28,7 @@ class TorchOps:
     """Norms, activations and linears with torch operators; linears use prepacked weights where there are any."""
 
     name = "torch"
+    experts = None
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get
@@ -84,6 +87,29 @@ def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, int
     return out
 
 
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, *, scale: float
+) -> Tensor:
+    """softmax over keys and a sink, of whose weight nothing is made -> [*, Q, H] in the query's dtype.
+
+    query [*, Q, H], key and value [*, P, H], mask [*, Q, P] or None, sinks [*, Q, 1], broadcast. In fp32; some queries
+    at a time.
+    """
+    lines = query.shape[:-2].numel()
+    piece = max(1, MAX_SCORES // max(1, lines * key.shape[-2]))
+    out = []
+    keys, values = key.float().transpose(-1, -2), value.float()
+    sinks = sinks.float().expand(*query.shape[:-1], 1)
+    for first in range(0, query.shape[-2], piece):
+        here = slice(first, first + piece)
+        scores = query[..., here, :].float() @ keys * scale
+        if mask is not None:
+            scores = scores.masked_fill_(~(mask if mask.shape[-2] == 1 else mask[..., here, :]), -torch.inf)
+        weights = torch.cat((scores, sinks[..., here, :]), -1).softmax(-1)[..., :-1]
+        out.append((weights @ values).to(query.dtype))
+    return torch.cat(out, -2)
+
+
 @dataclass(slots=True)
 class _DecodeGroup:
     """Decode rows of similar length that are gathered and attended together."""
@@ -139,6 +165,8 @@ class TorchPagedAttention:
         if step.num_decode:
             self._decode(q_TKGH, keys, values, out_TNH, spec)
         for row in range(step.num_decode, step.num_rows):
+            if not step.q_len[row]:
+                continue  # pads the step
             self.attend_slice(row, q_TKGH, k_TKH, v_TKH, kv_cache[layer], out_TNH, spec)
         if step.cu_q[step.num_rows] < q_TKGH.shape[0]:
             out_TNH[int(step.cu_q[step.num_rows]) :] = 0  # padding tokens must not carry garbage (NaN) onwards
@@ -172,7 +200,11 @@ class TorchPagedAttention:
         shape = (spec.group_size, spec.num_kv_heads, kv_len, spec.head_dim)
         key_GKPH = key_PKH.transpose(0, 1).expand(shape)
         value_GKPH = value_PKH.transpose(0, 1).expand(shape)
-        if kv_len == q_len and not windowed:
+        if spec.sinks_N is not None:
+            mask = self._slice_mask(row, q_len, kv_len, spec.window if windowed else None)
+            sinks_GK11 = spec.sinks_N.view(spec.num_kv_heads, spec.group_size).t()[:, :, None, None]
+            mixed = attend_with_sinks(q_GKTH, key_GKPH, value_GKPH, sinks_GK11, mask, scale=spec.scale)
+        elif kv_len == q_len and not windowed:
             mixed = F.scaled_dot_product_attention(q_GKTH, key_GKPH, value_GKPH, is_causal=True, scale=spec.scale)
         else:
             mask = self._slice_mask(row, q_len, kv_len, spec.window if windowed else None)
@@ -206,13 +238,17 @@ class TorchPagedAttention:
             value = self._workspace[size : 2 * size].view(-1, block_size, num_kv, head_dim)
             torch.index_select(keys, 0, group.block_ids, out=key)
             torch.index_select(values, 0, group.block_ids, out=value)
-            mixed_RKGH = F.scaled_dot_product_attention(
-                q_TKGH.index_select(0, group.rows),
-                key.view(rows, length, num_kv, head_dim).transpose(1, 2),
-                value.view(rows, length, num_kv, head_dim).transpose(1, 2),
-                attn_mask=group.mask_R11P,
-                scale=spec.scale,
-            )
+            query_RKGH = q_TKGH.index_select(0, group.rows)
+            key_RKPH = key.view(rows, length, num_kv, head_dim).transpose(1, 2)
+            value_RKPH = value.view(rows, length, num_kv, head_dim).transpose(1, 2)
+            mask, scale = group.mask_R11P, spec.scale
+            if spec.sinks_N is None:
+                mixed_RKGH = F.scaled_dot_product_attention(
+                    query_RKGH, key_RKPH, value_RKPH, attn_mask=mask, scale=scale
+                )
+            else:
+                sinks_KG1 = spec.sinks_N.view(num_kv, spec.group_size, 1)
+                mixed_RKGH = attend_with_sinks(query_RKGH, key_RKPH, value_RKPH, sinks_KG1, mask, scale=scale)
             out_TNH.index_copy_(0, group.rows, mixed_RKGH.flatten(1, 2))
 
     def _make_groups(self, block_size: int, window: int | None) -> list[_DecodeGroup]:

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,11 +31,18 @@ from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
+from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
+from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+
+if TYPE_CHECKING:
+    from megatron_infer.kernels.triton.sampling import TritonSampling
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
-BACKENDS = ("native", "torch", "reference", *accelerated.NAMES)
+STATIC = "static"
+"""Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
+BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
 SCAN = "selective scan"
 AUTO, ATTENTION_OPTION = "auto", "attention_backend"
 ROTATES_APART = ("flashinfer", "flash_attn", "torch")
@@ -64,11 +72,15 @@ class Chosen:
     """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
-    sampling: NativeSampling | None
+    sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
+    device_sampling: TritonSampling | None = None
+    """The same where it also draws inside a captured graph and masks on the device."""
     checksum: Callable[[Tensor], int]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
+    gather: Gather = torch_gather
+    """What a step's tokens are, from the device's own tables."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -105,6 +117,14 @@ def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
     return native_build.load()
 
 
+def _library_if(wanted: bool, device: torch.device, dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
+    """(the native kernels or None, why there are none)."""
+    try:
+        return (_native_library(device, dtype) if wanted else None), ""
+    except native_build.NativeUnavailable as error:
+        return None, str(error)
+
+
 def _choose_linear(
     device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
 ) -> tuple[BackendChoice, packing.PackedLinears]:
@@ -114,8 +134,8 @@ def _choose_linear(
         if layout is not None:
             return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
-    if forced == "reference":
-        reason: str | None = f"{BACKEND_VARIABLE}=reference"
+    if forced in ("reference", STATIC):
+        reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
@@ -150,25 +170,40 @@ def _choose_attention(
         forced, by = asked, ATTENTION_OPTION
     if forced == "reference":
         return BackendChoice("attention", "reference", reasons), ReferenceAttention()
-    candidates: list[AttentionBackend]
-    candidates, missing = accelerated.available(accelerated.ATTENTION, device, dtype, forced=forced)
+
+    def refuses(backend: AttentionBackend) -> str | None:
+        found = (backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs)
+        return next((reason for reason in found if reason is not None), None)
+
+    best, missing, refused = accelerated.first(accelerated.ATTENTION, device, dtype, forced=forced, refuses=refuses)
     reasons |= missing
     _check_forced("attention", forced, reasons if by == ATTENTION_OPTION else missing, by=by)
+    candidates: list[AttentionBackend] = [] if best is None else [best]
     if library is not None:
         candidates.append(NativePagedAttention(library, dtype))
-    candidates.append(TorchPagedAttention())
+    candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
     if asked != AUTO:
         candidates = [backend for backend in candidates if backend.name == asked]
-    for backend in candidates:
-        refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
-        refused = next((reason for reason in refusals if reason is not None), None)
-        if refused is None:
-            return BackendChoice("attention", backend.name, reasons), backend
-        reasons[backend.name] = refused
-        if forced == backend.name:
-            raise ConfigError(f"{by}={forced}, but attention {refused}")
+    chosen = _first_of(candidates, refuses, refused, best=best)
+    if forced in refused:
+        raise ConfigError(f"{by}={forced}, but attention {refused[forced]}")
+    reasons |= refused
+    if chosen is not None:
+        return BackendChoice("attention", chosen.name, reasons), chosen
     assert asked == AUTO, f"no attention backend is called {asked}"
     return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+
+
+def _first_of(
+    backends: Sequence[Any], refuses: Callable[[Any], str | None], refused: dict[str, str], *, best: Any | None
+) -> Any | None:
+    """The first with nothing against it, which is known of `best`; notes in `refused` what is against the others."""
+    for backend in backends:
+        against = None if backend is best else refuses(backend)
+        if against is None:
+            return backend
+        refused[backend.name] = against
+    return None
 
 
 def _add_rope(
@@ -201,22 +236,26 @@ def _choose_scan(
 ) -> tuple[BackendChoice, ScanBackend]:
     """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
     reasons = dict(reasons)
-    if forced != "reference":
-        candidates: list[ScanBackend]
-        candidates, missing = accelerated.available(accelerated.SCAN, device, dtype, forced=forced)
-        reasons |= missing
-        _check_forced(SCAN, forced, missing)
-        if library is not None:
-            candidates.append(NativeScan(library, dtype))
-        candidates.append(TorchScan())
-        for backend in candidates:
-            refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
-            refused = next((reason for reason in refusals if reason is not None), None)
-            if refused is None:
-                return BackendChoice(SCAN, backend.name, reasons), backend
-            reasons[backend.name] = refused
-            if forced == backend.name:
-                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused}")
+    if forced == "reference":
+        return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
+
+    def refuses(backend: ScanBackend) -> str | None:
+        found = (backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs)
+        return next((reason for reason in found if reason is not None), None)
+
+    best, missing, refused = accelerated.first(accelerated.SCAN, device, dtype, forced=forced, refuses=refuses)
+    reasons |= missing
+    _check_forced(SCAN, forced, missing)
+    candidates: list[ScanBackend] = [] if best is None else [best]
+    if library is not None:
+        candidates.append(NativeScan(library, dtype))
+    candidates.append(StaticScan() if forced == STATIC else TorchScan())
+    chosen = _first_of(candidates, refuses, refused, best=best)
+    if forced in refused:
+        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused[forced]}")
+    reasons |= refused
+    if chosen is not None:
+        return BackendChoice(SCAN, chosen.name, reasons), chosen
     return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
 
 
@@ -304,22 +343,16 @@ def choose(
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
-    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32.
-    attention and fused_rope: the options attention_backend and use_flashinfer_fused_rope.
-    Never fails for lack of a compiler or a library. Raises ConfigError if an option or the debugging variable asks for
-    a backend that cannot run.
+    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. attention and fused_rope:
+    the options attention_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
+    ConfigError if an option or the debugging variable asks for a backend that cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
     reasons: dict[str, str] = {}
-    library = None
-    if forced in (None, "native"):
-        try:
-            library = _native_library(device, dtype)
-        except native_build.NativeUnavailable as error:
-            reasons["native"] = str(error)
-    else:
-        reasons["native"] = f"{BACKEND_VARIABLE}={forced}"
+    library, why_not = _library_if(forced in (None, "native"), device, dtype)
+    if library is None:
+        reasons["native"] = why_not or f"{BACKEND_VARIABLE}={forced}"
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
 
@@ -339,19 +372,30 @@ def choose(
     attends, backend = _choose_attention(library, device, dtype, specs, block_size, reasons, forced, attention)
     rows = [attends] if specs or not ssm_specs else []
     if specs and fused_rope is not False:
-        rotates, backend = _add_rope(backend, fused_rope, specs, device, dtype)
-        rows.append(rotates)
+        row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
+        rows.append(row)
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
-        scan_row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
-        rows.append(scan_row)
+        row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
+        rows.append(row)
+    samplers, sampling_missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
+    _check_forced("sampling", forced, sampling_missing)
+    device_sampling: TritonSampling | None = samplers[0] if samplers else None
+    sampling: NativeSampling | TritonSampling | None = device_sampling
+    sampling_name = "triton" if samplers else "torch"
+    if device_sampling is not None:
+        argmax = device_sampling.argmax
+    elif library is not None:
+        sampling, sampling_name = NativeSampling(library), "native"
     rows += [
         BackendChoice("norms, activations", ops.name, reasons | missing),
-        BackendChoice("argmax, sampling", "torch" if library is None else "native", dict(reasons)),
+        BackendChoice("argmax, sampling", sampling_name, reasons | sampling_missing),
         linear_row,
     ]
-    sampling = None if library is None else NativeSampling(library)
+    gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
+    if gathers or no_gather:
+        rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
@@ -360,6 +404,8 @@ def choose(
         packed=packed,
         argmax=argmax,
         sampling=sampling,
+        device_sampling=device_sampling,
         checksum=checksum,
         rows=rows,
+        gather=gathers[0] if gathers else torch_gather,
     )

@@ -19,6 +19,7 @@ class ReferenceOps:
     """Norms, activations and linears by definition."""
 
     name = "reference"
+    experts = None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -72,6 +73,14 @@ def rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleav
     return torch.cat((turn * cos + other * sin, x[..., dim:]), dim=-1).to(x_TXH.dtype)
 
 
+def weights(scores_KGP: Tensor, sinks_N: Tensor | None) -> Tensor:
+    """Softmax over P; a sink takes part in the sum and has no weight of its own."""
+    if sinks_N is None:
+        return scores_KGP.softmax(-1)
+    sinks_KG1 = sinks_N.to(scores_KGP).view(*scores_KGP.shape[:2], 1)
+    return torch.cat((scores_KGP, sinks_KG1), -1).softmax(-1)[..., :-1]
+
+
 class ReferenceAttention:
     """One query at a time over keys gathered one block at a time."""
 
@@ -104,6 +113,8 @@ class ReferenceAttention:
         out_TKGH = torch.zeros(q_TKGH.shape, dtype=q_TKGH.dtype, device=q_TKGH.device)
         for row in range(step.num_rows):
             kv_len, q_len, first = int(step.kv_len[row]), int(step.q_len[row]), int(step.cu_q[row])
+            if not q_len:
+                continue  # pads the step
             blocks = step.block_table[int(step.table_row[row]), : -(-kv_len // block_size)].tolist()
             keys_PKH = torch.cat([kv_cache[layer, 0, block] for block in blocks])[:kv_len].double()
             values_PKH = torch.cat([kv_cache[layer, 1, block] for block in blocks])[:kv_len].double()
@@ -112,6 +123,7 @@ class ReferenceAttention:
                 start = 0 if spec.window is None else max(0, stop - spec.window)
                 query_KGH = q_TKGH[first + i].double()
                 scores = torch.einsum("kgh,pkh->kgp", query_KGH, keys_PKH[start:stop]) * spec.scale
-                mixed = torch.einsum("kgp,pkh->kgh", scores.softmax(-1), values_PKH[start:stop])
+                weights_KGP = weights(scores, spec.sinks_N)
+                mixed = torch.einsum("kgp,pkh->kgh", weights_KGP, values_PKH[start:stop])
                 out_TKGH[first + i] = mixed.to(q_TKGH.dtype)
         return out_TKGH.flatten(1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.metrics.core import Counter, Family, Gauge, Histogram, Registry
-from megatron_infer.metrics.figures import BucketCounts, EngineFigures, Reading
+from megatron_infer.metrics.figures import GRAPH_STEPS, BucketCounts, EngineFigures, Reading
 
 PREFIX = "megatron_infer_"
 STATES = ("running", "paused", "suspended", "changing")
@@ -53,6 +53,10 @@ ENGINE = _specs(
     ("engine_evictions_total", "counter", "preemptions", "Requests whose memory was taken, to the host or dropped"),
     ("engine_swaps_total", "counter", "evictions", "Evictions to the host (out) and returns from it (in)", ("way",)),
     ("engine_recomputed_tokens_total", "counter", "tokens", "Computed tokens that evictions dropped"),
+    ("engine_graphs", "gauge", "graphs", "CUDA graphs that are captured now"),
+    ("engine_graph_bytes", "gauge", "bytes", "Device memory that they take, as measured"),
+    ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
+    ("engine_graph_steps_total", "counter", "steps", "Steps with graphs on: replayed, padded, eager", ("how",)),
     ("engine_transitions_total", "counter", "transitions", "Suspends and resumes", ("command",)),
     ("engine_transition_seconds_total", "counter", "seconds", "Time they took", ("command",)),
     ("engine_ttft_seconds", "histogram", "seconds", "From a request's arrival at the engine to its first token"),
@@ -176,10 +180,14 @@ def engine_families(figures: EngineFigures, **labels: str) -> list[Family]:
     slots = {"used": f.state_slots_used, "cached": f.state_slots_cached, "free": f.state_slots_free}
     for kind, value in slots.items():
         gauge("engine_state_slots", value, kind=kind)
+    gauge("engine_graphs", f.graphs)
+    gauge("engine_graph_bytes", f.graph_bytes)
     for name, value in _plain_counts(f).items():
         count(name, value)
     for way, value in (("out", f.swaps_out), ("in", f.swaps_in)):
         count("engine_swaps_total", value, way=way)
+    for how in GRAPH_STEPS:
+        count("engine_graph_steps_total", f.graph_steps.get(how, 0), how=how)
     for outcome, value in f.ended.items():
         count("engine_requests_ended_total", value, outcome=outcome)
     for command, value in f.transitions.items():
@@ -203,6 +211,7 @@ def _plain_counts(f: EngineFigures) -> dict[str, int]:
         "engine_pauses_total": f.pauses,
         "engine_evictions_total": f.evictions,
         "engine_recomputed_tokens_total": f.recomputed_tokens,
+        "engine_graph_captures_total": f.graph_captures,
     }
 
 

@@ -49,6 +49,9 @@ class Reading:
         )
 
 
+GRAPH_STEPS = ("replayed", "padded", "eager")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
     """Where an engine stands, and what it has counted since it was built (`born`)."""
@@ -90,6 +93,12 @@ class EngineFigures:
     swaps_out: int = 0
     swaps_in: int = 0
     recomputed_tokens: int = 0
+    graphs: int = 0
+    """CUDA graphs captured now; this and the next three are 0 where no steps are captured."""
+    graph_bytes: int = 0
+    graph_captures: int = 0
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    """By GRAPH_STEPS: replayed from a graph, padded to a shape without one, or run as they are."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """Requests by outcome: stop, length, abort, error."""
     transitions: Mapping[str, int] = field(default_factory=dict)

@@ -106,7 +106,7 @@ class AdoptedModel:
         self.device: torch.device = next(live.parameters()).device
         self._lean = [layer.lean for layer in layers]
         self._drives_itself = all(lean is not None for lean in self._lean)
-        experts = [plan.experts for plan in layers if plan.experts is not None]
+        self._experts = experts = [plan.experts for plan in layers if plan.experts is not None]
         self.routing = routing_shape(experts) if self._drives_itself else None
         self._norm = norm
         self._dtype = getattr(torch, shape.dtype)
@@ -204,6 +204,15 @@ class AdoptedModel:
     def foreign_layer(self) -> str | None:
         """The first layer of the user's own, which our kernels do not run whole; None: there is none."""
         return next((f"decoder.layers.{i}" for i, lean in enumerate(self._lean) if lean is None), None)
+
+    def asks_host(self, ops: Ops, num_tokens: int) -> bool:
+        """Whether a padded step of so many tokens asks the device for something on its way through the layers."""
+        return any(experts.asks_host(ops, num_tokens) for experts in self._experts)
+
+    def groups(self) -> list[Any]:
+        """Process groups that a step's layers talk over."""
+        reducers = [self._tp, *(experts.reduce for experts in self._experts)]
+        return list({id(one.group): one.group for one in reducers if one is not None}.values())
 
     def scan_weights_differ(self) -> str | None:
         """The first parameter that the scans do not see as it is now, by name; None when they are up to date."""

@@ -15,6 +15,7 @@ from megatron_infer.models.mcore_compat import (
     MegatronModule,
     TransformerConfig,
     is_layer_window_attention,
+    sharded_tensors,
 )
 
 
@@ -22,7 +23,7 @@ class TorchCoreAttention(MegatronModule):
     """Spec slot `core_attention` through torch's SDPA: dense [s, b, n, h] or packed (thd) [t, n, h] queries.
 
     Stock `DotProductAttention` takes its score buffer and its dropout generator from CUDA and cannot run on a CPU.
-    Raises NotImplementedError for softmax sinks and attention biases.
+    Of softmax sinks it has megatron-core's two kinds. Raises NotImplementedError for attention biases.
     """
 
     def __init__(
@@ -38,8 +39,6 @@ class TorchCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise NotImplementedError(f"softmax_type={config.softmax_type!r}: TorchCoreAttention has no softmax sink")
         if config.context_parallel_size > 1:
             raise NotImplementedError("context parallelism: TorchCoreAttention sees one rank's positions only")
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -51,6 +50,31 @@ class TorchCoreAttention(MegatronModule):
         self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         # Without it a sharded state dict would ask parallel_state for the group.
         self.tp_group = pg_collection.tp if pg_collection is not None else None
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type != "vanilla":
+            self._make_sinks()
+
+    def _make_sinks(self) -> None:
+        """As DotProductAttention: zeros, or a parameter of that name, one for each query head of this rank."""
+        config = self.config
+        ranks = self.tp_group.size() if self.tp_group is not None else config.tensor_model_parallel_size
+        num_heads = config.num_attention_heads // ranks
+        on_cpu = config.use_cpu_initialization or not torch.accelerator.is_available()
+        device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+        if config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(num_heads, device=device, dtype=config.params_dtype)
+            return
+        del self.softmax_offset  # else it could not become a parameter
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, device=device, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Of learnable sinks, split over tensor-parallel ranks as the heads are."""
+        axes = {"softmax_offset": 0}
+        return sharded_tensors(self, prefix, axes, sharded_offsets, metadata, self.tp_group)
 
     def forward(
         self,
@@ -90,6 +114,10 @@ class TorchCoreAttention(MegatronModule):
             mask = _window_mask(num_queries, num_keys, self.window, query.device)
         elif attention_mask is not None:
             mask = ~attention_mask
+        if self.softmax_offset is not None:
+            if mask is None and mask_type == AttnMaskType.causal:
+                mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+            return self._attend_with_sinks(query, key, value, mask).permute(2, 0, 1, 3)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -101,6 +129,18 @@ class TorchCoreAttention(MegatronModule):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return mixed.permute(2, 0, 1, 3)
+
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[b, n, s, h] queries, some of their heads to a kv head -> [b, n, s, h]; softmax and its sink in fp32."""
+        assert self.softmax_offset is not None
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        scores = (query @ key.transpose(-1, -2)).float() * self.softmax_scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        sinks = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(value.dtype)
+        return F.dropout(weights, self.dropout, self.training) @ value
 
 
 def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], device: torch.device) -> Tensor:

@@ -81,6 +81,7 @@ class DifferentiableOps:
     """kernels.base.Ops: the bits of `ExactOps`, and gradients. Never writes into what it is given."""
 
     name = "native, exact, differentiable"
+    experts = None
 
     def __init__(self, exact: ExactOps) -> None:
         self.exact = exact
@@ -157,6 +158,7 @@ class TrainingStep:
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
+        self.is_padded = False
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
         self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights
         self._step = self._metadata(rotary)

@@ -188,8 +188,10 @@ class LeanMLP:
 
     def inner(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The activated middle, [T, F]."""
-        middle = self.fc1.run(ops, x_TD)
-        return ops.silu_mul(middle) if self.activation is None else ops.rowwise(self.activation, middle)
+        return self.activate(ops, self.fc1.run(ops, x_TD))
+
+    def activate(self, ops: Ops, middle_TF: Tensor) -> Tensor:
+        return ops.silu_mul(middle_TF) if self.activation is None else ops.rowwise(self.activation, middle_TF)
 
     def weights(self) -> Iterator[Tensor]:
         yield self.fc1.weight()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
+from megatron_infer.kernels.experts import ExpertWeights
 from megatron_infer.models.foreign_modules import is_grouped_experts
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
@@ -28,6 +29,10 @@ from megatron_infer.models.mcore_compat import (
 )
 from megatron_infer.models.reduce import Reducer
 
+DENSE_TOKENS = 128
+"""Tokens that a GPU multiplies by a weight in about the time it reads it."""
+DENSE_SHARE = 0.5
+"""Choices of a step for each expert there is, from which on reading all experts is no great loss."""
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -71,6 +76,7 @@ class LeanExperts:
     __slots__ = (
         "experts",
         "first",
+        "grouped",
         "layer",
         "reduce",
         "route",
@@ -97,6 +103,13 @@ class LeanExperts:
         else:
             local = enumerate(moe.experts.local_experts)
             self.experts = [LeanMLP(expert, f"{where}.local_experts.{i}", **each) for i, expert in local]
+        self.grouped = ExpertWeights(
+            fc1=[expert.fc1.parameters for expert in self.experts],
+            fc2=[expert.fc2.parameters for expert in self.experts],
+            first=self.first,
+            top_k=moe.router.topk,
+            activate=self.experts[0].activate,
+        )
         self.shared_module: Any = moe.shared_experts
         self.shared = None
         self.shared_with_experts = self.reduce is None
@@ -120,21 +133,51 @@ class LeanExperts:
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
+        if ops.experts is not None and ops.experts.supports(self.grouped, own_TD) is None:
+            ops.experts.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
+        elif step.is_padded:
+            self._add_all(ops, own_TD, chosen_TE, probs_TE, out_TD)
+        else:
+            self._add_each(ops, own_TD, chosen_TE, probs_TE, out_TD)
+        if self.reduce is not None:
+            out_TD = self.reduce.all_reduce(out_TD)
+        return out_TD if starts or shared_TD is None else out_TD + shared_TD
+
+    def _add_each(self, ops: Ops, own_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, out_TD: Tensor) -> None:
+        """One expert after the other, on the tokens that chose it: the host waits to hear how many they are."""
         for expert, lean in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            inner = lean.inner(ops, own_TD.index_select(0, tokens))
-            inner = (inner * weight_T1).to(x_TD.dtype)
-            fc2 = lean.fc2.parameters
-            out = ops.linear(inner, fc2["weight"], None)
-            if fc2["bias"] is not None:
-                out = out + fc2["bias"] * weight_T1
+            out = self._of_all(ops, lean, own_TD.index_select(0, tokens), weight_T1)
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
-        if self.reduce is not None:
-            out_TD = self.reduce.all_reduce(out_TD)
-        return out_TD if starts or shared_TD is None else out_TD + shared_TD
+
+    def _add_all(self, ops: Ops, own_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, out_TD: Tensor) -> None:
+        """One expert after the other, each on all tokens: nobody asks who chose it (see `asks_host`)."""
+        for expert, lean in enumerate(self.experts, self.first):
+            weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
+            out_TD += self._of_all(ops, lean, own_TD, weight_T1).to(out_TD.dtype)
+
+    @staticmethod
+    def _of_all(ops: Ops, lean: LeanMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
+        """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
+        inner = (lean.inner(ops, x_TD) * weight_T1).to(x_TD.dtype)
+        fc2 = lean.fc2.parameters
+        out = ops.linear(inner, fc2["weight"], None)
+        return out if fc2["bias"] is None else out + fc2["bias"] * weight_T1
+
+    def asks_host(self, ops: Ops, num_tokens: int) -> bool:
+        """Whether a step of so many tokens waits to hear who chose which expert.
+
+        Not with grouped kernels. Nor where every expert may as well see every token: reading its weights costs more
+        than multiplying by them then, and most of them are chosen by somebody.
+        """
+        weight = self.router.weight
+        if ops.experts is not None and ops.experts.supports(self.grouped, weight.new_empty(0, weight.shape[1])) is None:
+            return False
+        is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
+        return is_sparse or num_tokens > DENSE_TOKENS
 
     def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""

@@ -188,11 +188,26 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         window=_window(config, number, where),
         rotary_dim=2 * rotary.inv_freq.numel() if rotates else 0,
         rotary_interleaved=rotates and rotary.rotary_interleaved,
+        sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )
 
 
 def _is_known_core(core: Any) -> bool:
     return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core)
+
+
+def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | None:
+    """The layer's softmax sinks, live: zeros or a parameter of its core attention."""
+    if config.softmax_type == "vanilla":
+        return None
+    sinks = getattr(core, "softmax_offset", None)
+    if sinks is None or tuple(sinks.shape) != (num_heads,):
+        shape = None if sinks is None else list(sinks.shape)
+        raise AdoptionError(
+            where,
+            f"softmax_type={config.softmax_type!r}, but softmax_offset is {shape}, not a tensor of {num_heads} heads",
+        )
+    return sinks
 
 
 def _window(config: Any, layer_number: int, where: str) -> int | None:

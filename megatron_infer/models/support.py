@@ -17,7 +17,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "experimental_attention_variant": "this attention is not softmax over keys and values",
     "linear_attention_freq": "linear attention keeps a recurrent state, not keys and values",
     "attention_output_gate": "gated attention is not supported",
-    "softmax_type": "softmax sinks are not supported",
     "attn_logit_softcapping": "soft-capped attention logits are not supported",
     "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
     "fp8": "quantised linears are not supported",

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.parallel.links import LinkClosed, Links
 from megatron_infer.parallel.watch import Watch
 from megatron_infer.schedule.plan import Plan
@@ -132,15 +133,17 @@ class Lockstep:
         except RankFailure as failure:
             self._fail(failure)
 
-    def planned(self, plan: Plan, *, check: bool) -> None:
-        """This rank is about to run `plan`; check: see that it is everyone's."""
+    def planned(self, plan: Plan, *, check: bool, shape: GraphShape | None = None) -> None:
+        """This rank is about to run `plan`, padded to `shape`; check: see that both are everyone's."""
         self.phase = f"{'prefill' if plan.prefill else 'decode'} of step {plan.step}"
         if check:
-            self.check_plan(plan)
+            self.check_plan(plan, shape)
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan, shape: GraphShape | None = None) -> None:
         """Raise LockstepError, naming the first request that differs, unless every rank has planned the same step."""
         lines = describe(plan)
+        if shape is not None:
+            lines.append(["padded to", *shape.as_tuple()])
         answer = self._round(_Report("check of the plan", text=digest_of(lines)))
         if len(set(answer["texts"])) == 1:
             return

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
-from megatron_infer.forward.runner import Flight, ModelRunner
+from megatron_infer.forward.flight import Flight
+from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.kernels.base import Ops, PagedModel, RotaryTable
 from megatron_infer.models.taps import MOE, OUTPUT, Part, Trace
 from megatron_infer.sampling.params import GREEDY_BELOW

@@ -20,7 +20,7 @@ from megatron_infer.sampling.filters import Choice
 from megatron_infer.sampling.logprobs import Score
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
-from megatron_infer.sampling.stages import Lane, make_lane
+from megatron_infer.sampling.stages import Lane, Means, make_lane
 
 CARRIED = Wants.SAMPLED | Wants.SUPPORT
 WHOLE, ALONE = -1, -2
@@ -75,12 +75,12 @@ def support_places(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> np
     return places
 
 
-def plan_carried(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> CarryPlan | None:
+def plan_carried(params: RowParams, rows: np.ndarray, flags: np.ndarray, means: Means) -> CarryPlan | None:
     """None when no row carries anything."""
     places = np.flatnonzero(flags & CARRIED)
     if not len(places):
         return None
-    lane = make_lane(params, rows, flags, places, device)
+    lane = make_lane(params, rows, flags, places, means)
     support = support_places(params, rows[places], flags[places])
     cut = np.flatnonzero(support >= 0)
     greedy = (flags[places] & Wants.DRAW) == 0
@@ -89,9 +89,9 @@ def plan_carried(params: RowParams, rows: np.ndarray, flags: np.ndarray, device:
     return CarryPlan(
         lane=lane,
         support=support,
-        cut_A=torch.from_numpy(cut).to(device) if len(cut) else None,
-        temperature_A=torch.from_numpy(temperature).to(device),
-        greedy_A=torch.from_numpy(greedy).to(device),
+        cut_A=means.stage(cut) if len(cut) else None,
+        temperature_A=means.stage(temperature),
+        greedy_A=means.stage(greedy),
         same=not lane.wants & (TOUCHED | Wants.FILTER) and bool((temperature == 1.0).all()),
     )
 

@@ -75,8 +75,11 @@ def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:
 def draw_filtered(logits_MV: Tensor, shape: Shape) -> Choice:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
-    A bounded number of candidates is tried first; rows whose filters reach further are sorted in full.
+    A bounded number of candidates is tried first; rows whose filters reach further are sorted in full. Which these are
+    the host would have to ask a GPU for: there every row is sorted in full.
     """
+    if logits_MV.is_cuda:
+        return draw_sorted(logits_MV, shape)
     vocab = logits_MV.shape[1]
     top_M = logits_MV.amax(-1)
     mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
@@ -91,6 +94,13 @@ def draw_filtered(logits_MV: Tensor, shape: Shape) -> Choice:
         full, _ = _draw_from(rest, sorted_ids(rest), top, mass, shape.take(far))
         choice.replace(far, full)
     return choice
+
+
+def draw_sorted(logits_MV: Tensor, shape: Shape) -> Choice:
+    """`draw_filtered` by a full sort: nothing depends on what the logits hold, so the host asks for nothing."""
+    top_M = logits_MV.amax(-1)
+    mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
+    return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape)[0]
 
 
 def best_ids(logits_MV: Tensor, count: int) -> Tensor:

@@ -5,6 +5,7 @@ Legend: S sampled positions, G those with a mask, W words of 32 tokens, M rows o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.sampling.params import Wants
+from megatron_infer.sampling.staging import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +41,33 @@ class MaskedRows:
     masks: np.ndarray | None
 
     @classmethod
-    def of(cls, flags: np.ndarray, places: np.ndarray, device: torch.device) -> MaskedRows:
+    def of(cls, flags: np.ndarray, places: np.ndarray, stage: Stage) -> MaskedRows:
         """flags: the step's [S]; places: the lane's."""
         everyone = np.flatnonzero(flags & Wants.GRAMMAR)
         own = np.flatnonzero(flags[places] & Wants.GRAMMAR)
         return cls(
-            None if len(own) == len(places) else torch.from_numpy(own).to(device),
+            None if len(own) == len(places) else stage(own),
             None if len(own) == len(everyone) else np.searchsorted(everyone, places[own]),
         )
 
-    def apply(self, work_MV: Tensor, masks: TokenMasks) -> None:
+    def apply(self, work_MV: Tensor, masks: TokenMasks, stage: Stage, forbid: Forbid) -> None:
         """-inf for what is not allowed."""
         bits = masks.bits_GW if self.masks is None else masks.bits_GW[self.masks]
-        forbidden_GV = forbidden(bits, work_MV.shape[1], work_MV.device)
-        if self.rows_G is None:
-            work_MV.add_(forbidden_GV)
-        else:
-            work_MV.index_add_(0, self.rows_G, forbidden_GV)
+        assert bits.shape[1] * 32 >= work_MV.shape[1], f"{bits.shape[1] * 32} bits for {work_MV.shape[1]} tokens"
+        forbid(work_MV, stage(bits), self.rows_G)
 
 
-def forbidden(bits_GW: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
-    """fp32 [G, V]: 0 where the bit is set, else -inf."""
-    bytes_GB = torch.from_numpy(bits_GW.view(np.uint8)).to(device, non_blocking=True)
-    assert bytes_GB.shape[1] * 8 >= vocab_size, f"{bytes_GB.shape[1] * 8} bits for {vocab_size} tokens"
-    return _table(device)[bytes_GB.int()].flatten(1)[:, :vocab_size]
+Forbid = Callable[[Tensor, Tensor, Tensor | None], None]
+"""forbid(work_MV, bits_GW, rows_G): -inf, in place, where the row's bit is not set; rows_G None: all rows, in order."""
+
+
+def forbid(work_MV: Tensor, bits_GW: Tensor, rows_G: Tensor | None) -> None:
+    """`Forbid` in torch: adds what a table holds for every byte."""
+    forbidden_GV = _table(work_MV.device)[bits_GW.view(torch.uint8).int()].flatten(1)[:, : work_MV.shape[1]]
+    if rows_G is None:
+        work_MV.add_(forbidden_GV)
+    else:
+        work_MV.index_add_(0, rows_G, forbidden_GV)
 
 
 @lru_cache(maxsize=8)

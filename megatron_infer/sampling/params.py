@@ -62,6 +62,8 @@ class RowParams:
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.version = 0
+        self.changed_at: np.ndarray = np.zeros(num_rows, dtype=np.int64)
+        """`version` of each row's last change: who keeps a copy takes over what is above its own."""
         self.table: np.ndarray = np.zeros((len(self.COLUMNS), num_rows))
         """float64 [columns, rows]: one gather and one copy bring a step's rows to the device."""
         self.flags: np.ndarray = np.zeros(num_rows, dtype=np.int32)
@@ -121,6 +123,7 @@ class RowParams:
     def clear(self, row: int) -> None:
         """Back to greedy without wishes."""
         self.version += 1
+        self.changed_at[row] = self.version
         if self.flags[row] & Wants.ROUTING:
             self.num_routing -= 1
         self.flags[row] = 0

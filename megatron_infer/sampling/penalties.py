@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.sampling.params import RowParams, Wants
+from megatron_infer.sampling.staging import Stage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class TokenEdits:
     banned_at: Tensor
 
     @staticmethod
-    def build(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> TokenEdits | None:
+    def build(params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Stage) -> TokenEdits | None:
         """The edits of `rows`, of which flags[i] are in force; None if there are none."""
         wanted = np.flatnonzero(flags & (Wants.EDIT | Wants.MIN_TOKENS))
         if not len(wanted):
@@ -45,7 +46,7 @@ class TokenEdits:
                 banned_at.append(base + extras.stop_ids)
 
         def joined(parts: list[np.ndarray], dtype: type = np.int64) -> Tensor:
-            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts])).to(device)
+            return stage(np.concatenate([np.empty(0, dtype), *parts]))
 
         return TokenEdits(
             bias_at=joined(bias_at),
@@ -70,20 +71,21 @@ class TokenEdits:
 class Penalties:
     """Repetition over prompt and output, frequency and presence over output; read from the token pool each step."""
 
-    def __init__(self, params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> None:
+    def __init__(self, params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Stage) -> None:
         self.places = np.flatnonzero(flags & Wants.PENALTY)
         rows = rows[self.places]
-        columns = torch.from_numpy(params.table[4:8, rows]).to(device).unsqueeze(-1)
+        columns = stage(params.table[4:8, rows]).unsqueeze(-1)
+        device = columns.device
         self._repetition, self._presence, self._frequency = columns[:3].float()
         self._prompt_len = columns[3].to(torch.int64)
-        self._rows = torch.from_numpy(rows.astype(np.int64)).to(device)
-        self._base = torch.from_numpy(self.places * params.vocab_size).to(device).unsqueeze(1)
+        self._rows = stage(rows.astype(np.int64))
+        self._base = stage(self.places * params.vocab_size).unsqueeze(1)
         self._count_base = torch.arange(len(rows), device=device).unsqueeze(1) * params.vocab_size
         self._counts = None
         if bool(params.table[5:7, rows].any()):
             self._counts = torch.zeros(len(rows) * params.vocab_size, device=device)
 
-    def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor) -> None:
+    def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Stage) -> None:
         """positions [M]: context lengths; token_pool int32 [rows, positions].
 
         Repetition r > 0 divides a positive logit and multiplies a negative one, once (arXiv:1909.05858, as in
@@ -91,7 +93,7 @@ class Penalties:
         """
         lengths = positions[self.places]
         longest = int(lengths.max())
-        context = torch.from_numpy(lengths.astype(np.int64)).to(logits_MV.device).unsqueeze(1)
+        context = stage(lengths.astype(np.int64)).unsqueeze(1)
         tokens_PL = token_pool[:, :longest].index_select(0, self._rows).to(torch.int64)
         at = torch.arange(longest, device=logits_MV.device)
         inside = at < context

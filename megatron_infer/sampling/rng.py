@@ -9,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
+GAMMA, MIX_FIRST, MIX_SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's; for those who draw on a device."""
 _CHILD = 0xD1B54A32D192ED03
-"""An odd constant unlike _GAMMA, so that children's seeds lie on no request's own sequence."""
+"""An odd constant unlike GAMMA, so that children's seeds lie on no request's own sequence."""
 
 
 def mix(x: np.ndarray) -> np.ndarray:
     """Bijective scramble of uint64. Source: SplitMix64's finaliser (Steele, Lea, Flood 2014; Vigna's constants)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_SECOND)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
 
@@ -27,7 +28,7 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     Element i of the SplitMix64 sequence that starts at mix(seed): neighbouring seeds start at unrelated states.
     """
-    counter = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    counter = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
     drawn: np.ndarray = (mix(mix(seeds) + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return drawn
 

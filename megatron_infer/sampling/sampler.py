@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
+from megatron_infer.sampling.carried import CARRIED, CarriedBatch, CarryPlan, carry, plan_carried
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
 from megatron_infer.sampling.masks import TokenMasks
+from megatron_infer.sampling.masks import forbid as torch_forbid
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
-from megatron_infer.sampling.stages import Lane, make_lane, split
+from megatron_infer.sampling.stages import Lane, Means, make_lane, split
+from megatron_infer.sampling.staging import Stage, host_stage
+from megatron_infer.sampling.static import RowMirror, put_drawn, static_draw
 
 
 class SamplingKernels(Protocol):
@@ -32,6 +35,29 @@ class SamplingKernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` does; known: mass and largest logit that `draw` found in the same rows."""
         ...
+
+
+class DeviceKernels(Protocol):
+    """What a GPU's backend does besides: never a word with the host, fit for a captured graph."""
+
+    def static_draw(
+        self,
+        logits_SV: Tensor,
+        columns_4R: Tensor,
+        stream_R: Tensor,
+        row_S: Tensor,
+        position_S: Tensor,
+        token_pool: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`Sampler.static_sample`, with the parameters as `RowMirror` has them."""
+        ...
+
+    def forbid(self, work_MV: Tensor, bits_GW: Tensor, rows_G: Tensor | None) -> None:
+        """`masks.forbid`."""
+        ...
+
+
+_NOT_STATIC = int((TOUCHED & ~Wants.MIN_TOKENS) | Wants.LOGPROBS | CARRIED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +103,13 @@ class Sampler:
         logprobs_mode: Literal["raw", "processed"] = "raw",
         argmax: Callable[[Tensor], Tensor] | None = None,
         kernels: SamplingKernels | None = None,
+        device_kernels: DeviceKernels | None = None,
+        stage: Stage = host_stage,
     ) -> None:
         """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
 
-        kernels: stand in for the torch code; None: there are none for this device.
+        kernels, device_kernels: stand in for the torch code; None: there are none for this device. stage: brings
+        arrays to where the logits are.
         """
         assert params.vocab_size == vocab_size <= padded_vocab_size, (
             f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
@@ -89,7 +118,10 @@ class Sampler:
         self._processed = logprobs_mode == "processed"
         self.argmax = argmax if argmax is not None else _argmax
         """As given, or torch's."""
-        self._kernels = kernels
+        self._kernels, self._device_kernels = kernels, device_kernels
+        self.stage = stage
+        self._means = Means(stage=stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
+        self._mirror: RowMirror | None = None
         self.score: Score = score if kernels is None else kernels.score
         """For prompts too: see `prompt_logprobs`."""
         self._kept_key: tuple[int, bytes, bytes] | None = None
@@ -103,7 +135,7 @@ class Sampler:
             f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
         )
         rows, positions = inputs.rows, inputs.positions
-        self._plan(rows, positions, logits_SV.device)
+        self._plan(rows, positions)
         logits_SV = logits_SV[:, : self.vocab_size]
         choices = [self._choose(lane, logits_SV, inputs) for lane in self._lanes]
         whole = choices[0] if len(choices) == 1 else self._merge(choices, len(rows), logits_SV.device)
@@ -125,7 +157,46 @@ class Sampler:
             )
         return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
-    def _plan(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> None:
+    def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether `static_sample` gives these rows all that they want; positions as in SampleInputs."""
+        flags = self.params.flags[rows]
+        wants = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        if wants & _NOT_STATIC:
+            return False
+        if wants & Wants.MIN_TOKENS:
+            early = positions < self.params.min_total[rows]
+            return not bool((early & ((flags & Wants.MIN_TOKENS) != 0)).any())
+        return True
+
+    def refresh_static(self) -> None:
+        """Bring the parameters that `static_sample` reads up to date; before each step of its own, not captured."""
+        if self._mirror is None:
+            self._mirror = RowMirror(self.params, self._means.stage)
+        self._mirror.refresh()
+
+    def static_sample(
+        self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(token, whether bad) of each row as in SampleOutput, from device tensors alone; the pool gets the tokens.
+
+        row_S, position_S: integers as in SampleInputs; padding has a row of nobody, whose parameters are greedy, and
+        any position. Fit for a captured graph: one sequence of launches, whatever the rows want, of shapes that follow
+        from logits_SV. The tokens are those of `sample`.
+        """
+        assert self._mirror is not None, "static_sample before refresh_static"
+        logits_SV = logits_SV[:, : self.vocab_size]
+        if self._device_kernels is not None:
+            mirror = self._mirror
+            return self._device_kernels.static_draw(
+                logits_SV, mirror.columns_4R, mirror.stream_R, row_S, position_S, token_pool
+            )
+        choice = static_draw(logits_SV, self._mirror, row_S, position_S)
+        bad_S = ~choice.top_M.isfinite()
+        token_S = choice.token_M.masked_fill(bad_S, 0)
+        put_drawn(token_pool, row_S, position_S, token_S)
+        return token_S, bad_S
+
+    def _plan(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Lanes for this step: the last step's if the same rows want the same things."""
         flags = self.params.flags[rows]
         if np.bitwise_or.reduce(flags) & Wants.MIN_TOKENS:
@@ -133,10 +204,10 @@ class Sampler:
         key = (self.params.version, rows.tobytes(), flags.tobytes())
         if key == self._kept_key:
             return
-        self._lanes = split(self.params, rows, flags, device)
+        self._lanes = split(self.params, rows, flags, self._means)
         asked = np.flatnonzero(flags & Wants.LOGPROBS)
-        self._asked = make_lane(self.params, rows, flags, asked, device) if len(asked) else None
-        self._carries = plan_carried(self.params, rows, flags, device)
+        self._asked = make_lane(self.params, rows, flags, asked, self._means) if len(asked) else None
+        self._carries = plan_carried(self.params, rows, flags, self._means)
         self._kept_key = key
 
     def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
@@ -146,7 +217,7 @@ class Sampler:
         if lane.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
             return Choice(self.argmax(values), values.amax(-1).float())
-        lane.shape.columns_5M[4].copy_(torch.from_numpy(uniform(lane.seed, inputs.positions[lane.places])))
+        lane.shape.columns_5M[4].copy_(self._means.stage(uniform(lane.seed, inputs.positions[lane.places])))
         if self._kernels is not None:
             choice = Choice(*self._kernels.draw(values, lane.shape.columns_5M))
             if lane.wants & TOUCHED:
@@ -179,7 +250,7 @@ class Sampler:
             temperature = self.params.table[0, rows]
             temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
             if lane.wants & (TOUCHED | Wants.FILTER) or (temperature != 1.0).any():
-                divisors = torch.from_numpy(temperature).to(logits_SV.device)
+                divisors = self._means.stage(temperature)
                 values = lane.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
                 score_rows = self.score
         counts = self.params.num_logprobs[rows]

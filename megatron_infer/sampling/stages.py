@@ -10,9 +10,18 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import FEW, MANY, Choice, Shape
 from megatron_infer.sampling.logprobs import processed
-from megatron_infer.sampling.masks import MaskedRows, TokenMasks
+from megatron_infer.sampling.masks import Forbid, MaskedRows, TokenMasks, forbid
 from megatron_infer.sampling.params import GREEDY_BELOW, TOUCHED, RowParams, Wants
 from megatron_infer.sampling.penalties import Penalties, TokenEdits
+from megatron_infer.sampling.staging import Stage, host_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a lane does by the means of its device."""
+
+    stage: Stage = host_stage
+    forbid: Forbid = forbid
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +39,7 @@ class Lane:
     edits: TokenEdits | None
     penalties: Penalties | None
     masked: MaskedRows | None
+    means: Means
 
     def take(self, tensor_S: Tensor) -> Tensor:
         """This lane's rows: a view when it is the whole step, else a copy."""
@@ -41,10 +51,10 @@ class Lane:
         if self.edits is not None:
             self.edits.apply(work)
         if self.penalties is not None:
-            self.penalties.apply(work, positions[self.places], token_pool)
+            self.penalties.apply(work, positions[self.places], token_pool, self.means.stage)
         if self.masked is not None:
             assert masks is not None, "rows of structured output without masks"
-            self.masked.apply(work, masks)
+            self.masked.apply(work, masks, self.means.stage, self.means.forbid)
         return work
 
     def drawn_from(
@@ -66,40 +76,42 @@ class Lane:
         return processed(self.edited(logits_MV, positions, token_pool, masks), temperature_M, cut)
 
 
-def split(params: RowParams, rows: np.ndarray, flags: np.ndarray, device: torch.device) -> list[Lane]:
+def split(params: RowParams, rows: np.ndarray, flags: np.ndarray, means: Means) -> list[Lane]:
     """Lanes of a step whose rows want `flags`; in all they cover each of its positions once."""
     kinds = flags & (Wants.DRAW | Wants.FILTER)
     kinds[(flags & TOUCHED) != 0] |= Wants.EDIT
     lanes = []
     for kind in np.unique(kinds).tolist():
         places = np.flatnonzero(kinds == kind)
-        lanes.append(make_lane(params, rows, flags, places, device))
+        lanes.append(make_lane(params, rows, flags, places, means))
     return lanes
 
 
-def make_lane(params: RowParams, rows: np.ndarray, flags: np.ndarray, places: np.ndarray, device: torch.device) -> Lane:
+def make_lane(params: RowParams, rows: np.ndarray, flags: np.ndarray, places: np.ndarray, means: Means) -> Lane:
     """One lane of the given positions; its wants are the union of theirs."""
+    stage = means.stage
     own_rows, own_flags = rows[places], flags[places]
     wants = Wants(int(np.bitwise_or.reduce(own_flags)))
     return Lane(
         wants=wants,
         places=places,
-        places_M=None if len(places) == len(rows) else torch.from_numpy(places).to(device),
+        places_M=None if len(places) == len(rows) else stage(places),
         seed=params.seed[own_rows],
-        shape=_shape(params, own_rows, device) if wants & Wants.DRAW else None,
-        edits=TokenEdits.build(params, own_rows, own_flags, device),
-        penalties=Penalties(params, own_rows, own_flags, device) if wants & Wants.PENALTY else None,
-        masked=MaskedRows.of(flags, places, device) if wants & Wants.GRAMMAR else None,
+        shape=_shape(params, own_rows, stage) if wants & Wants.DRAW else None,
+        edits=TokenEdits.build(params, own_rows, own_flags, stage),
+        penalties=Penalties(params, own_rows, own_flags, stage) if wants & Wants.PENALTY else None,
+        masked=MaskedRows.of(flags, places, stage) if wants & Wants.GRAMMAR else None,
+        means=means,
     )
 
 
-def _shape(params: RowParams, rows: np.ndarray, device: torch.device) -> Shape:
+def _shape(params: RowParams, rows: np.ndarray, stage: Stage) -> Shape:
     columns = np.empty((5, len(rows)))
     columns[:4] = params.table[:4, rows]
     columns[0] = 1.0 / np.maximum(columns[0], GREEDY_BELOW)
     _, top_k, top_p, _, _ = columns
     return Shape(
-        columns_5M=torch.from_numpy(columns).to(device),
+        columns_5M=stage(columns),
         candidates=FEW if top_k.max() <= FEW else MANY,
         needs_mass=bool(((top_k >= params.vocab_size) & (top_p < 1.0)).any()),
     )

@@ -24,6 +24,7 @@ from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+from megatron_infer.sampling.staging import Stage
 
 _NOT_PLAIN = int(Wants.DRAW | Wants.LOGPROBS | CARRIED | TOUCHED)
 _POISONED = torch.iinfo(torch.int64).max
@@ -48,6 +49,7 @@ class TensorParallelSampler:
     def __init__(self, sampler: Sampler, group: Any) -> None:
         self._sampler, self._spread = sampler, RowSpread(group)
         self.params: RowParams = sampler.params
+        self._stage = sampler.stage
         self.vocab_size, self.padded_vocab_size = sampler.vocab_size, sampler.padded_vocab_size
         size = group.size()
         assert self.padded_vocab_size % size == 0, f"{self.padded_vocab_size} logits over {size} ranks"
@@ -67,28 +69,32 @@ class TensorParallelSampler:
         carried, support = self._carried(flags, inputs.rows)
         extra = _num_extra(support, self.vocab_size)
         packed_MC = self._draw_own(logits_SW, others, inputs, top, extra) if len(others) else None
-        keys_P = self._best_keys(_rows(logits_SW, plain)) if len(plain) else None
+        keys_P = self._best_keys(_rows(logits_SW, plain, self._stage)) if len(plain) else None
         packed_OC, keys_nP = self._spread.exchange(packed_MC, len(others), keys_P)
         device = logits_SW.device
         tokens_S = torch.empty(len(flags), dtype=torch.int64, device=device)
         bad_S = torch.empty(len(flags), dtype=torch.bool, device=device)
         if keys_nP is not None:
             tokens, bad = _best_of(keys_nP)
-            _put(tokens_S, plain, tokens)
-            _put(bad_S, plain, bad)
+            _put(tokens_S, plain, tokens, self._stage)
+            _put(bad_S, plain, bad, self._stage)
         if packed_OC is not None:
-            _put(tokens_S, others, packed_OC[:, 0])
-            _put(bad_S, others, packed_OC[:, 1] != 0)
+            _put(tokens_S, others, packed_OC[:, 0], self._stage)
+            _put(bad_S, others, packed_OC[:, 1] != 0, self._stage)
         scored = told = None
         if top is not None:
             assert packed_OC is not None
-            scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked))[:, 2 : 4 + 2 * top], top)
+            scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked), self._stage)[:, 2 : 4 + 2 * top], top)
             scored = LogprobBatch(asked, *scores, counts)
         if extra:
             assert packed_OC is not None
-            columns = _rows(packed_OC, np.searchsorted(others, carried))[:, -extra:]
-            told = _unpack_carried(columns, carried, support, self.vocab_size)
+            columns = _rows(packed_OC, np.searchsorted(others, carried), self._stage)[:, -extra:]
+            told = _unpack_carried(columns, carried, support, self.vocab_size, self._stage)
         return SampleOutput(tokens_S, bad_S, scored, told)
+
+    def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Never: what the ranks exchange follows from what the rows want, so no graph holds the draw of a split row."""
+        return False
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.
@@ -135,7 +141,7 @@ class TensorParallelSampler:
 
         extra: columns of what tokens carry, the last ones.
         """
-        whole_MV = self._spread.whole_rows(_rows(logits_SW, others))
+        whole_MV = self._spread.whole_rows(_rows(logits_SW, others, self._stage))
         num_columns = (2 if top is None else 4 + 2 * top) + extra
         packed = torch.zeros(len(whole_MV), num_columns, dtype=torch.int64, device=logits_SW.device)
         if not len(whole_MV):
@@ -155,10 +161,10 @@ class TensorParallelSampler:
         if found is not None:
             assert top is not None
             scores = (found.token_logprob, found.token_rank, found.top_ids, found.top_logprobs)
-            index = torch.from_numpy(found.index).to(packed.device)
+            index = self._stage(found.index)
             packed[:, 2 : 4 + 2 * top].index_copy_(0, index, _pack(scores, top))
         if out.carried is not None:
-            _pack_carried(packed[:, -extra:], out.carried)
+            _pack_carried(packed[:, -extra:], out.carried, self._stage)
         return packed
 
 
@@ -217,18 +223,18 @@ def _best_of(keys_nP: Tensor) -> tuple[Tensor, Tensor]:
     return ids_of(key_P).masked_fill(bad_P, 0), bad_P
 
 
-def _rows(tensor_S: Tensor, places: np.ndarray) -> Tensor:
+def _rows(tensor_S: Tensor, places: np.ndarray, stage: Stage) -> Tensor:
     """The rows at ascending `places`: the tensor itself when that is all of them."""
     if len(places) == len(tensor_S):
         return tensor_S
-    return tensor_S.index_select(0, torch.from_numpy(places).to(tensor_S.device))
+    return tensor_S.index_select(0, stage(places))
 
 
-def _put(out_S: Tensor, places: np.ndarray, values: Tensor) -> None:
+def _put(out_S: Tensor, places: np.ndarray, values: Tensor, stage: Stage) -> None:
     if len(places) == len(out_S):
         out_S.copy_(values)
     else:
-        out_S.index_copy_(0, torch.from_numpy(places).to(out_S.device), values)
+        out_S.index_copy_(0, stage(places), values)
 
 
 def _pack(scores: tuple[Tensor, Tensor, Tensor, Tensor], top: int | None = None) -> Tensor:
@@ -256,22 +262,24 @@ def _num_extra(support: np.ndarray, vocab_size: int) -> int:
     return 2 + (num_bytes(vocab_size) // 8 if (support >= 0).any() else 0)
 
 
-def _pack_carried(packed_ME: Tensor, carried: CarriedBatch) -> None:
+def _pack_carried(packed_ME: Tensor, carried: CarriedBatch, stage: Stage) -> None:
     """Fill the last columns of this rank's rows."""
-    index = torch.from_numpy(carried.index).to(packed_ME.device)
+    index = stage(carried.index)
     packed_ME[index, 0] = carried.raw.view(torch.int32).to(torch.int64)
     packed_ME[index, 1] = carried.processed.view(torch.int32).to(torch.int64)
-    told = torch.from_numpy(carried.index[carried.support >= 0]).to(packed_ME.device)
+    told = carried.index[carried.support >= 0]
     if len(told):
-        packed_ME[told, 2:] = carried.bits_BY.view(torch.int64)
+        packed_ME[stage(told), 2:] = carried.bits_BY.view(torch.int64)
 
 
-def _unpack_carried(packed_AE: Tensor, index: np.ndarray, support: np.ndarray, vocab_size: int) -> CarriedBatch:
+def _unpack_carried(
+    packed_AE: Tensor, index: np.ndarray, support: np.ndarray, vocab_size: int, stage: Stage
+) -> CarriedBatch:
     """What `_pack_carried` packed, of every rank's rows."""
     raw, processed = (packed_AE[:, column].to(torch.int32).view(torch.float32) for column in (0, 1))
     told = np.flatnonzero(support >= 0)
     if len(told):
-        bits_BY = _rows(packed_AE, told)[:, 2:].contiguous().view(torch.uint8)
+        bits_BY = _rows(packed_AE, told, stage)[:, 2:].contiguous().view(torch.uint8)
     else:
         bits_BY = torch.empty(0, num_bytes(vocab_size), dtype=torch.uint8, device=packed_AE.device)
     return CarriedBatch(index, raw, processed, support, bits_BY, vocab_size)

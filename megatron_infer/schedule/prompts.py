@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_infer.context.context import DynamicInferenceContext, Lease
@@ -20,6 +21,10 @@ class Draft:
 
     left: int
     """Tokens the step may still take."""
+    num_tokens: int = 0
+    """Taken."""
+    most_slices: int | None = None
+    """None: any number."""
     stop_at: int = 0
     """Prompts are left to other micro-batches once no more than this is left."""
     slices: list[Slice] = field(default_factory=list)
@@ -29,7 +34,7 @@ class Draft:
 
     @property
     def is_full(self) -> bool:
-        return self.left <= self.stop_at
+        return self.left <= self.stop_at or len(self.slices) == self.most_slices
 
 
 class PromptPlanner:
@@ -59,18 +64,26 @@ class PromptPlanner:
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
         self._num_groups = num_groups
+        self.room: Callable[[int], tuple[int, int]] | None = None
+        """Decode rows of a step -> tokens and slices that may prefill beside them; None: max_tokens is the bound."""
         self._waited: dict[Request, int] = {}
         """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
 
-    def begin(self, left: int, *, in_flight: int) -> Draft:
-        """The prompt part of a step that may take `left` tokens.
+    def begin(self, num_decode: int, *, in_flight: int) -> Draft:
+        """The prompt part of a step beside so many decode rows.
 
         Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
+        left, most_slices = self._max_tokens - num_decode, None
+        if self.room is not None:
+            room, most_slices = self.room(num_decode)
+            left = min(left, room)
         if self._num_groups == 1:
-            return Draft(left=left)
+            return Draft(left=left, most_slices=most_slices)
         total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_GROUP * self._num_groups * left)
-        return Draft(left=left, stop_at=max(0, left - policy.prompt_share(total, self._num_groups)))
+        return Draft(
+            left=left, most_slices=most_slices, stop_at=max(0, left - policy.prompt_share(total, self._num_groups))
+        )
 
     def go_on(self, draft: Draft) -> None:
         """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
@@ -206,6 +219,7 @@ class PromptPlanner:
             Slice(request=request, start=start, n=n, samples=samples, forks=forks, first=first, captures=captures)
         )
         draft.left -= n
+        draft.num_tokens += n
         request.scheduled = start + n
         request.in_flight += 1
 

@@ -55,7 +55,7 @@ class Scheduler:
         self.pressure = Pressure(
             context, self.queue, self.roster, paused_block_limit=paused_block_limit, preemption=preemption
         )
-        self._prompts = PromptPlanner(
+        self.prompts = PromptPlanner(
             context,
             self.queue,
             self.roster,
@@ -274,12 +274,12 @@ class Scheduler:
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
         decode, starts = self._decodes.plan(self.max_tokens, num_in_flight=self._num_uncommitted)
-        draft = self._prompts.begin(self.max_tokens - len(decode), in_flight=self._prompt_tokens_in_flight)
+        draft = self.prompts.begin(len(decode), in_flight=self._prompt_tokens_in_flight)
         if draft.left and roster.prefilling:
-            self._prompts.go_on(draft)
+            self.prompts.go_on(draft)
         # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
         if draft.left and self.queue.line and context.num_free_blocks and not roster.paused:
-            self._prompts.admit(draft, root=self.root)
+            self.prompts.admit(draft, root=self.root)
         return Plan(
             step=self.stats.steps,
             decode=decode,
@@ -288,7 +288,7 @@ class Scheduler:
             copies=tuple(draft.copies),
             state_copies=tuple(draft.state_copies),
             returned=tuple(request for request in self._returned if request.lease is not None),
-            num_tokens=self.max_tokens - draft.left,
+            num_tokens=len(decode) + draft.num_tokens,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )
 

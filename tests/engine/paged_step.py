@@ -21,6 +21,7 @@ class PlainOps:
     """The norms and linears of the contract, in place where the contract allows it."""
 
     name = "plain"
+    experts = None
 
     def linear(self, x, weight, bias=None):
         assert x.is_contiguous() and x.ndim == 2
@@ -102,6 +103,7 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
     routing_TLK = None
+    is_padded = False
 
     def __init__(
         self,
@@ -151,7 +153,11 @@ class Step:
             if spec.window is not None:
                 mask &= key > query - spec.window
             scores = torch.einsum("qkgh,pkh->kgqp", q[first:end], keys) * spec.scale
-            probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~mask, float("-inf"))
+            if spec.sinks_N is not None:
+                sinks = spec.sinks_N.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat((scores, sinks), -1)
+            probs = scores.softmax(-1)[..., :length]
             out[first:end] = torch.einsum("kgqp,pkh->qkgh", probs, values)
         return out.flatten(1)
 

@@ -45,6 +45,9 @@ ARCHITECTURES = {
     "rope_interleaved_percent": {"rotary_interleaved": True, "rotary_percent": 0.5},
     "rope_interpolated": {"seq_len_interpolation_factor": 2.5},
     "no_rope_layers": {"num_layers": 4, "no_rope_freq": 2},
+    "sinks": {"softmax_type": "learnable"},
+    "sinks_window": {"softmax_type": "learnable", "window_size": (4, 0)},
+    "off_by_one": {"softmax_type": "off-by-one"},
     "qk_layernorm": {"qk_layernorm": True},
     "qk_layernorm_bias": {"qk_layernorm": True, "normalization": "LayerNorm"},
     "qk_l2_norm": {"qk_l2_norm": True},
@@ -201,7 +204,11 @@ def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
 @pytest.mark.parametrize(
-    "name", ["gqa", "mha", "window", "window_some_layers", "layer_scaling", "softmax_scale", "no_rope_layers", "gpt2"]
+    "name",
+    [
+        *("gqa", "mha", "window", "window_some_layers", "layer_scaling", "softmax_scale", "no_rope_layers", "gpt2"),
+        *("sinks", "sinks_window", "off_by_one"),
+    ],
 )
 def test_paged_logits_equal_stock_attention_and_norms(name):
     """Against megatron-core's own core attention and norms, which need the shim to run forward here."""

@@ -102,7 +102,10 @@ REFUSED = {
     "mla": (lambda: set_config(multi_latent_attention=True), "config: multi_latent_attention=True"),
     "linear_attention": (lambda: set_config(linear_attention_freq=4), "config: linear_attention_freq=4: .* recurrent"),
     "output_gate": (lambda: set_config(attention_output_gate=True), "attention_output_gate"),
-    "sinks": (lambda: set_config(softmax_type="learnable"), "softmax_type='learnable': softmax sinks"),
+    "sinks": (
+        lambda: set_config(softmax_type="learnable"),
+        "core_attention: softmax_type='learnable', but softmax_offset is None, not a tensor of 4 heads",
+    ),
     "fp32_residual": (lambda: set_config(fp32_residual_connection=True), "fp32_residual_connection"),
     "fp8": (lambda: set_config(fp8="hybrid"), "fp8='hybrid'"),
     "cuda_graphs": (lambda: set_config(cuda_graph_impl="local"), "cuda_graph_impl='local'.* set it to 'none'"),

@@ -10,7 +10,7 @@ import torch
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
-from megatron_infer.forward.runner import Flight
+from megatron_infer.forward.flight import Flight
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.step_loop import FailedStep
 from megatron_infer.testing.tiny import tiny_gpt

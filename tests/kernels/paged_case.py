@@ -47,6 +47,7 @@ def make_case(
     rotary_dim: int = 0,
     interleaved: bool = False,
     num_padding: int = 0,
+    sinks: bool = False,
     seed: int = 0,
 ) -> Case:
     """rows: (q_len, kv_len), decode rows first. Blocks are scattered; the last block of the cache is the dummy.
@@ -109,6 +110,7 @@ def make_case(
         window=window,
         rotary_dim=rotary_dim,
         rotary_interleaved=interleaved,
+        sinks_N=torch.linspace(-4, 6, num_kv_heads * group_size) if sinks else None,
     )
     fused = randn(num_tokens, num_kv_heads * (group_size + 2) * head_dim)
     return Case(spec, meta, fused, randn(2, 2, num_blocks, block_size, num_kv_heads, head_dim), layer=1)

@@ -8,6 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import check_case, make_case
 
+from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.exact import ExactAttention
+from megatron_infer.kernels.static_torch import StaticAttention
+from megatron_infer.kernels.torch_ref import ReferenceAttention
+
 DTYPES = [torch.float32, torch.bfloat16]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 45), (1, 255), (1, 256), (1, 257), (1, 700)]
 PREFILL = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 300), (130, 130)]
@@ -61,6 +67,24 @@ def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleav
     check_case(make_attention(dtype), case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 24])
+def test_sinks_match_reference(monkeypatch, dtype, window):
+    monkeypatch.setattr("megatron_infer.kernels.cpu_torch.MAX_SCORES", 2000)  # queries in several pieces
+    rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
+    case = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64, sinks=True)
+    check_case(TorchPagedAttention(), case)
+    without = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64)
+    assert not torch.allclose(case.run(TorchPagedAttention())[0], without.run(TorchPagedAttention())[0], atol=0.05)
+
+
+def test_native_attention_refuses_sinks_by_name(native_library):
+    spec = make_case([(1, 1)], num_decode=1, dtype=torch.float32, sinks=True).spec
+    settings = {"dtype": torch.float32, "block_size": 16}
+    assert "sinks" in NativePagedAttention(native_library, torch.float32).supports(spec, **settings)
+    assert "sinks" in ExactAttention(native_library, torch.float32).supports(spec, **settings)
+
+
 @pytest.mark.parametrize("group_size", [5, 50])
 def test_large_groups_match_reference(make_attention, group_size):
     rows = [(1, 20), (4, 9)]
@@ -106,8 +130,6 @@ def test_a_rows_answer_does_not_depend_on_the_batch(make_attention):
 
 
 def test_native_attention_gives_the_same_bits_with_any_number_of_threads(native_library):
-    from megatron_infer.kernels.cpu_native import NativePagedAttention
-
     rows = [(1, 700), (1, 30), (9, 400), (60, 60)]
     case = make_case(rows, num_decode=2, dtype=torch.bfloat16, rotary_dim=64)
     results = []
@@ -153,3 +175,24 @@ def test_random_steps_match_reference(make_attention, data):
         seed=draw(st.integers(0, 1000)),
     )
     check_case(make_attention(dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 24])
+def test_static_attention_matches_reference(dtype, window):
+    rows = [(1, 1), (1, 30), (1, 31), (1, 33), (9, 9), (20, 31), (1, 60)]
+    case = make_case(rows, num_decode=4, dtype=dtype, window=window, rotary_dim=16, head_dim=16)
+    check_case(StaticAttention(), case)
+
+
+def test_static_attention_gives_padding_zeros_and_touches_only_the_dummy_block():
+    rows = [(1, 40), (3, 3)]
+    case = make_case(rows, num_decode=1, dtype=torch.float32, num_padding=5, rotary_dim=16)
+    out, cache = case.run(StaticAttention())
+    assert torch.equal(out[-5:], torch.zeros_like(out[-5:]))
+    dummy = cache.shape[2] - 1
+    case.meta.kv_pos_T = case.meta.kv_pos_T[:-5]
+    case.meta.cos_TR, case.meta.sin_TR, case.fused = case.meta.cos_TR[:-5], case.meta.sin_TR[:-5], case.fused[:-5]
+    want, want_cache = case.run(ReferenceAttention())
+    torch.testing.assert_close(out[:-5], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache[:, :, :dummy], want_cache[:, :, :dummy], rtol=1e-5, atol=1e-5)

@@ -19,6 +19,7 @@ from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, s
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
+from megatron_infer.kernels.triton import launch
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
 MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
@@ -249,6 +250,18 @@ def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(
         choose()
 
 
+def test_what_stands_behind_the_first_that_can_is_not_even_imported(monkeypatch):
+    there = ModuleType("there")
+    there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: TorchPagedAttention()
+    monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
+    behind = (accelerated.Candidate("flashinfer", "there"), accelerated.Candidate("flash_attn", "no_such_module"))
+    gpu = torch.device("cuda")
+    found, missing, refused = accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: None)
+    assert found is not None and missing == refused == {}
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: "cannot")
+
+
 def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not(monkeypatch):
     rotating = dataclasses.replace(SPEC, rotary_dim=64)
     why = "runs on a GPU, the model is on cpu"
@@ -306,3 +319,12 @@ def test_thread_advice_counts_cores_once_and_obeys_quota_and_environment(tmp_pat
 def test_cpu_settings_apply_the_asked_thread_count():
     assert threads.apply_cpu_settings(1).num_threads == 1
     assert torch.get_num_threads() == 1
+
+
+def test_a_gpu_without_triton_is_told_so_and_nothing_imports_it(monkeypatch):
+    module = "megatron_infer.kernels.triton.attention"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    made, reasons = accelerated.available(accelerated.ATTENTION, torch.device("cuda"), torch.bfloat16, forced="triton")
+    assert made == [] and reasons == {"triton": "triton is not installed"} and module not in sys.modules

@@ -108,15 +108,15 @@ def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
 
 def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
     """Every sequence's second block is its first one."""
-    builder = session.engine.parts.runner.builder
+    rows = session.engine.parts.runner.builder.rows
     first: dict[int, int] = {}
-    write = builder._write_table
+    put = rows.put_writes
 
-    def crossed(writes: Any, host: Any) -> Any:
+    def crossed(writes: Any, buffer: Any) -> Any:
         first.update({row: block for row, column, block in writes if column == 0})
-        return write([(row, c, first[row] if c == 1 else block) for row, c, block in writes], host)
+        return put([(row, c, first[row] if c == 1 else block) for row, c, block in writes], buffer)
 
-    monkeypatch.setattr(builder, "_write_table", crossed)
+    monkeypatch.setattr(rows, "put_writes", crossed)
 
 
 def stale_prefix(monkeypatch: Any, session: Any) -> None:

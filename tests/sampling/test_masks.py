@@ -17,7 +17,7 @@ from vocabularies import byte_level, sentencepiece
 from megatron_infer.errors import RequestError
 from megatron_infer.sampling import grammar
 from megatron_infer.sampling.grammar import GrammarFailed, Grammars
-from megatron_infer.sampling.masks import TokenMasks, forbidden
+from megatron_infer.sampling.masks import TokenMasks, forbid
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
 from megatron_infer.schedule.structured import StructuredOutput
@@ -163,7 +163,8 @@ def test_processed_logprobs_and_support_are_those_of_the_masked_distribution_and
 def test_bits_beyond_the_vocabulary_count_for_nothing():
     bits = np.full((1, 2), -1, dtype=np.int32)
     bits[0, 0] = 0b101
-    values = forbidden(bits, 40, torch.device("cpu"))
+    values = torch.zeros(1, 40)
+    forbid(values, torch.from_numpy(bits), None)
     assert (values[0] == 0).nonzero().flatten().tolist() == [0, 2, *range(32, 40)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 MIN_CAPABILITY = (8, 0)
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
@@ -66,7 +67,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         listener(launch, kernel, grid, args, options)
     if interpreted():
         options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
-    kernel[grid](*args, **options)
+    if _LISTENERS:  # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
+        with _disable_current_modes():
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,287 @@
+"""Captured steps: one graph a padded shape, captured when a step first needs it, replayed as long as addresses stand.
+
+    step --find--> shape --ready--> [captured on scratch, or as it is] --build--> mirror filled --launch--> replay
+
+A graph repeats launches with the addresses and numbers they had, so that everything that differs between steps is in
+device memory at fixed addresses: the step's mirror, the cache, the weights. Capturing and the warm-up before it run on
+a step of padding alone: it writes to the dummy block, the dummy slot and the dummy row, and to nothing that lives.
+
+How many: the list of shapes is the bound (`num_cuda_graphs`), so that none is ever dropped for another; all share one
+pool of memory, since only one runs at a time, and the outputs have buffers of their own that all write to. A shape
+whose capture fails or finds no memory left runs padded and uncaptured from then on; the reason is logged and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.forward.device import Device
+from megatron_infer.graph_shapes import GraphShape, ShapeIndex
+
+log = logging.getLogger("megatron_infer")
+
+GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
+"""For debugging only: "replay" (the stand-in of `graph_replay`) or "eager" (padded, not captured) on any device."""
+WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and loaded, workspaces allocated; none of it may happen inside."""
+SPARE_BYTES = 256 << 20
+"""Device memory that a capture must leave free, beside what it is expected to take."""
+
+
+class GraphRefused(RuntimeError):
+    """What a graph cannot hold was done while one was captured."""
+
+
+class Recorded(Protocol):
+    """One captured run."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it took, as measured when it was captured."""
+        ...
+
+    def replay(self) -> None:
+        """Do it again, on the current stream; nobody waits."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures runs that share one pool of memory."""
+
+    name: str
+    collectives: tuple[str, ...] | None
+    """Backends of torch.distributed whose calls it can hold; None: all."""
+
+    def capture(self, run: Callable[[], None]) -> Recorded:
+        """`run` may be called several times, and what it does then is done. Raises what it raises."""
+        ...
+
+    def reset(self) -> None:
+        """All that was captured has been dropped: its memory goes back."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one memory pool, captured on a stream beside the current one. Not yet run on a GPU."""
+
+    name = "CUDA graph"
+    collectives = ("nccl",)
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device.torch)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Recorded:
+        current = torch.cuda.current_stream(self._device.torch)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                run()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device.torch)
+        torch.cuda.empty_cache()
+        graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
+        # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
+
+    def reset(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+
+class _CudaRecorded:
+    def __init__(self, graph: Any, num_bytes: int) -> None:
+        self._graph, self.num_bytes = graph, num_bytes
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class EagerRecorder:
+    """Captures nothing and runs the padded step each time: tells what padding changes from what capturing does."""
+
+    name = "eager (padded)"
+    collectives = None
+
+    def capture(self, run: Callable[[], None]) -> Recorded:
+        return _EagerRecorded(run)
+
+    def reset(self) -> None:
+        """There is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerRecorded:
+    replay: Callable[[], None]
+    num_bytes: int = 0
+
+
+def make_recorder(device: Device) -> Recorder | str:
+    """What captures on this device, or why nothing does."""
+    asked = os.environ.get(GRAPHS_VARIABLE) or None
+    if asked == "replay":
+        from megatron_infer.forward.graph_replay import ReplayRecorder
+
+        return ReplayRecorder()
+    if asked == "eager":
+        return EagerRecorder()
+    if asked is not None:
+        raise ConfigError(f"{GRAPHS_VARIABLE}: {unknown_name('value', asked, ('replay', 'eager'))}")
+    return CudaRecorder(device) if device.is_cuda else "there are no graphs on a CPU"
+
+
+class Capturable(Protocol):
+    """A padded step as the pool sees it."""
+
+    def prepare(self, shape: GraphShape) -> None:
+        """Make the step that is captured: padding alone."""
+        ...
+
+    def run(self, shape: GraphShape) -> None:
+        """Everything a graph holds, on what the device's tensors hold now."""
+        ...
+
+    def addresses(self) -> Hashable:
+        """Where the large tensors are now: a graph is good as long as this stays."""
+        ...
+
+    def output_bytes(self) -> int:
+        """Memory of the outputs that all shapes share."""
+        ...
+
+    def drop_outputs(self) -> None:
+        """Give that back; the next run makes it anew."""
+        ...
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What became of steps since the engine was built."""
+
+    replays: int = 0
+    uncaptured: int = 0
+    """Padded to a shape whose graph could not be had."""
+    captures: int = 0
+    capture_s: float = 0.0
+    eager: Counter[str] = field(default_factory=Counter)
+    """Reason -> steps that ran as they were."""
+    invalidated: Counter[str] = field(default_factory=Counter)
+    """Reason -> times that all graphs were dropped."""
+
+
+class GraphPool:
+    """The graphs of one engine. One thread uses it, the one that launches steps."""
+
+    def __init__(
+        self,
+        shapes: Sequence[GraphShape],
+        recorder: Recorder,
+        step: Capturable,
+        *,
+        device: Device,
+        expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
+        all_ranks: Callable[[bool], bool] = bool,
+    ) -> None:
+        """expected_bytes: what a shape may take; less free memory than that and its graph is not captured.
+
+        all_ranks: whether every rank that takes part in a step's collectives says so. Warming up runs them, so either
+        all ranks capture or none does.
+        """
+        self.index = ShapeIndex(shapes)
+        self.recorder = recorder
+        self.counts = GraphCounts()
+        self._step, self._device, self._expected_bytes, self._all_ranks = step, device, expected_bytes, all_ranks
+        self._graphs: dict[GraphShape, Recorded] = {}
+        self._refused: dict[GraphShape, str] = {}
+        self._addresses: Hashable = None
+        self._weights: Hashable = None
+
+    @property
+    def captured(self) -> tuple[GraphShape, ...]:
+        """Shapes that have a graph now."""
+        return tuple(self._graphs)
+
+    @property
+    def refused(self) -> dict[GraphShape, str]:
+        """Shapes that could not be captured, and why."""
+        return dict(self._refused)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all graphs, as measured, and of their outputs."""
+        return sum(graph.num_bytes for graph in list(self._graphs.values())) + self._step.output_bytes()
+
+    def ready(self, shape: GraphShape) -> None:
+        """See that the shape has a graph if it can; before the step is built, as its tensors are overwritten."""
+        addresses = self._step.addresses()
+        if addresses != self._addresses:
+            self.drop("the cache moved")
+            self._addresses = addresses
+        if shape in self._graphs or shape in self._refused:
+            return
+        reason = self._no_room(shape)
+        if not self._all_ranks(reason is None):
+            reason = reason or "another rank has no memory for it"
+        if reason is None:
+            started = time.perf_counter()
+            self._step.prepare(shape)
+            try:
+                self._graphs[shape] = self.recorder.capture(lambda: self._step.run(shape))
+            except torch.OutOfMemoryError as error:
+                reason = f"no memory: {error}"
+            except RuntimeError as error:  # GraphRefused, and what CUDA says of an operation it cannot capture
+                reason = str(error)
+            else:
+                self.counts.captures += 1
+                self.counts.capture_s += time.perf_counter() - started
+        if reason is not None:
+            log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
+            self._refused[shape] = reason
+
+    def launch(self, shape: GraphShape) -> None:
+        """Run the step that was built."""
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self.counts.uncaptured += 1
+            self._step.run(shape)
+            return
+        self.counts.replays += 1
+        graph.replay()
+
+    def see_weights(self, addresses: Hashable) -> None:
+        """The weights are at these addresses: graphs of others are dropped."""
+        if self._weights is not None and addresses != self._weights:
+            self.drop("weights moved")
+        self._weights = addresses
+
+    def drop(self, reason: str) -> int:
+        """Give up all graphs and what they refused -> bytes given back; they are captured again when needed."""
+        freed = self.num_bytes
+        if self._graphs:
+            self._device.synchronize("graphs dropped")  # a replay may be under way
+            self.counts.invalidated[reason] += 1
+            log.info("%d graphs dropped: %s", len(self._graphs), reason)
+        self._graphs.clear()
+        self._refused.clear()
+        self._step.drop_outputs()
+        self.recorder.reset()
+        return freed
+
+    def _no_room(self, shape: GraphShape) -> str | None:
+        if not self._device.is_cuda:
+            return None
+        self._device.trim()
+        free, needed = self._device.available_bytes(), self._expected_bytes(shape) + SPARE_BYTES
+        return None if free >= needed else f"{free:,} bytes are free, {needed:,} may be needed"

@@ -1,0 +1,105 @@
+"""The seam of mixture-of-experts layers: all local experts of a step as one call on live weights.
+
+Legend: kernels/base.py, and E experts of all ranks, of which this rank has a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import Ops
+
+Parameters = Mapping[str, Tensor | None]
+
+
+class ExpertWeights:
+    """This rank's experts [first, first + len): fc1, an activation, fc2, read through the modules' own mappings.
+
+    Their addresses stand in tables on the device, which are written anew when one of them moved.
+    """
+
+    def __init__(
+        self,
+        *,
+        fc1: Sequence[Parameters],
+        fc2: Sequence[Parameters],
+        first: int,
+        top_k: int,
+        activate: Callable[[Ops, Tensor], Tensor],
+    ) -> None:
+        """activate(ops, middle) -> what fc2 takes, row by row."""
+        self._parts = {"fc1": fc1, "fc2": fc2}
+        self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
+        self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Tensor]] = {}
+        self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
+
+    def shape(self, part: str) -> tuple[int, int]:
+        """[outputs, inputs] of an expert's weight."""
+        weight = self._parts[part][0]["weight"]
+        assert weight is not None
+        return weight.shape[0], weight.shape[1]
+
+    def addresses(self, part: str, name: str) -> Tensor | None:
+        """int64 on the device: where each expert's tensor begins; None where they have none. Nobody waits."""
+        tensors = [parameters[name] for parameters in self._parts[part]]
+        if tensors[0] is None:
+            return None
+        now = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+        if (known := self._tables.get((part, name))) is None or known[0] != now:
+            host = torch.tensor(now, dtype=torch.int64)
+            if tensors[0].device.type == "cuda":
+                host = host.pin_memory()
+            # The host's copy is kept: a graph that captures this reads it again.
+            known = self._tables[part, name] = now, host, host.to(tensors[0].device, non_blocking=True)
+        return known[2]
+
+    def aligned(self, part: str) -> bool:
+        """Whether every expert's weight begins at a multiple of 16 bytes, where wide loads can."""
+        self.addresses(part, "weight")
+        return all(address % 16 == 0 for address in self._tables[part, "weight"][0])
+
+    def uneven(self, dtype: torch.dtype) -> str | None:
+        """Why the experts cannot share one kernel; None: same shapes, contiguous, of `dtype`."""
+        weights = [parameters["weight"] for experts in self._parts.values() for parameters in experts]
+        now = tuple([weight.data_ptr() for weight in weights if weight is not None])
+        if self._seen[:2] != (now, dtype):
+            self._seen = now, dtype, self._look_for_uneven(dtype)
+        return self._seen[2]
+
+    def _look_for_uneven(self, dtype: torch.dtype) -> str | None:
+        for part, experts in self._parts.items():
+            for name in ("weight", "bias"):
+                tensors = [parameters[name] for parameters in experts]
+                if all(tensor is None for tensor in tensors):
+                    continue
+                present = [tensor for tensor in tensors if tensor is not None]
+                kinds = {(tensor.shape, tensor.dtype) for tensor in present}
+                if len(present) < len(tensors) or len(kinds) > 1 or not all(t.is_contiguous() for t in present):
+                    return f"experts that differ in shape or layout of {part}'s {name}"
+                if present[0].dtype is not dtype:
+                    return f"needs {part}'s {name} in {dtype}, got {present[0].dtype}"
+        return None
+
+
+class ExpertsBackend(Protocol):
+    """All of a rank's experts at once, whoever chose them."""
+
+    name: str
+
+    def supports(self, weights: ExpertWeights, x_TD: Tensor) -> str | None:
+        """None when it can run them on inputs like x, else the reason it cannot."""
+        ...
+
+    def add(
+        self, ops: Ops, x_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, weights: ExpertWeights, out_TD: Tensor
+    ) -> None:
+        """out_TD += the sum over a token's local experts of probs * expert(x), contiguous.
+
+        chosen_TE: bool, at most weights.top_k of a row, of all ranks' experts, as probs_TE. What is launched is a
+        function of shapes alone, and nobody waits: it can be captured once and replayed, while the weights do not move.
+        """
+        ...

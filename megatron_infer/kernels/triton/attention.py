@@ -1,0 +1,174 @@
+"""Paged attention on a GPU: rotate and append, then decode rows by split keys, all other rows by tiles of queries.
+
+Launches a layer: one for rotation and append, one or two for decode rows (the second merges splits, where a row may
+have several), one for the others; those without rows in the step's shape are left out. Nothing is read from the host's
+arrays, nothing waits, and grids are bounds that follow from the step's shape: what is captured once may be replayed
+with other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's
+number of multiprocessors. Legend: `kernels/base.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
+from megatron_infer.kernels.triton.attention_decode import CHUNK, DecodeTiles, attend_decode, decode_tiles
+from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_tiles import padded
+from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton.rotary_append import rotary_append
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+PROGRAMS_PER_CORE = 4
+"""Decode programs aimed at, for each multiprocessor: two or three run at once, the others even out rows' lengths."""
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why there is no Triton attention here; None: there is."""
+    if (reason := launch.unavailable(device)) is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"needs bfloat16, float16 or float32, got {dtype}"
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly; use float32 or float16 with it"
+    return None
+
+
+def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
+    """The backend for a device that has it (see `unavailable`)."""
+    if device.type != "cuda":
+        return TritonPagedAttention(num_cores=2, shared_kib=227)
+    about = torch.cuda.get_device_properties(device)
+    shared = getattr(about, "shared_memory_per_block_optin", None)
+    return TritonPagedAttention(
+        num_cores=about.multi_processor_count,
+        shared_kib=shared // 1024 if shared else _shared_kib(torch.cuda.get_device_capability(device)),
+    )
+
+
+def _shared_kib(capability: tuple[int, int]) -> int:
+    """Shared memory one block may take, where torch does not say."""
+    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)
+
+
+class TritonPagedAttention:
+    """kernels.base.AttentionBackend in Triton.
+
+    num_cores: multiprocessors of the device; how many programs share a row's keys follows from it, no bit does.
+    shared_kib: shared memory a block may take; the tiles of prefill follow from it.
+    chunk: keys of a split of a decode row; bits follow from it.
+    """
+
+    name = "triton"
+    graph_safe = True
+
+    def __init__(self, *, num_cores: int, shared_kib: int, chunk: int = CHUNK) -> None:
+        self._programs = PROGRAMS_PER_CORE * num_cores
+        self._shared_kib = shared_kib
+        self._chunk = chunk
+        self._step: StepMetadata | None = None
+
+    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+        """Blocks may have any size; powers of two from 16 on are looked up once a tile of keys or once a key."""
+        if dtype not in DTYPES:
+            return f"needs bfloat16, float16 or float32, got {dtype}"
+        if not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
+            return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.scale <= 0:
+            return f"needs a positive scale, got {spec.scale}"
+        if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_dim:
+            return f"needs an even rotary_dim up to head_dim, got {spec.rotary_dim}"
+        if spec.window is not None and spec.window < 1:
+            return f"needs a window of 1 or more, got {spec.window}"
+        return None
+
+    def plan(self, step: StepMetadata) -> None:
+        """Keep the step; everything else happens on the device, in `run`."""
+        self._step = step
+
+    def run(
+        self,
+        q_TKGH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        kv_cache: Tensor,
+        *,
+        layer: int,
+        spec: AttendSpec,
+        lse_TN: Tensor | None = None,
+    ) -> Tensor:
+        """As AttentionBackend.run; q is rotated in place. Tokens of nobody get zeros.
+
+        lse_TN: fp32 [T, N], contiguous, to be filled with the natural log of each query head's softmax denominator, the
+        sink's term included; -inf for tokens of nobody and rows without keys. Two answers over disjoint keys combine by
+        it (sinks must then be in one of them alone).
+        """
+        step = self._step
+        assert step is not None, "run() before plan()"
+        assert kv_cache.dtype == q_TKGH.dtype and kv_cache.is_contiguous(), (kv_cache.dtype, q_TKGH.dtype)
+        num_tokens, num_kv, group, head_dim = q_TKGH.shape
+        assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
+        q_TKGH, k_TKH, v_TKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TKGH, k_TKH, v_TKH))
+        keys, values = kv_cache[layer].unbind()
+        rotary_dim = spec.rotary_dim if step.cos_TR is not None else 0
+        rotary_append(
+            q_TKGH,
+            k_TKH,
+            v_TKH,
+            keys,
+            values,
+            step.kv_pos_T,
+            step.cos_TR,
+            step.sin_TR,
+            rotary_dim=rotary_dim,
+            interleaved=spec.rotary_interleaved,
+        )
+        out_TX = q_TKGH.new_empty(num_tokens, num_kv * group * head_dim)
+        if step.num_decode:
+            tiles = self._decode_tiles(spec, q_TKGH.element_size())
+            attend_decode(q_TKGH, keys, values, out_TX, step, spec, tiles, lse_TN, programs=self._programs)
+        if num_tokens > step.num_decode:
+            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, self._prefill_tiles(q_TKGH, spec), lse_TN)
+        return out_TX
+
+    def _decode_tiles(self, spec: AttendSpec, element_bytes: int) -> DecodeTiles:
+        return decode_tiles(spec, element_bytes, self._chunk)
+
+    def _prefill_tiles(self, q_TKGH: Tensor, spec: AttendSpec) -> PrefillTiles:
+        return prefill_tiles(padded(spec.head_dim), q_TKGH.element_size(), self._shared_kib)
+
+
+def aot_variants() -> list[AotVariant]:
+    """Head dims, groups, block sizes, windows, sinks and lse, in each dtype; tiles for large and small memory."""
+    layers = [
+        ("h128_g4", 8, 4, 128, {}, 16, False),
+        ("h128_g4_block256", 8, 4, 128, {}, 256, False),
+        ("h64_g8_window_sinks", 8, 8, 64, {"window": 128, "sinks": True}, 16, True),
+        ("h256_g8", 1, 8, 256, {}, 64, False),
+        ("h80_g1", 32, 1, 80, {}, 32, True),
+        ("h112_g3_window", 4, 3, 112, {"window": 1024}, 16, False),
+        ("h64_g3", 3, 3, 64, {}, 16, False),
+        ("h128_g128", 1, 128, 128, {}, 128, False),
+        ("h16_g2", 2, 2, 16, {}, 16, False),
+    ]
+    variants = []
+    for name, num_kv, group, head_dim, extra, block_size, lse in layers:
+        spec = AttendSpec(
+            num_kv_heads=num_kv,
+            group_size=group,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=extra.get("window"),
+            sinks_N=torch.zeros(num_kv * group) if extra.get("sinks") else None,
+        )
+        for dtype in ("bf16", "fp16", "fp32"):
+            kind = {"dtype": dtype, "block_size": block_size, "lse": lse}
+            variants += attention_decode.layer_variants(spec, name, **kind)
+            variants += attention_prefill.layer_variants(spec, name, **kind, shared_kib=227)
+        if head_dim >= 128:
+            kind["dtype"] = "bf16"
+            variants += attention_prefill.layer_variants(spec, f"{name}_small", **kind, shared_kib=99)
+    return variants

@@ -1,0 +1,302 @@
+"""Attention of rows with one query over the paged cache, the keys of a row split over programs and merged.
+
+A row's keys are cut every CHUNK keys, counted from position 0; a row of more than MAX_SPLITS such chunks takes the
+least multiple of CHUNK that gives no more splits than that. So the cut, and with it every bit, is a function of the
+row's length and the layer alone: not of the other rows, the padding, the capacity, the number of multiprocessors.
+How many programs share a row's splits is a function of the step's shape and the device, and changes no bit: each split
+starts from nothing and leaves its own partial sums.
+
+    keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
+    splits  |---0---|----1----|----2----|--3---|           2 programs: {0, 1} and {2, 3}
+    merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
+
+A row of one split writes its output itself. The query heads of a kv head are lines of one tile (padded to 16, the least
+a dot takes), so each key and value is read once.
+
+Bytes a key: 2*K*H elements. A multiprocessor must keep about 30 KB in flight to draw 4.8 TB/s (132 of them, 0.8 us of
+latency); a program stages two or three tiles of 2*BLOCK_N*H elements, 32 KiB each at H=128 in 16 bit. Partial sums are
+4*(H + 2) bytes for each query head and split against CHUNK*2*H elements read for each kv head: 1.6 % for 4 query heads
+to a kv head in 16 bit, and they mostly stay in L2.
+Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.triton.attention_tiles import (
+    LOG2E,
+    LOOSE,
+    MIN_DOT,
+    attend_tile,
+    blocks_of,
+    finish,
+    load_tile,
+    padded,
+    precision,
+    variant,
+)
+from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+CHUNK = 256
+"""Keys of a split of a row that is not very long."""
+MERGE_WARPS = 4
+MAX_LINES = {2: 64, 4: 16}
+"""Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
+LANES = 256
+"""Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
+
+
+@triton.jit
+def row_splits(kv_len, row, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(keys, first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
+    num_keys = tl.load(kv_len + row)
+    first_key = num_keys * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_keys - WINDOW, 0)
+    first_chunk = first_key // CHUNK
+    chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
+    share = tl.maximum(tl.cdiv(chunks, MAX_SPLITS), 1)
+    return num_keys, first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=LOOSE)
+def decode_kernel(
+    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
+    q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, scale2,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (NUM_KV * group tiles, rows, programs of a row); each program takes a run of its row's splits.
+
+    acc_part [rows, N, part_splits, HEAD_DIM], top_part and total_part [rows, N, part_splits], all fp32.
+    """
+    GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
+    kv_head = tl.program_id(0) // GROUP_TILES
+    row = tl.program_id(1).to(tl.int64)
+    num_keys, first_key, origin, split_keys, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
+    share = tl.cdiv(num_splits, tl.num_programs(2))
+    first_split = tl.program_id(2) * share
+    if first_split >= num_splits:
+        return
+
+    group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = group < GROUP
+    line = row * (NUM_KV * GROUP) + kv_head * GROUP + group
+    dim = tl.arange(0, HEAD_PAD)[None, :]
+    whole = real[:, None] & (dim < HEAD_DIM)
+    at = row * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
+    q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
+    table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    last_key = tl.zeros([BLOCK_M], dtype=tl.int32) + (num_keys - 1)
+    begin = tl.maximum(origin + first_split * split_keys, first_key // BLOCK_N * BLOCK_N)
+    end = tl.minimum(origin + (first_split + share) * split_keys, num_keys)
+    block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
+        acc, top, total = attend_tile(
+            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, block, start,
+            num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+        )
+        block = next_block
+        stop = start + BLOCK_N
+        if (num_splits > 1) & (((stop - origin) % split_keys == 0) | (stop >= end)):
+            part = line * part_splits + (start - origin) // split_keys
+            tl.store(acc_part + part[:, None] * HEAD_DIM + dim, acc, mask=whole)
+            tl.store(top_part + part, top, mask=real)
+            tl.store(total_part + part, total, mask=real)
+            acc = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if num_splits == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + group, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new_top)
+            acc = acc * shrink[:, None]
+            total = total * shrink + tl.exp2(sink - new_top)
+            top = new_top
+        mean, sums = finish(acc, top, total)
+        tl.store(out + line[:, None] * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=whole)
+        if HAS_LSE:
+            tl.store(lse + line, sums, mask=real)
+
+
+@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
+def merge_kernel(
+    out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Grid (NUM_HEADS, rows): the partial sums of one query head of a row of several splits -> its output."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    _, _, _, _, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
+    if num_splits == 1:
+        return
+    line = row * NUM_HEADS + head
+    split = tl.arange(0, MAX_SPLITS)
+    there = split < num_splits
+    part = line * part_splits + split
+    tops = tl.load(top_part + part, mask=there, other=float("-inf"))
+    top = tl.max(tops, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    weight = tl.exp2(tops - top)
+    total = tl.sum(tl.load(total_part + part, mask=there, other=0.0) * weight, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
+    for first_dim in tl.static_range(0, HEAD_PAD, DIMS):
+        dim = first_dim + tl.arange(0, DIMS)
+        where = acc_part + part[:, None] * HEAD_DIM + dim[None, :]
+        parts = tl.load(where, mask=there[:, None] & (dim[None, :] < HEAD_DIM), other=0.0)
+        mean = tl.sum(parts * weight[:, None], 0) / total
+        tl.store(out + line * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    if HAS_LSE:
+        tl.store(lse + line, top * 0.6931471805599453 + tl.log(total))
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How decode cuts its work for one kind of layer and dtype; never by what a step holds."""
+
+    chunk: int
+    keys: int
+    """BLOCK_N; divides chunk."""
+    max_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(spec: AttendSpec, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
+    """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32."""
+    head_pad = padded(spec.head_dim)
+    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
+    splits = triton.next_power_of_2(max(1, LANES // spec.num_kv_heads))
+    return DecodeTiles(
+        chunk=chunk,
+        keys=max(MIN_DOT, min(keys, chunk)),
+        max_splits=min(128, max(16, splits)),
+        num_warps=4,
+        num_stages=3 if element_bytes == 2 else 2,
+    )
+
+
+def _constexprs(
+    spec: AttendSpec, tiles: DecodeTiles, *, block_size: int, element_bytes: int, lse: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of decode_kernel, those of merge_kernel."""
+    both = {
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_PAD": padded(spec.head_dim),
+        "CHUNK": tiles.chunk,
+        "MAX_SPLITS": tiles.max_splits,
+        "WINDOW": spec.window or 0,
+        "HAS_SINKS": spec.sinks_N is not None,
+        "HAS_LSE": lse,
+    }
+    decode = both | {
+        "NUM_KV": spec.num_kv_heads,
+        "GROUP": spec.group_size,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[element_bytes], triton.next_power_of_2(spec.group_size))),
+        "BLOCK_N": tiles.keys,
+        "PRECISION": precision(element_bytes),
+    }
+    return decode, both | {"NUM_HEADS": spec.num_kv_heads * spec.group_size, "DIMS": min(32, padded(spec.head_dim))}
+
+
+def attend_decode(
+    q_TKGH: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out_TX: Tensor,
+    step: StepMetadata,
+    spec: AttendSpec,
+    tiles: DecodeTiles,
+    lse_TN: Tensor | None,
+    *,
+    programs: int,
+) -> None:
+    """Outputs of tokens 0 .. num_decode - 1. `programs`: how many to aim at; the device's, it changes no bit."""
+    num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
+    visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
+    splits = max(1, min(triton.cdiv(visible, tiles.chunk), tiles.max_splits))
+    acc = top = total = out_TX
+    if splits > 1:
+        acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
+        top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
+    decode, merge = _constexprs(
+        spec, tiles, block_size=keys.shape[1], element_bytes=q_TKGH.element_size(), lse=lse_TN is not None
+    )
+    lines = spec.num_kv_heads * triton.cdiv(spec.group_size, decode["BLOCK_M"])
+    sinks = out_TX if spec.sinks_N is None else spec.sinks_N
+    lse = out_TX if lse_TN is None else lse_TN
+    launch(
+        decode_kernel,
+        (lines, num_rows, max(1, min(splits, triton.cdiv(programs, lines * num_rows)))),
+        q_TKGH,
+        keys,
+        values,
+        out_TX,
+        lse,
+        sinks,
+        acc,
+        top,
+        total,
+        step.kv_len_R,
+        step.table_row_R,
+        step.block_table,
+        *q_TKGH.stride()[:3],
+        step.block_table.stride(0),
+        splits,
+        spec.scale * LOG2E,
+        **decode,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits > 1:
+        launch(
+            merge_kernel,
+            (num_heads, num_rows),
+            out_TX,
+            lse,
+            sinks,
+            acc,
+            top,
+            total,
+            step.kv_len_R,
+            splits,
+            **merge,
+            num_warps=MERGE_WARPS,
+            num_stages=1,
+        )
+
+
+def layer_variants(spec: AttendSpec, name: str, *, dtype: str, block_size: int, lse: bool) -> list[AotVariant]:
+    """Both kernels for one kind of layer."""
+    element_bytes = 4 if dtype == "fp32" else 2
+    tiles = decode_tiles(spec, element_bytes)
+    decode, merge = _constexprs(spec, tiles, block_size=block_size, element_bytes=element_bytes, lse=lse)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return [
+        variant(f"decode_{name}", decode_kernel, decode, options, dtype),
+        variant(f"merge_{name}", merge_kernel, merge, {"num_warps": MERGE_WARPS, "num_stages": 1}, dtype),
+    ]

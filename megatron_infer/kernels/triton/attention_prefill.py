@@ -1,0 +1,244 @@
+"""Attention of rows with several queries over the paged cache: prompts, chunks of prompts, mixed steps.
+
+A program attends one tile of queries of one row with the query heads of one kv head: BLOCK_M lines, line m being query
+m // GROUP_TILE and head m % GROUP_TILE of the group, so that keys and values are loaded once for the whole group.
+Key tiles that every query of the tile sees whole run without masks, those on the diagonal and all under a window with.
+
+The grid is an upper bound known from the step's shape. Row r gets the tiles from (cu_q[r] - cu_q[0]) // Q + r on
+(Q queries a tile): at least as many as its queries need, and searchable without a table of them. Behind the last row
+comes one more, of the tokens that belong to nobody: their outputs become zeros. So R rows and T tokens take
+T // Q + R + 1 tiles a kv head. Tiles run from the last to the first: the longest start earliest.
+
+Work: 4*H FLOP for each query head and visible key; a key tile of N rows is 4*N*H bytes (16 bit) for 4*N*H*BLOCK_M
+FLOP, BLOCK_M FLOP a byte, from L2 for all tiles of a row but one. Source: FlashAttention-2, arXiv:2307.08691; the
+search after vLLM's unified attention. Legend: `kernels/base.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.triton.attention_tiles import (
+    LOG2E,
+    LOOSE,
+    attend_tile,
+    blocks_of,
+    finish,
+    load_tile,
+    padded,
+    precision,
+    variant,
+)
+from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+
+@triton.jit
+def _find_row(cu_q, tile, num_rows, QUERIES: tl.constexpr):
+    """(row, its first tile): the last row whose tiles begin at `tile` or before; num_rows: the tokens of nobody."""
+    base = tl.load(cu_q)
+    low = tile * 0
+    high = low + num_rows
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = (tl.load(cu_q + middle) - base) // QUERIES + middle
+        low = tl.where(first <= tile, middle, low)
+        high = tl.where(first <= tile, high, middle - 1)
+    return low, (tl.load(cu_q + low) - base) // QUERIES + low
+
+
+# fmt: off
+@triton.jit
+def _attend_keys(
+    q, acc, top, total, k_cache, v_cache, table, begin, end, num_keys, last_key, scale2,
+    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Key tiles from begin to before end, both multiples of BLOCK_N; see attend_tile."""
+    block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
+        acc, top, total = attend_tile(
+            q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, MASKED, WINDOW, PRECISION,
+        )
+        block = next_block
+    return acc, top, total
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "num_decode"], do_not_specialize_on_alignment=[*LOOSE, "cu_q"]
+)
+def prefill_kernel(
+    q, k_cache, v_cache, out, lse, sinks, cu_q, kv_len, table_row, block_table,
+    q_stride_t, q_stride_k, q_stride_g, table_stride, scale2, num_tokens, num_rows, num_decode,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on."""
+    QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
+    GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
+    KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // GROUP_TILES
+    cu_q += num_decode
+    row, first_tile = _find_row(cu_q, tile, num_rows, QUERIES)
+    first_token = tl.load(cu_q + row)
+    stop_token = num_tokens
+    if row < num_rows:
+        stop_token = tl.load(cu_q + row + 1)
+    num_queries = stop_token - first_token
+    first_query = (tile - first_tile) * QUERIES
+    if first_query >= num_queries:
+        return
+
+    line = tl.arange(0, BLOCK_M)
+    query = first_query + line // GROUP_TILE
+    group = (tl.program_id(1) % GROUP_TILES) * GROUP_TILE + line % GROUP_TILE
+    real = (line // GROUP_TILE < QUERIES) & (query < num_queries) & (group < GROUP)
+    head = kv_head * GROUP + group
+    token = (first_token + query).to(tl.int64)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if row < num_rows:
+        if HAS_SINKS:
+            top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        at = token * q_stride_t + kv_head * q_stride_k + group * q_stride_g
+        q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
+        num_keys = tl.load(kv_len + num_decode + row)
+        table = block_table + tl.load(table_row + num_decode + row).to(tl.int64) * table_stride
+        # Position of the tile's first query: it sees all key tiles before `whole`; the last query none from `end` on.
+        position = num_keys - num_queries + first_query
+        last_key = num_keys - num_queries + query
+        end = tl.cdiv(tl.minimum(position + QUERIES, num_keys), BLOCK_N) * BLOCK_N
+        if WINDOW > 0:
+            whole = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        else:
+            whole = (position + 1) // BLOCK_N * BLOCK_N
+            acc, top, total = _attend_keys(
+                q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, 0, whole,
+                num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
+            )
+        acc, top, total = _attend_keys(
+            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, whole, end,
+            num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+        )
+    mean, sums = finish(acc, top, total)
+    dim = tl.arange(0, HEAD_PAD)[None, :]
+    where = out + (token * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim
+    tl.store(where, mean.to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM))
+    if HAS_LSE:
+        tl.store(lse + token * (NUM_KV * GROUP) + head, sums, mask=real)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """How prefill cuts its work for one kind of layer, dtype and GPU; never by what a step holds."""
+
+    lines: int
+    """BLOCK_M: queries times heads of a group."""
+    keys: int
+    """BLOCK_N."""
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> PrefillTiles:
+    """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
+
+    Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
+    16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. Shapes are those that torch's flex attention found
+    good on H100 and A100.
+    """
+    if element_bytes > 2:
+        keys = 32 if head_pad <= 128 else 16
+        return PrefillTiles(lines=32, keys=keys, num_warps=8, num_stages=1)
+    if head_pad <= 64:
+        return PrefillTiles(lines=128, keys=64, num_warps=4, num_stages=3)
+    if head_pad <= 128:
+        if shared_kib >= 160:
+            return PrefillTiles(lines=128, keys=64, num_warps=8, num_stages=3)
+        return PrefillTiles(lines=64, keys=64, num_warps=4, num_stages=2)
+    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= 160 else 2)
+
+
+def _constexprs(
+    spec: AttendSpec, tiles: PrefillTiles, *, block_size: int, element_bytes: int, lse: bool
+) -> dict[str, Any]:
+    return {
+        "NUM_KV": spec.num_kv_heads,
+        "GROUP": spec.group_size,
+        "GROUP_TILE": min(spec.group_size, tiles.lines),
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_PAD": padded(spec.head_dim),
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": tiles.lines,
+        "BLOCK_N": tiles.keys,
+        "WINDOW": spec.window or 0,
+        "HAS_SINKS": spec.sinks_N is not None,
+        "HAS_LSE": lse,
+        "PRECISION": precision(element_bytes),
+    }
+
+
+def attend_prefill(
+    q_TKGH: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out_TX: Tensor,
+    step: StepMetadata,
+    spec: AttendSpec,
+    tiles: PrefillTiles,
+    lse_TN: Tensor | None,
+) -> None:
+    """Outputs of all tokens behind the decode rows': rows num_decode .. num_rows - 1, zeros for tokens of nobody."""
+    num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
+    num_tokens = q_TKGH.shape[0]
+    constexprs = _constexprs(
+        spec, tiles, block_size=keys.shape[1], element_bytes=q_TKGH.element_size(), lse=lse_TN is not None
+    )
+    queries = tiles.lines // constexprs["GROUP_TILE"]
+    num_tiles = (num_tokens - num_decode) // queries + num_rows + 1
+    launch(
+        prefill_kernel,
+        (num_tiles, spec.num_kv_heads * triton.cdiv(spec.group_size, constexprs["GROUP_TILE"])),
+        q_TKGH,
+        keys,
+        values,
+        out_TX,
+        out_TX if lse_TN is None else lse_TN,
+        out_TX if spec.sinks_N is None else spec.sinks_N,
+        step.cu_q_R1,
+        step.kv_len_R,
+        step.table_row_R,
+        step.block_table,
+        *q_TKGH.stride()[:3],
+        step.block_table.stride(0),
+        spec.scale * LOG2E,
+        num_tokens,
+        num_rows,
+        num_decode,
+        **constexprs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def layer_variants(
+    spec: AttendSpec, name: str, *, dtype: str, block_size: int, lse: bool, shared_kib: int
+) -> list[AotVariant]:
+    """The kernel for one kind of layer."""
+    element_bytes = 4 if dtype == "fp32" else 2
+    tiles = prefill_tiles(padded(spec.head_dim), element_bytes, shared_kib)
+    constexprs = _constexprs(spec, tiles, block_size=block_size, element_bytes=element_bytes, lse=lse)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return [variant(f"prefill_{name}", prefill_kernel, constexprs, options, dtype)]

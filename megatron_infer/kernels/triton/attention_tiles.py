@@ -1,0 +1,130 @@
+"""What decode and prefill attention share: where keys lie in the cache, and one step of the online softmax.
+
+Scores are kept in base 2: with c = scale * log2(e), exp(scale*qk - max) = exp2(c*qk - m), where m = c*max. `qk` is
+masked before it meets c, so that the product and the difference are the same instruction with a mask and without; a
+tile that a query does not see at all leaves its sums as they were, to the bit. So a query's bits do not depend on which
+other queries share its tile. Source: FlashAttention-2, arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from megatron_infer.kernels.triton.launch import AotVariant
+
+LOG2E = 1.4426950408889634
+MIN_DOT = 16
+"""Least length of each axis of a `tl.dot`."""
+LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
+"""Arguments read an element at a time: the compiler is not to make another kernel where they are aligned otherwise."""
+
+
+@triton.jit
+def blocks_of(table, start, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache blocks of keys start .. start + BLOCK_N - 1: one where a tile lies in one block, else that of each key.
+
+    start is a multiple of BLOCK_N. Entries of the table behind key num_keys - 1 are not read; their keys get block 0.
+    Loops ask for the next tile's while they attend this one: were the answer needed at once, the compiler could load
+    keys and values only half as far ahead.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < num_keys, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0)
+    return block
+
+
+@triton.jit
+def key_places(block, start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Places in the flat cache of keys start .. start + BLOCK_N - 1, int64; `block` as blocks_of gives it."""
+    at = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        places = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE + at)
+    else:
+        places = block.to(tl.int64) * BLOCK_SIZE + (start + at) % BLOCK_SIZE
+    return places
+
+
+@triton.jit
+def load_tile(base, rows, rows_mask, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, HEAD_PAD] elements at base + rows + dim; zeros behind HEAD_DIM and, if MASKED, where rows_mask is not."""
+    dim = tl.arange(0, HEAD_PAD)[None, :]
+    where = base + rows[:, None] + dim
+    if MASKED and HEAD_DIM == HEAD_PAD:
+        tile = tl.load(where, mask=rows_mask[:, None], other=0.0)
+    elif MASKED:
+        tile = tl.load(where, mask=rows_mask[:, None] & (dim < HEAD_DIM), other=0.0)
+    elif HEAD_DIM == HEAD_PAD:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=dim < HEAD_DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def finish(acc, top, total):
+    """(weighted mean [M, HEAD_PAD], log of the sum of exponentials [M]); zeros and -inf where no key was seen."""
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = acc / divisor[:, None]
+    lse = tl.where(total == 0.0, float("-inf"), top * 0.6931471805599453 + tl.log(divisor))
+    return out, lse
+
+
+# fmt: off
+@triton.jit
+def attend_tile(
+    q, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+    KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Keys start .. start + BLOCK_N - 1 of the queries q [M, HEAD_PAD] -> (acc [M, HEAD_PAD], top [M], total [M]).
+
+    acc: values weighted by exp2(score - top), total: the sum of these weights, top: the greatest score, in base 2.
+    Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
+    Keys from num_keys on are not loaded: what lies there may be anything, NaN too.
+    """
+    at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
+    key = start + tl.arange(0, BLOCK_N)
+    exists = key < num_keys
+    k = load_tile(k_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
+    v = load_tile(v_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        seen = key[None, :] <= last_key[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > last_key[:, None] - WINDOW)
+        qk = tl.where(seen, qk, float("-inf"))
+    new_top = tl.maximum(top, tl.max(qk, 1) * scale2)
+    # a query that has seen no key yet: its weights are exp2(-inf - 0) = 0
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(qk * scale2 - shift[:, None])
+    shrink = tl.exp2(top - shift)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+def padded(head_dim: int) -> int:
+    """Dims of a tile that holds a head: a power of two that `tl.dot` takes."""
+    return max(MIN_DOT, triton.next_power_of_2(head_dim))
+
+
+def precision(element_bytes: int) -> str:
+    """`input_precision` of dots: fp32 is multiplied as fp32, never rounded to TF32; of no effect in 16 bit."""
+    return "ieee" if element_bytes > 2 else "tf32"
+
+
+def variant(name: str, kernel: Any, constexprs: dict[str, Any], options: dict[str, int], dtype: str) -> AotVariant:
+    """An attention kernel for elements of `dtype` ("bf16"): argument names say which types the others have."""
+    of_dtype = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    of_fp32 = dict.fromkeys(("lse", "sinks", "acc_part", "top_part", "total_part"), "*fp32")
+    of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
+    types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"} | dict.fromkeys(constexprs, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    name = f"{name}_{dtype}"
+    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)

@@ -1,0 +1,240 @@
+"""Norms and gated activations in Triton, one launch each; products of weights stay with cuBLAS.
+
+A program takes ROWS whole rows: one wide row, or several narrow ones (heads under a norm of their own). ROWS follows
+from the width alone, so that a row's bits do not depend on how many come along. Everything is computed in fp32 and
+rounded once, at the store. Kernels are not specialised by numbers of rows: a step of another size compiles nothing.
+Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is the power of two above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.triton.experts import TritonExperts
+from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+
+TILE = 1024
+"""Entries a program of narrow rows takes, and a program of an activation."""
+MAX_WIDTH = 1 << 17
+"""Of a row that is normed: 128 entries a thread of the largest program."""
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `make` would not work here; None: it does."""
+    if dtype not in DTYPES:
+        return f"needs float32, bfloat16 or float16, got {dtype}"
+    return triton_unavailable(device)
+
+
+def make(device: torch.device, dtype: torch.dtype) -> TritonOps:
+    return TritonOps()
+
+
+@triton.jit
+def _silu(x):
+    """x * sigmoid(x); exp overflows to inf for large negative x, which gives the right -0."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, width, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = norm(x) * weight; with ADD the norm of x + residual as it is stored, which is written to residual."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    out = x * scale[:, None] * weight[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _layer_norm(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width, eps,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / width
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    out = centred * scale[:, None] * weight[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, (_silu(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_rms_norm(
+    y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
+    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row is one group of one token."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, group = row // num_groups, row % num_groups
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    channel = group[:, None] * width + column[None, :]
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token[:, None] * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    y = y * _silu(gate)
+    if HAS_WEIGHT:
+        scale = tl.rsqrt(tl.sum(y * y, axis=1) / width + eps)
+        y = y * scale[:, None] * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def row_tile(width: int) -> tuple[int, int, int]:
+    """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
+    block = max(16, triton.next_power_of_2(width))
+    rows = max(1, TILE // block)
+    return rows, block, min(32, max(4, block // 512))
+
+
+class TritonOps:
+    """Norms and activations as one launch each; linears by cuBLAS, whose bits may depend on the batch."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self.experts = TritonExperts()
+
+    def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x_TX, weight, bias)
+
+    def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_TD, out_TD = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        self._rms(x_TD, x_TD, weight, out_TD, eps, add=False)
+        return out_TD
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+        out_TD = torch.empty_like(x_TD)
+        self._rms(x_TD, residual_TD, weight, out_TD, eps, add=True)
+        return out_TD, residual_TD
+
+    @staticmethod
+    def _rms(x_TD: Tensor, residual_TD: Tensor, weight: Tensor, out_TD: Tensor, eps: float, *, add: bool) -> None:
+        width = x_TD.shape[-1]
+        num_rows = x_TD.numel() // width
+        if not num_rows:
+            return
+        rows, block, warps = row_tile(width)
+        grid = (triton.cdiv(num_rows, rows),)
+        options = {"ADD": add, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+        launch(_rms_norm, grid, x_TD, residual_TD, weight.contiguous(), out_TD, num_rows, width, eps, **options)
+
+    def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        x_TD, width = x_TD.contiguous(), x_TD.shape[-1]
+        out_TD, num_rows = torch.empty_like(x_TD), x_TD.numel() // width
+        if num_rows:
+            rows, block, warps = row_tile(width)
+            given = weight.contiguous(), weight if bias is None else bias.contiguous()
+            options = {"HAS_BIAS": bias is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            launch(_layer_norm, (triton.cdiv(num_rows, rows),), x_TD, *given, out_TD, num_rows, width, eps, **options)
+        return out_TD
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        if x_T2F.stride(-1) != 1:
+            x_T2F = x_T2F.contiguous()
+        num_tokens, width = x_T2F.shape[0], x_T2F.shape[1] // 2
+        out_TF = x_T2F.new_empty(num_tokens, width)
+        if num_tokens:
+            block = min(TILE, max(16, triton.next_power_of_2(width)))
+            grid = (num_tokens, triton.cdiv(width, block))
+            launch(_silu_mul, grid, x_T2F, out_TF, x_T2F.stride(0), width, BLOCK=block, num_warps=4)
+        return out_TF
+
+    def gated_rms_norm(
+        self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
+    ) -> Tensor:
+        y_TM = y_TM.contiguous()
+        if gate_TM.stride(-1) != 1:
+            gate_TM = gate_TM.contiguous()
+        out_TM, num_rows = torch.empty_like(y_TM), y_TM.numel() // group_size
+        if num_rows:
+            rows, block, warps = row_tile(group_size)
+            given = y_TM, gate_TM, y_TM if weight is None else weight.contiguous(), out_TM, gate_TM.stride(0)
+            sizes = num_rows, y_TM.shape[1] // group_size, group_size, eps
+            options = {"HAS_WEIGHT": weight is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            launch(_gated_rms_norm, (triton.cdiv(num_rows, rows),), *given, *sizes, **options)
+        return out_TM
+
+    def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
+        return function(x_TX)
+
+
+def aot_variants() -> list[AotVariant]:
+    """Each kernel in each dtype and branch, at a narrow width, a usual one and a wide one."""
+    variants = []
+
+    def add(kernel: Any, name: str, pointers: dict[str, str], numbers: dict[str, str], **constexprs: Any) -> None:
+        warps = constexprs.pop("num_warps")
+        variants.append(
+            AotVariant(
+                name=name,
+                kernel=kernel,
+                signature={k: f"*{v}" for k, v in pointers.items()} | numbers | dict.fromkeys(constexprs, "constexpr"),
+                constexprs=constexprs,
+                options={"num_warps": warps},
+            )
+        )
+
+    counts = {"num_rows": "i32", "width": "i32", "eps": "fp32"}
+    for dtype in DTYPES.values():
+        for width in (80, 4096, 20480):
+            rows, block, num_warps = row_tile(width)
+            tile = {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
+            at = f"{dtype}-{width}"
+            for residual in dict.fromkeys((dtype, "fp32")):
+                pointers = {"x_ptr": dtype, "residual_ptr": residual, "weight_ptr": dtype, "out_ptr": dtype}
+                add(_rms_norm, f"add_rms_norm-{residual}-{at}", pointers, counts, ADD=True, **tile)
+            pointers = {"x_ptr": dtype, "residual_ptr": dtype, "weight_ptr": dtype, "out_ptr": dtype}
+            add(_rms_norm, f"rms_norm-{at}", pointers, counts, ADD=False, **tile)
+            pointers = {"x_ptr": dtype, "weight_ptr": dtype, "bias_ptr": dtype, "out_ptr": dtype}
+            for branch in (True, False):
+                add(_layer_norm, f"layer_norm-{branch}-{at}", pointers, counts, HAS_BIAS=branch, **tile)
+            pointers = {"y_ptr": dtype, "gate_ptr": dtype, "weight_ptr": dtype, "out_ptr": dtype}
+            numbers = {"gate_stride": "i32", "num_rows": "i32", "num_groups": "i32", "width": "i32", "eps": "fp32"}
+            for branch in (True, False):
+                add(_gated_rms_norm, f"gated_rms_norm-{branch}-{at}", pointers, numbers, HAS_WEIGHT=branch, **tile)
+        numbers = {"x_stride": "i32", "width": "i32"}
+        pointers = {"x_ptr": dtype, "out_ptr": dtype}
+        add(_silu_mul, f"silu_mul-{dtype}", pointers, numbers, BLOCK=TILE, num_warps=4)
+    return variants

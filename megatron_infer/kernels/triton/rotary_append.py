@@ -1,0 +1,214 @@
+"""Rotary embedding of a step's queries and keys, and its keys and values into the paged cache, in one launch.
+
+A program does some heads of one token: query heads are turned in place, key heads are turned on their way into the
+cache, value heads are copied there. What moves is read once and written once; for T tokens of N + 2K heads of H
+elements that is 2*T*(N + 2K)*H elements, plus the cos and sin of each token, which stay in the cache near the core.
+
+Pairs that turn together are loaded by one thread and written by it: in place is safe. Arithmetic is in fp32 and rounded
+once, as the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. Legend: `kernels/base.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+TILE = 2048
+"""Elements of one program's tile at most."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def _load_head(base, at, mask, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two members of each pair, fp32, and where they are; `at` is an index of pairs."""
+    if INTERLEAVED:
+        first = 2 * at
+        second = first + 1
+    else:
+        first = at
+        second = first + ROTARY_DIM // 2
+    return tl.load(base + first, mask=mask).to(tl.float32), tl.load(base + second, mask=mask).to(tl.float32)
+
+
+@triton.jit
+def _turn(
+    source, target, heads_mask, cos, sin, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Turn the leading dims of heads at `source` [HEADS, 1] and write them at `target` [HEADS, 1].
+
+    A pair (a, b) with its own cos and sin for each member becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
+    """
+    at = tl.arange(0, PAIRS)
+    inside = at < ROTARY_DIM // 2
+    mask = heads_mask & inside[None, :]
+    cos_a, cos_b = _load_head(cos, at, inside, ROTARY_DIM, INTERLEAVED)
+    sin_a, sin_b = _load_head(sin, at, inside, ROTARY_DIM, INTERLEAVED)
+    a, b = _load_head(source, at[None, :], mask, ROTARY_DIM, INTERLEAVED)
+    turned_a = a * cos_a[None, :] - b * sin_a[None, :]
+    turned_b = b * cos_b[None, :] + a * sin_b[None, :]
+    dtype = target.dtype.element_ty
+    if INTERLEAVED:
+        tl.store(target + 2 * at[None, :], turned_a.to(dtype), mask=mask)
+        tl.store(target + 2 * at[None, :] + 1, turned_b.to(dtype), mask=mask)
+    else:
+        tl.store(target + at[None, :], turned_a.to(dtype), mask=mask)
+        tl.store(target + ROTARY_DIM // 2 + at[None, :], turned_b.to(dtype), mask=mask)
+
+
+@triton.jit
+def _copy(source, target, heads_mask, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Dims BEGIN .. HEAD_DIM - 1 of heads at `source` [HEADS, 1], unchanged, to `target` [HEADS, 1]."""
+    at = BEGIN + tl.arange(0, HEAD_PAD)[None, :]
+    mask = heads_mask & (at < HEAD_DIM)
+    tl.store(target + at, tl.load(source + at, mask=mask).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["kv_pos"])
+def rotary_append_kernel(
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    kv_pos,
+    cos,
+    sin,
+    q_stride_t,
+    q_stride_k,
+    q_stride_g,
+    k_stride_t,
+    k_stride_k,
+    v_stride_t,
+    v_stride_k,
+    cos_stride,
+    sin_stride,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_TILES: tl.constexpr,
+):
+    """Grid (T, KV_TILES + tiles of query heads); without rotation the latter are not launched."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    cos += token * cos_stride
+    sin += token * sin_stride
+    if tile < KV_TILES:
+        head = (tile * HEADS + tl.arange(0, HEADS))[:, None]
+        here = head < NUM_KV
+        at = (tl.load(kv_pos + token) * NUM_KV + head) * HEAD_DIM
+        source = k + token * k_stride_t + head * k_stride_k
+        if ROTARY_DIM > 0:
+            _turn(source, k_cache + at, here, cos, sin, ROTARY_DIM, PAIRS, INTERLEAVED)
+        if ROTARY_DIM < HEAD_DIM:
+            _copy(source, k_cache + at, here, ROTARY_DIM, HEAD_DIM, REST_PAD)
+        _copy(v + token * v_stride_t + head * v_stride_k, v_cache + at, here, 0, HEAD_DIM, HEAD_PAD)
+    else:
+        head = ((tile - KV_TILES) * HEADS + tl.arange(0, HEADS))[:, None]
+        here = head < NUM_KV * GROUP
+        where = q + token * q_stride_t + (head // GROUP) * q_stride_k + (head % GROUP) * q_stride_g
+        if ROTARY_DIM > 0:
+            _turn(where, where, here, cos, sin, ROTARY_DIM, PAIRS, INTERLEAVED)
+
+
+def rotary_append(
+    q_TKGH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_pos_T: Tensor,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    *,
+    rotary_dim: int,
+    interleaved: bool,
+) -> None:
+    """Turn q in place; turn k and write it, and v as it is, to place kv_pos of `keys` and `values` [blocks, B, K, H].
+
+    q, k, v may be strided views with a contiguous last dim. Without cos and sin, or rotary_dim 0, nothing is turned and
+    q is not touched. Tokens that share a position (those of the dummy block) leave one of their values there.
+    """
+    num_tokens, num_kv, group, head_dim = q_TKGH.shape
+    if num_tokens == 0:
+        return
+    if cos_TR is None or sin_TR is None:
+        rotary_dim = 0
+    cos, sin = (cos_TR, sin_TR) if rotary_dim else (kv_pos_T, kv_pos_T)  # not read without rotation
+    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved)
+    q_tiles = triton.cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
+    launch(
+        rotary_append_kernel,
+        (num_tokens, constexprs["KV_TILES"] + q_tiles),
+        q_TKGH,
+        k_TKH,
+        v_TKH,
+        keys,
+        values,
+        kv_pos_T,
+        cos,
+        sin,
+        *q_TKGH.stride()[:3],
+        *k_TKH.stride()[:2],
+        *v_TKH.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        **constexprs,
+        num_warps=NUM_WARPS,
+        num_stages=1,
+    )
+
+
+def _constexprs(num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool) -> dict[str, Any]:
+    head_pad = triton.next_power_of_2(head_dim)
+    heads = max(1, min(triton.next_power_of_2(num_kv * group), TILE // head_pad))
+    return {
+        "NUM_KV": num_kv,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": head_pad,
+        "ROTARY_DIM": rotary_dim,
+        "PAIRS": triton.next_power_of_2(max(1, rotary_dim // 2)),
+        "REST_PAD": triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+        "INTERLEAVED": interleaved,
+        "HEADS": heads,
+        "KV_TILES": triton.cdiv(num_kv, heads),
+    }
+
+
+def aot_variants() -> list[AotVariant]:
+    """Halves and pairs, whole and part of a head, none; in each dtype."""
+    shapes = [
+        ("h128_rotary", (8, 4, 128, 128, False)),
+        ("h128_plain", (8, 4, 128, 0, False)),
+        ("h64_interleaved", (3, 3, 64, 64, True)),
+        ("h80_partial", (32, 1, 80, 32, False)),
+        ("h256_partial_interleaved", (1, 8, 256, 64, True)),
+    ]
+    variants = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        for name, shape in shapes:
+            constexprs = _constexprs(*shape)
+            pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "cos", "sin"), f"*{dtype}")
+            types = pointers | {"kv_pos": "*i64"} | dict.fromkeys(constexprs, "constexpr")
+            signature = {argument: types.get(argument, "i32") for argument in rotary_append_kernel.arg_names}
+            variants.append(
+                AotVariant(
+                    name=f"rotary_append_{name}_{dtype}",
+                    kernel=rotary_append_kernel,
+                    signature=signature,
+                    constexprs=constexprs,
+                    options={"num_warps": NUM_WARPS, "num_stages": 1},
+                )
+            )
+    return variants

@@ -1,0 +1,153 @@
+"""Copies between host and device: what arrives is what was there when the copy was asked for, however late it runs."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_infer.forward import pinned
+from megatron_infer.forward.device import Device, SideStream
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice, name: str) -> None:
+        self._device, self._name, self._mark = device, name, 0
+
+    def record(self) -> None:
+        self._mark = self._device.num_enqueued
+
+    def is_done(self) -> bool:
+        return self._device.num_done >= self._mark
+
+    def wait(self) -> None:
+        self._device.syncs[self._name] += 1
+        while not self.is_done():
+            self._device.go_on()
+
+
+class LateDevice(Device):
+    """Takes the path of a GPU; copies are carried out when the test lets it go on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.is_cuda = True
+        self.num_enqueued = self.num_done = self.num_buffers = 0
+        self._work: deque = deque()
+        self.pinned = pinned.PinnedPool(self._buffer, lambda: self.event("upload"))
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        self.num_buffers += 1
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def event(self, name: str) -> LateEvent:
+        return LateEvent(self, name)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.num_enqueued += 1
+        self._work.append(lambda: target.copy_(source))
+
+    def go_on(self) -> None:
+        self.num_done += 1
+        self._work.popleft()()
+
+    def go_on_to_the_end(self) -> None:
+        while self._work:
+            self.go_on()
+
+
+def test_copies_carry_what_was_there_when_they_were_asked_for():
+    rng, device = random.Random(0), LateDevice()
+    mirror, host = torch.zeros(1000, dtype=torch.uint8), np.zeros(1000, dtype=np.uint8)
+    staged, reads = [], []
+    for turn in range(600):
+        count = rng.randint(1, 1000)
+        if rng.random() < 0.4:
+            host[:count] = turn % 251
+            device.upload(host[:count], mirror[:count])
+            expected = host[:count].copy()
+            reads.append((device.begin_read(mirror[:count]), [expected]))
+            host[:] = 255
+        elif rng.random() < 0.5:
+            array = np.arange(turn, turn + count, dtype=np.int64)
+            tensor = device.stage(array)
+            staged.append((tensor, array.copy()))
+            array[:] = -1
+        elif reads and rng.random() < 0.5:
+            read, expected = reads.pop(rng.randrange(len(reads)))
+            assert all(np.array_equal(got.numpy(), want) for got, want in zip(read.wait(), expected, strict=True))
+        else:
+            for _ in range(min(rng.randint(0, 6), len(device._work))):
+                device.go_on()
+    device.go_on_to_the_end()
+    assert all(np.array_equal(tensor.numpy(), array) for tensor, array in staged)
+    for read, expected in reads:
+        assert all(np.array_equal(got.numpy(), want) for got, want in zip(read.wait(), expected, strict=True))
+    assert not device.syncs["upload"]
+
+
+def test_a_device_that_keeps_up_needs_a_few_buffers_for_ever():
+    device, target = LateDevice(), torch.zeros(100, dtype=torch.uint8)
+    for turn in range(50):
+        device.upload(np.full(100, turn, dtype=np.uint8), target)
+        read = device.begin_read(target, target[:3])
+        device.go_on_to_the_end()
+        assert read.wait()[1].tolist() == [turn] * 3
+    assert device.num_buffers == 2
+
+
+def test_a_read_is_the_callers_to_keep():
+    device, source = LateDevice(), torch.arange(8)
+    first = device.begin_read(source).wait()[0]
+    assert device.begin_read(source + 1).wait()[0].tolist() == list(range(1, 9))
+    assert first.tolist() == list(range(8))
+
+
+def test_a_host_far_ahead_waits_for_the_oldest_upload(monkeypatch):
+    monkeypatch.setattr(pinned, "MAX_RETIRED_BYTES", 4 * pinned.SMALLEST_BYTES)
+    device, target = LateDevice(), torch.zeros(100, dtype=torch.uint8)
+    for _ in range(10):
+        device.upload(np.zeros(100, dtype=np.uint8), target)
+    assert device.syncs["upload"] == device.num_done == 6
+
+
+@pytest.mark.parametrize("device", [Device("cpu"), LateDevice()], ids=["cpu", "late"])
+def test_a_wait_is_counted_once_and_reading_nothing_is_none(device):
+    read = device.begin_read(torch.ones(2), torch.zeros(0), torch.tensor(7))
+    assert [part.tolist() for part in read.wait()] == [[1.0, 1.0], [], 7]
+    assert read.wait() and read.is_done() and device.syncs == {"read": 1}
+    nothing = device.begin_read()
+    assert nothing.is_done() and nothing.wait() == () and device.syncs == {"read": 1}
+
+
+def test_on_a_cpu_the_side_is_in_line():
+    side = SideStream(Device("cpu"))
+    with side.behind_current():
+        tensor = torch.ones(3)
+    side.uses(tensor)
+    side.join()
+
+
+@pytest.mark.gpu
+def test_copies_on_a_gpu_carry_what_was_there_and_do_not_wait():
+    device = Device("cuda")
+    mirror = device.device_buffer(1 << 20)
+    host = np.zeros(1 << 20, dtype=np.uint8)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reads = []
+        for turn in range(40):
+            torch.cuda._sleep(2_000_000)  # the device is behind
+            host[:] = turn
+            device.upload(host, mirror)
+            host[:] = 255
+            reads.append((turn, device.begin_read(mirror[::4096], device.stage(np.full(5, turn)))))
+        assert not reads[-1][1].is_done() and not device.syncs["upload"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for turn, read in reads:
+        sample, staged = read.wait()
+        assert (sample == turn).all() and staged.tolist() == [turn] * 5

@@ -1,0 +1,362 @@
+"""Captured steps give the answers of eager ones, whatever the scheduler does; on the CPU by the stand-in of a graph."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import buffers, make_model, prefix_caching
+
+from megatron_infer.config import ConfigWarning, InferenceConfig
+from megatron_infer.embeddings import params_for
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.forward.graphs import GraphPool
+from megatron_infer.schedule.params import SamplingParams
+
+VOCAB = 128
+BASE: dict[str, Any] = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_sequence_length": 64,
+    "max_requests": 6,
+    "max_tokens": 48,
+    "enable_chunked_prefill": True,
+    "check_invariants": True,
+}
+GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": {"max_tokens": 16},
+    "prefix": {"prefix": "lru"},
+    "overlap": {"overlap": True},
+    "tiny_pool": {"pool_blocks": 6, "paused_blocks": 3},
+    "tiny_pool_swap": {"pool_blocks": 6, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "overlap": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def static_kernels(monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+
+
+@pytest.fixture(scope="module", params=["attention", "hybrid"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind) -> torch.nn.Module:
+    return make_model(kind, vocab_size=VOCAB, max_sequence_length=64)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> torch.nn.Module:
+    return make_model("attention", vocab_size=VOCAB, max_sequence_length=64)
+
+
+def make_engine(model, **settings: Any) -> DynamicInferenceEngine:
+    settings = {**BASE, **settings}
+    recurrent = "hybrid" if hasattr(model, "mamba_stack_spec") or "Mamba" in type(model).__name__ else "attention"
+    if "prefix" in settings:
+        settings |= prefix_caching(recurrent, settings.pop("prefix"))
+    pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
+    if pool is not None:
+        settings |= buffers(
+            model, blocks=pool, paused_blocks=paused, block_size=16, max_requests=settings["max_requests"]
+        )
+    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+
+
+def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
+    assert engine.parts.runner.graphs is not None
+    return engine.parts.runner.graphs.pool
+
+
+def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy, drawn and filtered requests, and some that only the host can draw for."""
+    rng, made = random.Random(3), []
+    stem = [rng.randrange(4, VOCAB) for _ in range(20)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 1},
+        {"temperature": 0.8, "seed": 2, "top_k": 12},
+        {"temperature": 1.1, "seed": 3, "top_p": 0.8},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3},
+    ]
+    for i in range(count):
+        prompt = stem[: rng.choice([0, 16, 20])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 18))]
+        made.append((prompt, SamplingParams(max_tokens=rng.randint(6, 24), ignore_eos=True, **ways[i % len(ways)])))
+    return made
+
+
+def answers(engine: DynamicInferenceEngine, requests) -> list[list[list[int]]]:
+    prompts, params = zip(*requests, strict=True)
+    return [[one.token_ids for one in output.outputs] for output in engine.generate(list(prompts), list(params))]
+
+
+def check_used(engine: DynamicInferenceEngine) -> None:
+    """Steps were replayed, and every shape that was met could be captured."""
+    counts = pool_of(engine).counts
+    assert counts.replays > 0 and counts.uncaptured == 0, counts
+    assert not pool_of(engine).refused
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        return answers(make_engine(model), work())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
+    engine = make_engine(model, **GRAPHS, **FEATURES[feature])
+    assert answers(engine, work()) == expected
+    check_used(engine)
+    if feature.startswith("tiny_pool"):
+        assert engine.stats().counters["evicted"] or engine.stats().counters["paused"]
+    if feature == "prefix":
+        assert answers(engine, work()) == expected, "the second time from the prefix cache"
+        assert engine.stats().counters["prefix_hit_tokens"]
+        kept = pool_of(engine).counts.eager["states kept within a slice"]
+        assert bool(kept) == (kind == "hybrid")
+
+
+def test_tokens_are_the_same_padded_but_not_captured(gpt, monkeypatch):
+    expected = answers(make_engine(gpt), work())
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "eager")
+    engine = make_engine(gpt, **GRAPHS)
+    assert answers(engine, work()) == expected
+    check_used(engine)
+
+
+def test_wishes_of_the_host_are_met_from_a_replayed_steps_logits_and_hidden_states(gpt):
+    def outputs(engine):
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+            SamplingParams(temperature=0.8, seed=5, max_tokens=6, ignore_eos=True, n=3),
+            SamplingParams(temperature=0.8, seed=6, max_tokens=6, ignore_eos=True, bad_token_ids=(5, 6, 7)),
+            SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+        ]
+        prompts = [request[0] for request in work(4)]
+        return engine.generate(prompts, params)
+
+    plain, engine = outputs(make_engine(gpt)), make_engine(gpt, **GRAPHS, overlap=True)
+    replayed = outputs(engine)
+    check_used(engine)
+    for want, got in zip(plain, replayed, strict=True):
+        assert [one.token_ids for one in got.outputs] == [one.token_ids for one in want.outputs]
+    want_scores, got_scores = plain[0].prompt_logprobs, replayed[0].prompt_logprobs
+    assert want_scores is not None and got_scores is not None and len(want_scores) == len(got_scores) > 2
+    for want, got in zip(want_scores[1:], got_scores[1:], strict=True):
+        assert got.keys() == want.keys()
+        assert all(abs(got[token].logprob - want[token].logprob) < 1e-4 for token in want)
+    for want, got in zip(plain[0].outputs[0].logprobs, replayed[0].outputs[0].logprobs, strict=True):
+        assert all(abs(got[token].logprob - want[token].logprob) < 1e-4 for token in want)
+
+
+def test_embeddings_pooled_of_a_replayed_step_are_those_of_an_eager_one(gpt):
+    params = [params_for(way) for way in ("mean", "last", "mean", "last")]
+    prompts = [request[0] for request in work(4)]
+    engine = make_engine(gpt, **GRAPHS, overlap=True)
+    want = [output.pooled for output in make_engine(gpt).generate(prompts, params)]
+    got = [output.pooled for output in engine.generate(prompts, params)]
+    check_used(engine)
+    for one, other in zip(want, got, strict=True):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=1e-4, atol=1e-5)
+
+
+def test_an_abort_between_replays_leaves_the_others_their_answers(gpt):
+    requests, expected = work(5), answers(make_engine(gpt), work(5))
+    engine = make_engine(gpt, **GRAPHS)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(prompt, params, request_id=str(i))
+    found: dict[str, list[list[int]]] = {}
+    while engine.has_unfinished():
+        if engine.num_steps == 3:
+            engine.abort("1")
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = [one.token_ids for one in output.outputs]
+    check_used(engine)
+    assert {name: found[name] for name in "0234"} == {name: expected[int(name)] for name in "0234"}
+
+
+# ---------------------------------------------------------------------- what a capture may touch, what a graph holds
+
+
+def test_a_capture_writes_to_nothing_that_lives(model):
+    engine = make_engine(model, **GRAPHS)
+    for prompt, params in work(4):
+        engine.add_request(prompt, params)
+    for _ in range(3):
+        engine.step()
+    runner, store = engine.parts.runner, engine.parts.runner.store
+    pool = pool_of(engine)
+    pool.drop("test")
+    dummy_block, dummy_row = store.dummy_block, engine.parts.sizes.max_requests
+    rows = [row for row in range(store.num_state_slots) if row != dummy_row]
+
+    def live() -> list[torch.Tensor]:
+        kept = [store.kv_cache[:, :, :dummy_block], runner.builder.rows.block_table]
+        kept.append(runner.builder.token_pool[:dummy_row])
+        if store.states is not None:
+            kept += [store.states.conv_SLCW[rows], store.states.ssm_SLHPN[rows]]
+        return [tensor.clone() for tensor in kept]
+
+    before = live()
+    with torch.inference_mode():
+        for shape in pool.index.shapes:
+            pool.ready(shape)
+    assert set(pool.captured) == set(pool.index.shapes)
+    for was, now in zip(before, live(), strict=True):
+        assert torch.equal(was, now)
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_a_number_of_the_host_that_leaks_into_a_capture_shows(gpt, monkeypatch):
+    """The stand-in repeats the numbers of the capture, as CUDA does: a step that reads the host goes wrong."""
+    expected = answers(make_engine(gpt), work())
+    engine = make_engine(gpt, **GRAPHS)
+    attention, run = engine.parts.chosen.attention, type(engine.parts.chosen.attention).run
+
+    def leaky(self, q, *args, **kwargs):
+        return run(self, q * float(1.0 + self._step.kv_len.max()), *args, **kwargs)
+
+    monkeypatch.setattr(type(attention), "run", leaky)
+    assert answers(engine, work()) != expected
+    check_used(engine)
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda q: q * q.sum().item(), "asks the device"),
+        (lambda q: q * q.flatten().tolist()[0], "tolist asks the device"),
+        (lambda q: q if q.sum() > 0 else -q, "asks the device"),
+        (lambda q: q.index_fill(0, (q.flatten(1).sum(1) > 1e9).nonzero().flatten(), 0.0), "nonzero"),
+        (lambda q: q + torch.tensor([1.0] * q.shape[-1]), "made anew"),
+        (lambda q: torch.where(q[0, 0, 0, 0] > 0, q, q)[(q.flatten(1).sum(1) < 1e9)], "asks the device"),
+    ],
+    ids=["item", "tolist", "comparison", "nonzero", "host tensor", "boolean mask"],
+)
+def test_what_a_graph_cannot_hold_is_refused_and_the_step_runs_uncaptured(gpt, monkeypatch, ask, what):
+    expected = answers(make_engine(gpt), work(3))
+    engine = make_engine(gpt, **GRAPHS)
+    run = type(engine.parts.chosen.attention).run
+    monkeypatch.setattr(
+        type(engine.parts.chosen.attention),
+        "run",
+        lambda self, q, *rest, **named: run(self, ask(q) * 0 + q, *rest, **named),
+    )
+    assert answers(engine, work(3)) == expected
+    pool = pool_of(engine)
+    assert not pool.captured and pool.counts.replays == 0 < pool.counts.uncaptured
+    assert all(what in reason for reason in pool.refused.values()), pool.refused
+
+
+# ---------------------------------------------------------------------- suspends and weights
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["addresses move", "static pointers"])
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
+    expected = answers(make_engine(gpt), work())
+    engine = make_engine(gpt, **GRAPHS, static_kv_memory_pointers=static)
+    for i, (prompt, params) in enumerate(work()):
+        engine.add_request(prompt, params, request_id=str(i))
+    for _ in range(4):
+        engine.step()
+    pool = pool_of(engine)
+    captured, num_bytes = set(pool.captured), pool.num_bytes
+    assert captured and num_bytes
+    report = engine.suspend(mode=mode).tags["graphs"]
+    if mode == "persist" or static:
+        assert set(pool.captured) == captured and (report.bytes_freed, report.bytes_resident) == (0, num_bytes)
+    else:
+        assert not pool.captured and (report.bytes_freed, report.bytes_resident) == (num_bytes, 0)
+    engine.resume()
+    found = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = [one.token_ids for one in output.outputs]
+    assert [found[str(i)] for i in range(len(expected))] == expected
+    check_used(engine)
+    assert sum(pool.counts.invalidated.values()) == (mode != "persist" and not static)
+
+
+def test_the_tag_of_graphs_gives_their_memory_back_and_they_are_captured_again(gpt):
+    engine = make_engine(gpt, **GRAPHS)
+    expected, pool = answers(engine, work()), pool_of(engine)
+    captures, num_bytes = pool.counts.captures, pool.num_bytes
+    report = engine.suspend(tags=["graphs"])
+    assert report.tags["graphs"].bytes_freed == num_bytes > 0 == pool.num_bytes
+    engine.resume()
+    assert answers(engine, work()) == expected
+    assert pool.counts.captures == 2 * captures and engine.figures().graph_captures == 2 * captures
+
+
+def test_a_replay_sees_weights_updated_in_place_and_replaced_ones_make_new_graphs():
+    model = make_model("attention", vocab_size=VOCAB, max_sequence_length=64)
+    engine = make_engine(model, **GRAPHS)
+    first, pool = answers(engine, work()), pool_of(engine)
+    captures = pool.counts.captures
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25).add_(0.01)
+    second = answers(engine, work())
+    assert second != first and second == answers(make_engine(model), work())
+    assert pool.counts.captures == captures and not pool.counts.invalidated, "the same addresses, the same graphs"
+
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.detach() * 0.9 + 0.02)
+    third = answers(engine, work())
+    assert third not in (first, second) and third == answers(make_engine(model), work())
+    assert pool.counts.invalidated == {"weights moved": 1} and pool.counts.captures == 2 * captures
+
+
+# ---------------------------------------------------------------------- bounds and reasons
+
+
+def test_no_more_graphs_than_were_asked_for_and_steps_beyond_them_run_eagerly(gpt):
+    expected = answers(make_engine(gpt), work())
+    engine = make_engine(gpt, num_cuda_graphs=2, cuda_graph_max_tokens=16)
+    assert answers(engine, work()) == expected
+    check_used(engine)
+    pool = pool_of(engine)
+    assert len(pool.index) == 2 and 1 <= len(pool.captured) <= 2
+    assert pool.counts.eager["no shape so large"] > 0
+    figures = engine.figures()
+    assert figures.graphs == len(pool.captured) and figures.graph_bytes == pool.num_bytes > 0
+    assert figures.graph_steps["replayed"] == pool.counts.replays
+    assert sum(figures.graph_steps.values()) == engine.num_steps
+
+
+def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_told(gpt, monkeypatch):
+    expected = answers(make_engine(gpt), work(3))
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")
+    with pytest.warns(ConfigWarning, match="attention 'torch' decides on the host; every step runs eagerly"):
+        engine = make_engine(gpt, **GRAPHS)
+    assert engine.parts.runner.graphs is None and answers(engine, work(3)) == expected
+    assert "decides on the host" in engine.parts.chosen.table()
+    monkeypatch.delenv("MEGATRON_INFER_GRAPHS")
+    with pytest.warns(ConfigWarning, match="no graphs on a CPU; every step runs eagerly"):
+        make_engine(gpt, **GRAPHS)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True, "cuda_graph_mixed_prefill_count": 1}, {"num_cuda_graphs": 3}]
+)
+def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
+    expected = answers(make_engine(gpt), work(9))
+    engine = make_engine(gpt, **{"num_cuda_graphs": -1, **settings}, cuda_graph_all_prefills=True, max_tokens=24)
+    assert answers(engine, work(9)) == expected
+    check_used(engine)
+    assert not pool_of(engine).counts.eager and pool_of(engine).counts.replays == engine.stats().counters["steps"]

@@ -1,0 +1,223 @@
+"""A step asks nothing of the device and copies nothing from pageable memory: the host waits once, for its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from model_kinds import make_model
+from sync_watch import SyncWatch
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+ENDLESS = {"max_tokens": 100, "ignore_eos": True}
+CASES = {
+    "greedy": SamplingParams(temperature=0.0, **ENDLESS),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=7, **ENDLESS),
+    "samples": SamplingParams(n=3, temperature=1.0, seed=3, **ENDLESS),
+    "edited": SamplingParams(
+        temperature=0.9, min_p=0.1, logit_bias={5: 1.0}, bad_token_ids=(7, 8), presence_penalty=0.5, **ENDLESS
+    ),
+    "stops late": SamplingParams(min_tokens=40, stop_token_ids=(9,), repetition_penalty=1.2, **ENDLESS),
+    "told": SamplingParams(
+        temperature=0.9, top_k=5, logprobs=3, return_sampled_logprobs=True, return_support=True, **ENDLESS
+    ),
+    "scored": SamplingParams(temperature=0.0, prompt_logprobs=2, **ENDLESS),
+}
+
+OF_HYBRIDS = {
+    "samples": CASES["samples"],
+    "told": SamplingParams(return_routing=True, logprobs=1, **ENDLESS),
+}
+
+
+def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
+    sizes = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 12}
+    return DynamicInferenceEngine(model, InferenceConfig(**sizes, **settings))
+
+
+def waits_of(device: Device, steps) -> Counter:
+    before = device.syncs.copy()
+    steps()
+    return device.syncs - before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_step_waits_once_and_asks_the_device_nothing(kind, overlap, monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    watch = SyncWatch(monkeypatch)
+    engine = make_engine(make_model(kind), overlap=overlap)
+    engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
+    for _ in range(3):  # weights are compared before the first step, and read for that
+        engine.step()
+    for name, params in CASES.items() if kind == "attention" else OF_HYBRIDS.items():
+        engine.add_request(list(range(4, 40)), params, stream="delta")
+        for what, count in (("its prefill", 1), ("the steps behind it", 2)):
+            watch.hits.clear()
+            with watch:
+                waits = waits_of(engine.parts.device, lambda n=count: [engine.step() for _ in range(n)])
+            assert waits == {"read": count}, (name, what, waits)
+            hits = [hit for hit in watch.hits if not hit.startswith(KNOWN)]
+            assert not hits, (name, what, hits)
+        for group in engine.ledger.groups[1:]:
+            engine.abort(group.id)
+
+
+KNOWN = ("models/moe.py", "context/store.py: copy_blocks")
+"""Experts that run one after the other ask how many tokens each has; forks' blocks."""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_launch_waits_for_nothing_and_with_overlap_comes_before_the_read(overlap, monkeypatch):
+    engine, order = make_engine(make_model("attention"), overlap=overlap), []
+    launch, wait, device = engine.loop._launch, HostRead.wait, engine.parts.device
+
+    def launched(*args):
+        order.append("launch")
+        assert waits_of(device, lambda: launch(*args)) == {}
+        return True
+
+    monkeypatch.setattr(engine.loop, "_launch", launched)
+    monkeypatch.setattr(HostRead, "wait", lambda self: (order.append("read"), wait(self))[1])
+    engine.add_request(list(range(4, 20)), CASES["told"], stream="delta")
+    for _ in range(3):
+        engine.step()
+    behind = ["launch", "launch", "read", "launch", "read"]
+    assert order == (behind if overlap else ["launch", "read"] * 3)
+
+
+def test_a_step_that_draws_nothing_waits_for_nothing():
+    engine = make_engine(make_model("attention"), enable_chunked_prefill=True, max_tokens=16)
+    engine.add_request(list(range(4, 60)), CASES["greedy"], stream="delta")
+    assert waits_of(engine.parts.device, engine.step) == {}
+
+
+def test_decode_steps_upload_nothing_while_no_block_is_added(monkeypatch):
+    engine = make_engine(make_model("attention"))
+    for first in range(3):
+        engine.add_request(list(range(4 + first, 20)), CASES["greedy"], stream="delta")
+    for _ in range(6):  # the last of them has its second block
+        engine.step()
+    uploads = []
+    device = engine.parts.device
+    upload, stage = device.upload, device.stage
+    monkeypatch.setattr(device, "upload", lambda host, target: (uploads.append("upload"), upload(host, target)))
+    monkeypatch.setattr(device, "stage", lambda array: (uploads.append("stage"), stage(array))[1])
+    for _ in range(8):
+        engine.step()
+    assert uploads == []
+
+
+# ---------------------------------------------------------------------- the watch itself
+
+
+def leaks_item(device: Device, x: torch.Tensor) -> None:
+    x.sum().item()
+
+
+def leaks_mask(device: Device, x: torch.Tensor) -> None:
+    x[x > 0]
+
+
+def leaks_branch(device: Device, x: torch.Tensor) -> None:
+    if (x > 0).any():
+        pass
+
+
+def leaks_pageable(device: Device, x: torch.Tensor) -> None:
+    torch.tensor([1, 0]).to(x.device, non_blocking=True)
+
+
+def leaks_tensor(device: Device, x: torch.Tensor) -> None:
+    torch.tensor([1, 0], device=x.device)
+
+
+def leaks_host_index(device: Device, x: torch.Tensor) -> None:
+    x.index_select(0, torch.tensor([1, 0]))
+
+
+def leaks_list_index(device: Device, x: torch.Tensor) -> None:
+    x[[1, 0]]
+
+
+def leaks_list(device: Device, x: torch.Tensor) -> None:
+    (x + 1).tolist()
+
+
+def leaks_cpu(device: Device, x: torch.Tensor) -> None:
+    (x * 2).cpu()
+
+
+def fine(device: Device, x: torch.Tensor) -> None:
+    index = device.stage(torch.tensor([1, 0]).numpy())
+    chosen = x.index_select(0, index) + torch.arange(2, device=x.device)
+    torch.where(chosen > 0, chosen, 0.0)[:1].fill_(2.0)
+    device.begin_read(chosen).wait()[0].tolist()
+
+
+LEAKS = [function for name, function in sorted(globals().items()) if name.startswith("leaks_")]
+
+
+@pytest.mark.parametrize("function", [*LEAKS, fine], ids=lambda function: function.__name__)
+def test_the_watch_sees_what_would_wait_or_copy(function, monkeypatch):
+    watch, device, x = SyncWatch(monkeypatch), Device("cpu"), torch.ones(4)
+    with watch:
+        function(device, x)
+    assert bool(watch.hits) == (function is not fine), watch.hits
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_torch_sees_no_synchronisation_in_a_step(name, overlap):
+    model = tiny_gpt(params_dtype=torch.bfloat16, num_query_groups=2).cuda()
+    engine = make_engine(model, overlap=overlap)
+    engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
+    for attempt in range(2):  # the first compiles kernels
+        with no_synchronisation() if attempt else contextlib.nullcontext():
+            engine.add_request(list(range(4, 40)), CASES[name], stream="delta")
+            for _ in range(4):
+                engine.step()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_that_is_behind_a_step_is_launched_all_the_same():
+    engine = make_engine(tiny_gpt(params_dtype=torch.bfloat16).cuda(), overlap=True)
+    engine.add_request(list(range(4, 20)), CASES["told"], stream="delta")
+    for _ in range(4):
+        engine.step()
+    engine.drain()
+    launch, behind = engine.loop._launch, []
+
+    def launched(*args):
+        torch.cuda._sleep(400_000_000)  # some 0.2 s
+        mark = torch.cuda.Event()
+        mark.record()
+        done = launch(*args)
+        behind.append(not mark.query())
+        return done
+
+    engine.loop._launch = launched
+    for _ in range(3):
+        engine.step()
+    assert behind == [True] * 3, "a launch waited until the device had caught up"
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

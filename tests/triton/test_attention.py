@@ -1,0 +1,237 @@
+"""Triton's paged attention against the reference over ragged steps; the same bits however a step is made up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_case import check, on_device, padded
+from paged_case import Case, make_case
+
+pytestmark = pytest.mark.triton
+
+CHUNK = 32
+"""Keys of a split here, so that short rows have several."""
+
+
+@pytest.fixture(scope="module")
+def backend(device):
+    return make_backend()
+
+
+def make_backend(**settings):
+    from megatron_infer.kernels.triton.attention import TritonPagedAttention
+
+    return TritonPagedAttention(**{"num_cores": 2, "shared_kib": 227, "chunk": CHUNK, **settings})
+
+
+def run(backend, case: Case, device: torch.device) -> torch.Tensor:
+    return on_device(case, device).run(backend)[0].cpu()
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 256])
+def test_decode_rows_match_reference(backend, device, dtype, head_dim):
+    rows = [(1, 1), (1, 17), (1, CHUNK), (1, CHUNK + 1), (1, 3 * CHUNK - 1)]
+    case = make_case(rows, num_decode=5, dtype=dtype, head_dim=head_dim, num_kv_heads=1, group_size=3)
+    check(backend, case, device)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 256])
+def test_prompts_and_chunks_match_reference(backend, device, dtype, head_dim):
+    rows = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 130), (70, 70)]
+    case = make_case(rows, num_decode=0, dtype=dtype, head_dim=head_dim, num_kv_heads=1, group_size=2)
+    check(backend, case, device)
+
+
+@pytest.mark.parametrize("window", [None, 1, 24, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_mixed_steps_match_reference(backend, device, dtype, window, sinks):
+    rows = [(1, 1), (1, 100), (1, 31), (1, 33), (9, 9), (20, 90), (1, 60)]
+    case = make_case(rows, num_decode=4, dtype=dtype, window=window, rotary_dim=32, head_dim=32, sinks=sinks)
+    check(backend, case, device)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 64, 256])
+def test_blocks_of_any_size_match_reference(backend, device, block_size):
+    rows = [(1, 70), (1, 64), (9, 75), (30, 30)]
+    case = make_case(rows, num_decode=2, dtype=torch.float32, block_size=block_size, head_dim=32, window=50)
+    check(backend, case, device)
+    check(backend, make_case(rows, num_decode=2, dtype=torch.float16, block_size=block_size, head_dim=32), device)
+
+
+@pytest.mark.parametrize("group_size", [1, 5, 16, 70])
+def test_groups_of_any_size_match_reference(backend, device, group_size):
+    rows = [(1, 40), (3, 9)]
+    case = make_case(
+        rows, num_decode=1, dtype=torch.float32, num_kv_heads=1, group_size=group_size, head_dim=32, sinks=True
+    )
+    check(backend, case, device)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 16, 20, 64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_matches_reference(backend, device, dtype, rotary_dim, interleaved):
+    rows = [(1, 5), (6, 6), (3, 20)]
+    case = make_case(rows, num_decode=1, dtype=dtype, rotary_dim=rotary_dim, interleaved=interleaved)
+    check(backend, case, device)
+
+
+def test_slices_read_blocks_that_other_slices_of_the_step_fill(backend, device):
+    rows = [(1, 32), (48, 48), (1, 49), (5, 37), (1, 17)]
+    case = make_case(rows, num_decode=1, dtype=torch.float32, rotary_dim=64)
+    table, at = case.meta.block_table, [int(row) for row in case.meta.table_row]
+    for row, num_shared in ((2, 3), (3, 2), (4, 1)):
+        table[at[row], :num_shared] = table[at[1], :num_shared]
+    check(backend, case, device)
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1])
+@pytest.mark.parametrize("window", [None, CHUNK + 5])
+def test_split_boundaries_match_reference(backend, device, length, window):
+    case = make_case([(1, length)], num_decode=1, dtype=torch.float32, head_dim=32, window=window, sinks=True)
+    check(backend, case, device)
+
+
+def test_a_long_row_takes_larger_splits_not_more(device):
+    from megatron_infer.kernels.triton.attention_decode import decode_tiles
+
+    backend = make_backend(chunk=16)
+    case = make_case([(1, 16 * 16 + 1)], num_decode=1, dtype=torch.float32, num_kv_heads=16, group_size=1, head_dim=16)
+    assert decode_tiles(case.spec, 4, 16).max_splits == 16
+    check(backend, case, device)
+
+
+def test_a_padded_step_gives_the_same_bits_and_zeros_for_nobody(backend, device, dtype):
+    rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
+    case = make_case(rows, num_decode=2, dtype=dtype, rotary_dim=32, head_dim=32, num_kv_heads=1)
+    plain = run(backend, case, device)
+    out = check(backend, padded(case, num_decode=4, num_prefill=5, num_tokens=60, max_kv_len=300), device)
+    assert torch.equal(torch.cat([out[:2], out[4 : 4 + 29]]), plain)
+    assert not out[4 + 29 :].any() and len(out) == 60
+
+
+def test_a_step_padded_with_tokens_alone_gives_zeros_for_them(backend, device):
+    case = make_case([(1, 40), (1, 3)], num_decode=2, dtype=torch.float32, head_dim=32)
+    out = check(backend, padded(case, num_decode=2, num_prefill=0, num_tokens=9, max_kv_len=40), device)
+    assert out[:2].all() and not out[2:].any()
+
+
+@pytest.mark.parametrize("num_decode", [0, 4])
+def test_a_row_has_the_same_bits_alone_and_in_company(backend, device, num_decode):
+    """In any step, and with any number of programs sharing its keys."""
+    rows = [(1, 70), (1, 30), (1, 100), (1, 65)] if num_decode else [(20, 70), (3, 3), (40, 64), (7, 33)]
+    case = make_case(rows, num_decode=num_decode, dtype=torch.float32, head_dim=32, num_kv_heads=1)
+    out = run(backend, case, device)
+    assert torch.equal(run(make_backend(num_cores=64), case, device), out)
+    for i in range(len(rows)):
+        assert torch.equal(run(backend, one_row(case, i), device), out[case.meta.cu_q[i] : case.meta.cu_q[i + 1]])
+
+
+def one_row(case: Case, row: int) -> Case:
+    meta, here, tokens = case.meta, slice(row, row + 1), slice(case.meta.cu_q[row], case.meta.cu_q[row + 1])
+    q_len, kv_len, table_row = meta.q_len[here], meta.kv_len[here], meta.table_row[here]
+    cu_q = torch.tensor([0, int(q_len[0])], dtype=torch.int32)
+    alone = dataclasses.replace(
+        meta,
+        num_tokens=int(q_len[0]),
+        num_rows=1,
+        num_decode=min(meta.num_decode, 1),
+        q_len=q_len,
+        kv_len=kv_len,
+        cu_q=cu_q.numpy(),
+        table_row=table_row,
+        num_prompt_queries=meta.num_prompt_queries[here],
+        q_len_R=torch.from_numpy(q_len),
+        kv_len_R=torch.from_numpy(kv_len),
+        cu_q_R1=cu_q,
+        table_row_R=torch.from_numpy(table_row),
+        positions_T=meta.positions_T[tokens],
+        kv_pos_T=meta.kv_pos_T[tokens],
+        max_q_len=0,
+        max_kv_len=0,
+    )
+    return Case(case.spec, alone, case.fused[tokens], case.kv_cache, case.layer)
+
+
+def test_a_prompt_has_the_same_bits_however_it_is_cut(backend, device):
+    case = make_case([(60, 60)], num_decode=0, dtype=torch.float32, head_dim=32, num_kv_heads=1)
+    whole, cache = on_device(case, device).run(backend)
+    for first in (10, 30, 50) if device.type == "cpu" else (1, 29, 33):  # numpy: by place in a matrix
+        later = make_case([(60 - first, 60)], num_decode=0, dtype=torch.float32, head_dim=32, num_kv_heads=1)
+        later.fused, later.kv_cache = case.fused[first:], cache.cpu()
+        later.meta.block_table, later.meta.table_row_R = case.meta.block_table, case.meta.table_row_R
+        later.meta.kv_pos_T = case.meta.kv_pos_T[first:]
+        assert torch.equal(run(backend, later, device), whole.cpu()[first:])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_lse_is_the_log_of_each_heads_sum(backend, device, sinks):
+    rows = [(1, 70), (1, 5), (6, 40)]
+    case = make_case(rows, num_decode=2, dtype=torch.float32, head_dim=32, group_size=2, sinks=sinks)
+    case = padded(case, num_decode=2, num_prefill=2, num_tokens=11, max_kv_len=128)
+    there, spec, meta = on_device(case, device), case.spec, case.meta
+    heads = there.fused.clone().view(11, 2, 4, 32)
+    backend.plan(there.meta)
+    cache, lse = there.kv_cache.clone(), torch.full((11, 4), 7.0, device=device)
+    q, k, v = heads[:, :, :2], heads[:, :, -2], heads[:, :, -1]
+    backend.run(q, k, v, cache, layer=1, spec=there.spec, lse_TN=lse)
+    cache, lse, q = cache.cpu(), lse.cpu(), q.cpu()
+    for row in range(3):
+        kv_len, q_len = rows[row][1], rows[row][0]
+        blocks = meta.block_table[int(meta.table_row[row])].long()
+        keys_PKH = cache[1, 0].index_select(0, blocks).flatten(0, 1)
+        for i in range(q_len):
+            token, visible = int(meta.cu_q[row]) + i, kv_len - q_len + i + 1
+            scores_NP = torch.einsum("kgh,pkh->kgp", q[token], keys_PKH[:visible]).flatten(0, 1) * spec.scale
+            if sinks:
+                scores_NP = torch.cat([scores_NP, spec.sinks_N[:, None]], 1)
+            torch.testing.assert_close(lse[token], scores_NP.logsumexp(1), rtol=1e-5, atol=1e-5)
+    assert (lse[8:] == float("-inf")).all()
+
+
+def test_contiguous_and_transposed_inputs_are_both_taken(backend, device):
+    case = on_device(make_case([(1, 9), (4, 12)], num_decode=1, dtype=torch.float32), device)
+    want, _ = case.run(backend)
+    heads = case.fused.view(-1, 2, 5, 64)
+    odd = heads[:, :, :3].transpose(-1, -2).contiguous().transpose(-1, -2)  # last dim not contiguous
+    backend.plan(case.meta)
+    k, v = heads[:, :, -2].contiguous(), heads[:, :, -1]
+    out = backend.run(odd, k, v, case.kv_cache.clone(), layer=case.layer, spec=case.spec)
+    assert torch.equal(out, want)
+
+
+def test_garbage_behind_a_rows_keys_does_not_reach_it(backend, device):
+    rows = [(1, 20), (5, 19)]
+    case = make_case(rows, num_decode=1, dtype=torch.float32, head_dim=32)
+    want = run(backend, case, device)
+    behind = torch.ones(case.kv_cache.shape[2] * 16, dtype=torch.bool)
+    for row, (_, kv_len) in enumerate(rows):
+        blocks = case.meta.block_table[int(case.meta.table_row[row])].long()
+        behind[(blocks[:, None] * 16 + torch.arange(16)).flatten()[:kv_len]] = False
+        case.meta.block_table[int(case.meta.table_row[row]), -(-kv_len // 16) :] = 2**30
+    case.kv_cache.flatten(2, 3)[:, :, behind] = float("nan")
+    assert torch.equal(run(backend, case, device), want)
+
+
+def test_nothing_is_read_from_the_hosts_arrays(backend, device):
+    case = on_device(make_case([(1, 70), (9, 40)], num_decode=1, dtype=torch.float32, head_dim=32), device)
+    want, _ = case.run(backend)
+    case.meta.q_len = case.meta.kv_len = case.meta.cu_q = case.meta.table_row = None
+    out, _ = case.run(backend)
+    assert torch.equal(out, want)
+
+
+def test_what_cannot_run_is_refused_by_name(backend):
+    spec = make_case([(1, 1)], num_decode=1, dtype=torch.float32).spec
+    settings = {"dtype": torch.float32, "block_size": 16}
+    assert backend.supports(spec, **settings) is None
+    for change, reason in (
+        ({"head_dim": 264}, "head_dim"),
+        ({"head_dim": 20}, "head_dim"),
+        ({"scale": -1.0}, "scale"),
+        ({"rotary_dim": 66}, "rotary_dim"),
+        ({"window": 0}, "window"),
+    ):
+        assert reason in backend.supports(dataclasses.replace(spec, **change), **settings)
+    assert "float64" in backend.supports(spec, dtype=torch.float64, block_size=16)

@@ -1,0 +1,157 @@
+"""Experts as grouped products in Triton: the same as one expert after the other, whoever chose what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_infer.kernels.experts import ExpertWeights
+from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.triton.launch import listening
+
+pytestmark = pytest.mark.triton
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+WIDTH, FFN, NUM_EXPERTS, TOP_K = 40, 24, 6, 2
+
+
+@pytest.fixture(scope="module")
+def experts(device):
+    from megatron_infer.kernels.triton.experts import TritonExperts
+
+    return TritonExperts()
+
+
+def square(ops, middle):
+    return middle.relu().square()
+
+
+def gated(ops, middle):
+    return ops.silu_mul(middle)
+
+
+class Layer:
+    """Weights of a rank's experts, and the sum as it is defined."""
+
+    def __init__(self, device, dtype, *, first=0, count=NUM_EXPERTS, bias=False, activate=gated, top_k=TOP_K, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
+
+        middle = 2 * FFN if activate is gated else FFN
+        self.fc1 = [{"weight": randn(middle, WIDTH), "bias": randn(middle) if bias else None} for _ in range(count)]
+        self.fc2 = [{"weight": randn(WIDTH, FFN), "bias": randn(WIDTH) if bias else None} for _ in range(count)]
+        self.weights = ExpertWeights(fc1=self.fc1, fc2=self.fc2, first=first, top_k=top_k, activate=activate)
+
+    def want(self, x, chosen, probs, out):
+        ops, total = ReferenceOps(), out.double()
+        for i, (fc1, fc2) in enumerate(zip(self.fc1, self.fc2, strict=True), self.weights.first):
+            parts = [None if part is None else part.double() for p in (fc1, fc2) for part in (p["weight"], p["bias"])]
+            inner = self.weights.activate(ops, ops.linear(x.double(), *parts[:2]))
+            total += ops.linear(inner, *parts[2:]) * (probs[:, i].double() * chosen[:, i])[:, None]
+        return total.to(out.dtype)
+
+
+def choose(device, dtype, num_tokens, *, top_k=TOP_K, favourite=None, seed=0):
+    """(x, chosen, probs); with a favourite every token chooses that expert too."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
+    if favourite is not None:
+        scores[:, favourite] += 1
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(top_k).indices, True)
+    x = torch.randn(num_tokens, WIDTH, generator=generator)
+    return x.to(device, dtype), chosen.to(device), (scores * chosen).to(device, dtype)
+
+
+def check(experts, layer, x, chosen, probs):
+    assert experts.supports(layer.weights, x) is None
+    out = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(x)
+    want = layer.want(x, chosen, probs, out)
+    experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+    tolerance = TOLERANCE[x.dtype]
+    torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_sum_over_the_chosen_experts_matches_the_definition(experts, device, dtype, num_tokens):
+    check(experts, Layer(device, dtype), *choose(device, dtype, num_tokens))
+
+
+def test_one_expert_for_all_tokens_and_others_for_none(experts, device):
+    layer = Layer(device, torch.float32, top_k=1)
+    check(experts, layer, *choose(device, torch.float32, 37, top_k=1, favourite=5))
+
+
+def test_biases_and_an_activation_without_gate(experts, device, dtype):
+    check(experts, Layer(device, dtype, bias=True, activate=square), *choose(device, dtype, 9))
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_a_rank_adds_its_own_experts_alone(experts, device, first):
+    check(experts, Layer(device, torch.float32, first=first, count=2), *choose(device, torch.float32, 20))
+
+
+def test_more_tokens_than_are_sorted_at_once(experts, device):
+    from megatron_infer.kernels.triton.experts import COUNT_TOKENS
+
+    check(experts, Layer(device, torch.float32), *choose(device, torch.float32, COUNT_TOKENS + 3))
+
+
+def test_high_tiles_and_probabilities_of_another_dtype(experts, device, monkeypatch):
+    from megatron_infer.kernels.triton import experts as module
+
+    monkeypatch.setattr(module, "tile_sizes", lambda *_: (64, 32, 32, 4, 2))
+    x, chosen, probs = choose(device, torch.float16, 150, favourite=1)
+    check(experts, Layer(device, torch.float16), x, chosen, probs.float())
+
+
+def test_a_token_has_the_same_bits_whatever_the_others_choose(experts, device):
+    layer, sums = Layer(device, torch.float32), []
+    mine = [part[7].clone() for part in choose(device, torch.float32, 20)]
+    for seed in (1, 2):
+        x, chosen, probs = choose(device, torch.float32, 20, seed=seed)
+        x[7], chosen[7], probs[7] = mine
+        out = torch.zeros_like(x)
+        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+        sums.append(out[7])
+    assert torch.equal(*sums)
+
+
+def test_launches_are_those_of_the_shape_whatever_is_chosen(experts, device):
+    """So that a graph can hold them: other choices, and the answer to them is right."""
+    layer, seen = Layer(device, torch.float32), []
+    x, chosen, probs = choose(device, torch.float32, 20, seed=1)
+    out = torch.zeros_like(x)
+    with listening(lambda *call: seen.append(call)):
+        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+    assert len(seen) == 5
+    grids = [call[2] for call in seen]
+    seen.clear()
+    with listening(lambda *call: seen.append(call)):
+        experts.add(ReferenceOps(), *choose(device, torch.float32, 20, seed=2, favourite=3), layer.weights, out)
+    assert [call[2] for call in seen] == grids
+
+
+def test_a_weight_that_moved_is_read_where_it_is_now(experts, device):
+    layer, (x, chosen, probs) = Layer(device, torch.float32), choose(device, torch.float32, 9)
+    check(experts, layer, x, chosen, probs)
+    layer.fc1[2]["weight"] = layer.fc1[2]["weight"] * 3
+    check(experts, layer, x, chosen, probs)
+
+
+def test_uneven_experts_are_left_to_the_other_path(experts, device):
+    x, *_ = choose(device, torch.float32, 3)
+    layer = Layer(device, torch.float32)
+    layer.fc2[1]["bias"] = torch.zeros(WIDTH, device=device)
+    assert "layout of fc2's bias" in experts.supports(layer.weights, x)
+    assert "float64" in experts.supports(layer.weights, x.double())
+    layer = Layer(device, torch.float16)
+    assert "float16" in experts.supports(layer.weights, x)
+
+
+def test_no_tokens_are_no_launch(experts, device):
+    seen, layer = [], Layer(device, torch.float32)
+    x, chosen, probs = choose(device, torch.float32, 0)
+    with listening(lambda *call: seen.append(call)):
+        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, x)
+    assert not seen

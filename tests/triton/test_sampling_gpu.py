@@ -1,0 +1,142 @@
+"""What only a GPU shows: no wait for it in a sampler's step, and a captured draw that follows its rows' parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sampling_rows import random_logits, random_request
+
+from megatron_infer.forward.device import Device
+from megatron_infer.sampling.masks import TokenMasks
+from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.sampler import SampleInputs, Sampler
+
+pytestmark = pytest.mark.gpu
+
+VOCAB, ROWS = 40_000, 48
+PLAIN = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_token_ids": None,
+    "min_tokens": 0,
+    "logprobs": None,
+    "return_sampled_logprobs": False,
+    "return_support": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+
+
+def make_sampler(requests, *, with_kernels=True):
+    device = Device("cuda")
+    params = RowParams(len(requests) + 1, VOCAB)
+    for row, request in enumerate(requests):
+        params.set(row, request)
+    kernels = None
+    if with_kernels:
+        from megatron_infer.kernels.triton.sampling import TritonSampling
+
+        kernels = TritonSampling()
+    return Sampler(
+        params,
+        vocab_size=VOCAB,
+        padded_vocab_size=VOCAB + 64,
+        logprobs_mode="processed",
+        argmax=None if kernels is None else kernels.argmax,
+        kernels=kernels,
+        device_kernels=kernels,
+        stage=device.stage,
+    )
+
+
+def on_gpu(requests, rng):
+    logits = torch.nn.functional.pad(random_logits(rng, len(requests), VOCAB, dtype=torch.bfloat16), (0, 64), value=1e4)
+    pool = torch.zeros(len(requests) + 1, 80, dtype=torch.int32)
+    for row, request in enumerate(requests):
+        pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+    return logits.cuda(), pool.cuda()
+
+
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["triton", "torch"])
+def test_a_step_of_all_wishes_waits_for_nothing_and_draws_what_a_cpu_draws(with_kernels):
+    rng = np.random.default_rng(0)
+    requests = [random_request(rng, VOCAB) for _ in range(ROWS)]
+    logits, pool = on_gpu(requests, rng)
+    rows, positions = np.arange(ROWS, dtype=np.int32), np.array([len(r.tokens) for r in requests])
+    sampler = make_sampler(requests, with_kernels=with_kernels)
+    inputs = SampleInputs(rows=rows, positions=positions, token_pool=pool)
+    sampler.sample(logits, inputs)  # compiles
+    sampler.params.set(0, requests[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = sampler.sample(logits, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    of_cpu = Sampler(sampler.params, vocab_size=VOCAB, padded_vocab_size=VOCAB + 64, logprobs_mode="processed")
+    wanted = of_cpu.sample(logits.cpu(), SampleInputs(rows=rows, positions=positions, token_pool=pool.cpu()))
+    assert out.tokens_S.tolist() == wanted.tokens_S.tolist()
+    assert out.logprobs.token_rank.tolist() == wanted.logprobs.token_rank.tolist()
+    torch.testing.assert_close(out.logprobs.token_logprob.cpu(), wanted.logprobs.token_logprob, atol=2e-5, rtol=1e-5)
+    assert torch.equal(out.carried.bits_BY.cpu(), wanted.carried.bits_BY)
+
+
+def test_masks_reach_the_gpu_without_a_wait():
+    rng = np.random.default_rng(1)
+    requests = [random_request(rng, VOCAB, **PLAIN) for _ in range(8)]
+    logits, pool = on_gpu(requests, rng)
+    sampler = make_sampler(requests)
+    sampler.params.flags[[1, 5]] |= 512  # Wants.GRAMMAR
+    bits = np.zeros((2, VOCAB // 32), dtype=np.int32)
+    bits[0, 7], bits[1, 1249] = 1 << 3, -(1 << 31)
+    rows, positions = np.arange(8, dtype=np.int32), np.array([len(r.tokens) for r in requests])
+    inputs = SampleInputs(
+        rows=rows, positions=positions, token_pool=pool, masks=TokenMasks(np.array([1, 5], dtype=np.int64), bits)
+    )
+    sampler.sample(logits, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = sampler.sample(logits, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out.tokens_S[[1, 5]].tolist() == [7 * 32 + 3, 1249 * 32 + 31]
+
+
+def test_a_captured_draw_follows_rows_positions_parameters_and_logits():
+    rng = np.random.default_rng(2)
+    requests = [random_request(rng, VOCAB, **PLAIN) for _ in range(ROWS)]
+    logits, pool = on_gpu(requests, rng)
+    sampler = make_sampler(requests)
+    sampler.refresh_static()
+    row_S, position_S = torch.zeros((2, ROWS), dtype=torch.int32, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sampler.static_sample(logits, row_S, position_S, pool)  # compiles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_S, bad_S = sampler.static_sample(logits, row_S, position_S, pool)
+    for _ in range(5):
+        for row in rng.choice(ROWS, size=6, replace=False).tolist():
+            requests[row] = random_request(rng, VOCAB, **PLAIN)
+            sampler.params.set(row, requests[row])
+        order = rng.permutation(ROWS).astype(np.int32)
+        positions = np.array([len(requests[row].tokens) for row in order], dtype=np.int64)
+        logits.copy_(on_gpu(requests, rng)[0])
+        row_S.copy_(torch.from_numpy(order))
+        position_S.copy_(torch.from_numpy(positions))
+        sampler.refresh_static()
+        graph.replay()
+        wanted = sampler.sample(logits, SampleInputs(rows=order, positions=positions, token_pool=pool))
+        assert token_S.tolist() == wanted.tokens_S.tolist()
+        assert not bad_S.any()
+        assert pool[row_S.long(), position_S.long()].tolist() == token_S.tolist()

@@ -1,0 +1,240 @@
+"""The convolution and scan in Triton against the recurrence in float64: ragged, padded, captured, of odd shapes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_infer.kernels.ssm import LayerStates, SsmSpec
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+from scan_case import SPEC, Case, check_case, make_case
+
+pytestmark = pytest.mark.triton
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+SMALL = replace(SPEC, num_heads=2)
+"""The interpreter takes milliseconds for each program: one head a group."""
+
+
+@pytest.fixture(scope="module")
+def scan(device):
+    from megatron_infer.kernels.triton.scan import TritonScan
+
+    return OnDevice(TritonScan(), device)
+
+
+class OnDevice:
+    """A backend that is given a case on the CPU and runs it elsewhere; states come back into the tensors given."""
+
+    def __init__(self, backend, device):
+        self.backend, self.device = backend, device
+
+    def plan(self, step):
+        moved = {
+            name: getattr(step, name).to(self.device) for name in ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R")
+        }
+        self.backend.plan(replace(step, **moved))
+
+    def run(self, xBC, dt, states, weights, spec):
+        moved = {
+            name: None if (part := getattr(weights, name)) is None else part.to(self.device)
+            for name in weights.__slots__
+        }
+        pools = [part._base.to(self.device) for part in states]
+        y = self.backend.run(
+            *(torch.stack((part, part), -1).to(self.device)[..., 0] if part.stride(-1) != 1 else part.to(self.device)
+              for part in (xBC, dt)),
+            LayerStates(*(pool[:, 1] for pool in pools)), type(weights)(**moved), spec,
+        )  # fmt: skip
+        for part, pool in zip(states, pools, strict=True):
+            part._base.copy_(pool)
+        return y.cpu()
+
+
+def chunk_of(dtype):
+    from megatron_infer.kernels.triton.scan import slice_tiles
+
+    return slice_tiles(SMALL.head_dim, SMALL.state_dim, dtype, (9, 0)).chunk
+
+
+def test_ragged_mixed_step_with_captures_and_tokens_of_nobody(scan, dtype):
+    rows = [(1, 5), (1, 1), (1, 9), (70, 70), (40, 200), (2, 2), (3, 10), (1, 1), (1, 30), (64, 64), (66, 70)]
+    captures = [(3, 1), (3, 2), (3, 32), (3, 64), (3, 69), (4, 39), (5, 1), (9, 63), (10, 33), (10, 64)]
+    case = make_case(rows, spec=SMALL, captures=captures, num_decode=3, num_padding=70, dtype=dtype, ssm_dtype=dtype)
+    check_case(scan, case, TOLERANCE[dtype])
+    y, _ = case.run(scan)
+    assert (y[-70:] == 0).all(), "tokens of nobody give zeros"
+
+
+def test_slices_that_end_around_a_chunk_fresh_and_going_on(scan, dtype):
+    chunk = chunk_of(dtype)
+    lengths = [chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1]
+    rows = [(n, n + past) for n, past in zip(lengths, (0, 7, 0, 3, 9), strict=True)]
+    check_case(scan, make_case(rows, spec=SMALL, dtype=dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [[(1, 7)], [(1, 1)], [(1, 3), (1, 1), (1, 90)], [(9, 9)], [(2, 40), (3, 40), (4, 5)]])
+def test_steps_of_one_kind(scan, rows):
+    decode = sum(q == 1 for q, _ in rows)
+    check_case(scan, make_case(rows, spec=SMALL, num_decode=decode))
+
+
+SHAPES = {
+    "two groups of three heads": {"num_heads": 6},
+    "a group a head": {"num_heads": 3, "num_groups": 3},
+    "one tap": {"conv_width": 1},
+    "two taps": {"conv_width": 2},
+    "six taps": {"conv_width": 6},
+    "one of everything": {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_dim": 1, "conv_width": 1},
+    "largest": {"num_heads": 1, "num_groups": 1, "head_dim": 128, "state_dim": 256},
+    "odd": {"num_heads": 3, "num_groups": 3, "head_dim": 13, "state_dim": 37},
+    "odd, wide": {"num_heads": 1, "num_groups": 1, "head_dim": 65, "state_dim": 200},
+    "dt clamped": {"dt_min": 0.05, "dt_max": 0.2},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_layers(scan, shape):
+    fields = {name: getattr(SMALL, name) for name in SMALL.__slots__} | SHAPES[shape]
+    rows = [(1, 4), (1, 1), (3, 3), (40, 71), (2, 40)]
+    case = make_case(rows, spec=SsmSpec(**fields), captures=[(2, 2), (3, 2), (3, 35)], num_decode=2, num_padding=1)
+    check_case(scan, case, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("conv_bias", [True, False])
+@pytest.mark.parametrize("channel_skip", [True, False])
+def test_a_skip_of_each_channel_and_no_convolution_bias(scan, conv_bias, channel_skip):
+    rows = [(1, 4), (20, 30), (5, 5)]
+    case = make_case(rows, spec=SMALL, num_decode=1, conv_bias=conv_bias, channel_skip=channel_skip)
+    check_case(scan, case)
+
+
+@pytest.mark.parametrize(("conv_dtype", "ssm_dtype"), [("float16", "float32"), ("float32", "float16")])
+def test_states_of_another_dtype_than_the_inputs(scan, conv_dtype, ssm_dtype):
+    case = make_case(
+        [(1, 4), (20, 30), (5, 5), (40, 40)],
+        spec=SMALL,
+        captures=[(3, 5)],
+        num_decode=1,
+        conv_dtype=getattr(torch, conv_dtype),
+        ssm_dtype=getattr(torch, ssm_dtype),
+    )
+    check_case(scan, case, tolerance=2e-3)
+
+
+def padded(case: Case, *, decode: int, rows: int, tokens: int) -> Case:
+    """The same step in a graph's shape: dummy decode rows behind the real ones, empty rows at the end, nobody's tokens.
+
+    Dummy rows write to the last slot, which no row of the step has.
+    """
+    step = case.step
+    dummy = len(case.states.conv_SCW) - 1
+    assert dummy not in step.table_row.tolist()
+    own = step.num_decode
+
+    def stretch(real: torch.Tensor, one: int, none: int) -> torch.Tensor:
+        parts = real[:own], torch.full((decode,), one), real[own:], torch.full((rows,), none)
+        return torch.cat(parts).to(torch.int32)
+
+    q_len = stretch(step.q_len_R, 1, 0)
+    cu_q = torch.cat((torch.zeros(1), q_len.cumsum(0))).to(torch.int32)
+    kv_len, table_row = stretch(step.kv_len_R, 1, 0), stretch(step.table_row_R, dummy, dummy)
+    nothing = torch.full((decode, case.fused.shape[1]), 1.0, dtype=case.fused.dtype)
+    tail = torch.full((tokens, case.fused.shape[1]), math.nan, dtype=case.fused.dtype)
+    fused = torch.cat((case.fused[:own], nothing, case.fused[own:], tail))
+    step = replace(
+        step,
+        num_tokens=len(fused), num_rows=len(q_len), num_decode=own + decode,
+        q_len=q_len.numpy(), kv_len=kv_len.numpy(), cu_q=cu_q.numpy(), table_row=table_row.numpy(),
+        q_len_R=q_len, kv_len_R=kv_len, cu_q_R1=cu_q, table_row_R=table_row,
+    )  # fmt: skip
+    return replace(case, step=step, fused=fused)
+
+
+@pytest.mark.parametrize("rows", [[(1, 5), (1, 1), (9, 9), (34, 50)], [(1, 5), (1, 1)]])
+def test_padding_changes_no_bit_of_a_row_and_writes_to_the_dummy_slot_alone(scan, rows):
+    case = make_case(rows, spec=SMALL, num_decode=2, seed=3)
+    while len(case.states.conv_SCW) - 1 in case.step.table_row.tolist():
+        case = make_case(
+            rows, spec=SMALL, num_decode=2, seed=int(case.step.table_row.sum()) + len(case.states.conv_SCW)
+        )
+    wide = padded(case, decode=3, rows=2, tokens=5)
+    y, states = case.run(scan)
+    got, got_states = wide.run(scan)
+    assert torch.equal(torch.cat((got[:2], got[5:-5])), y)
+    assert got.isfinite().all() and (got[-5:] == 0).all()
+    for part, other in zip(states, got_states, strict=True):
+        assert torch.equal(part[:-1].contiguous().view(torch.uint8), other[:-1].contiguous().view(torch.uint8))
+
+
+def test_company_and_captures_change_no_bit_of_a_row(scan):
+    alone = make_case([(40, 50)], spec=SMALL, seed=1)
+    company = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=[(1, 7), (1, 32)], num_decode=1, seed=2)
+    company.fused[1:41] = alone.fused
+    for part, other in zip(company.states, alone.states, strict=True):
+        part[int(company.step.table_row[1])] = other[int(alone.step.table_row[0])]
+    company = replace(company, weights=alone.weights)
+    y, states = alone.run(scan)
+    got, got_states = company.run(scan)
+    assert torch.equal(got[1:41], y)
+    for part, other in zip(got_states, states, strict=True):
+        assert torch.equal(part[int(company.step.table_row[1])], other[int(alone.step.table_row[0])])
+
+
+def test_a_capture_holds_what_a_cut_there_would_have_left(scan):
+    whole = make_case([(60, 60)], spec=SMALL, captures=[(0, 20), (0, 32), (0, 33)])
+    _, states = whole.run(scan)
+    for n, slot in zip(whole.step.captures.num_tokens, whole.step.captures.state_slot, strict=True):
+        cut = make_case([(int(n), int(n))], spec=SMALL)
+        cut = replace(cut, fused=whole.fused[: int(n)], weights=whole.weights)
+        _, left = cut.run(scan)
+        for part, other in zip(states, left, strict=True):
+            assert torch.equal(part[int(slot)], other[int(cut.step.table_row[0])])
+
+
+def test_long_prompt_with_violent_step_sizes(scan):
+    """Decays of hundreds a token beside tiny ones: sums of them must not cost the small ones their digits."""
+    case = make_case([(200, 200)], spec=SMALL, captures=[(0, 133)])
+    case.fused[::7, -2:] += 30.0
+    check_case(scan, case, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("log_decay", [20.0, 80.0])
+def test_a_head_that_forgets_everything_at_once_stays_finite(scan, log_decay):
+    case = make_case([(70, 70), (40, 100), (1, 1), (1, 9)], spec=SMALL, captures=[(0, 66)])
+    case.weights.decay_H[1] = -math.exp(log_decay)
+    case.fused[50, -1] = 1e9
+    y, _ = case.run(scan)
+    assert y.isfinite().all()
+    check_case(scan, case, tolerance=3e-5)
+
+
+def test_what_one_row_holds_does_not_reach_another(scan):
+    case = make_case([(1, 4), (1, 5), (40, 40), (33, 80)], spec=SMALL, num_decode=2)
+    want, want_states = case.run(scan)
+    case.fused[1], case.fused[10] = math.nan, math.inf
+    got, states = case.run(scan)
+    for span in (slice(0, 1), slice(42, 75)):
+        assert torch.equal(got[span], want[span])
+    assert not got[1].isfinite().any() and not got[10:40].isfinite().all()
+    for row in (0, 3):
+        slot = int(case.step.table_row[row])
+        for after, before in zip(states, want_states, strict=True):
+            assert torch.equal(after[slot], before[slot])
+
+
+def test_what_cannot_run_is_refused_with_the_limit(device):
+    from megatron_infer.kernels.triton.scan import TritonScan, unavailable
+
+    refuse = TritonScan().supports
+    dtypes = {"dtype": torch.float32, "conv_dtype": torch.float32, "ssm_dtype": torch.float32}
+    assert refuse(SPEC, **dtypes) is None
+    assert "state_dim up to 256, got 257" in refuse(replace(SPEC, state_dim=257), **dtypes)
+    assert "conv_width up to 16, got 17" in refuse(replace(SPEC, conv_width=17), **dtypes)
+    assert "SSM states" in refuse(SPEC, **dtypes | {"ssm_dtype": torch.float64})
+    assert "float64" in unavailable(device, torch.float64)
