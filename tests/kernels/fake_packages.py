@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+DTYPES = (torch.float16, torch.bfloat16)
+
 
 def attend(q, k, v, *, scale, window=None):
     """Causal, ends aligned: q [T, N, H], k and v [P, K, H]; window: keys before the query's own, None: all."""
@@ -170,7 +172,7 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
 def _block_rows(q, cache, table, kv_len, spans, *, scale, window_size):
     check_int32(kv_len)
     assert table.dtype is torch.int32 and table.stride(-1) == 1 and len(table) == len(kv_len) == len(spans)
-    assert q.dtype in (torch.float16, torch.bfloat16) and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
+    assert q.dtype in DTYPES and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
     left, right = window_size
     assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
     out = torch.full_like(q, torch.nan)  # what no row writes is whatever memory held
