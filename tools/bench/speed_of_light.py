@@ -83,6 +83,7 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
             bench, ceilings, batch=max(1, min(half, room - 8)), context=sizes.context, prompt=sizes.context, steps=4
         )
     )
+    rows += [row for row in (measures.graphs(bench),) if row]
     rows += measures.suspend(bench, ceilings, modes=("persist", "offload", "recompute"), shares=sizes.shares)
     for row in rows:
         row["shape"] = name

@@ -36,6 +36,20 @@ def decode(bench: Bench, ceilings: Ceilings, *, batches: Sequence[int], context:
     return rows
 
 
+def graphs(bench: Bench) -> Row:
+    """What the graphs captured so far took: seconds, and memory by their own account. Empty where there are none."""
+    captured = bench.engine.parts.runner.graphs
+    if captured is None:
+        return {}
+    pool = captured.pool
+    return {
+        "what": f"graphs captured: {len(pool.captured)}, refused: {len(pool.refused)}",
+        "ms": pool.counts.capture_s * 1e3,
+        "graphs_mib": pool.num_bytes / 2**20,
+        "replays": pool.counts.replays,
+    }
+
+
 def idle(bench: Bench, *, batch: int, context: int, steps: int) -> Row:
     """Share of a decode trace in which the device waits for the host."""
     bench.fill(batch, context, STEADY + steps + 16)
@@ -133,6 +147,6 @@ def lines(rows: Sequence[Row]) -> list[str]:
             f"{row['share']:10.1%}" if "share" in row else " " * 10,
             f"{row['tokens_s']:10,.0f}" if "tokens_s" in row else " " * 10,
         ]
-        also = "".join(f"  {key} {row[key]:.4g}" for key in ("resume_ms", "resume_share", "freed_mib") if key in row)
+        also = "".join(f"  {key} {row[key]:.4g}" for key in ("resume_ms", "resume_share", "freed_mib", "graphs_mib") if key in row)
         out.append(f"{row['what']:<46} {' '.join(cells)}{also}")
     return out
