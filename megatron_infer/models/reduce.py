@@ -5,11 +5,16 @@ Legend: T tokens, X any width, n ranks.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_infer.kernels.symmetric import SymmetricSum, connect
+
+log = logging.getLogger("megatron_infer")
 
 ONE_SHOT_BYTES = 1 << 17
 """Up to this size each rank takes everyone's parts and adds them up itself: one round instead of two."""
@@ -20,12 +25,15 @@ class Reducer:
 
     A ring adds up the parts of different stretches of a tensor in different orders, so that a token's sum would depend
     on which others share its step. On a CPU parts are added in order of rank, in fp32. (Two parts have one order only.)
+    On GPUs small tensors go through symmetric memory, in order of rank, and the others through NCCL, in its own.
     """
 
-    __slots__ = ("group", "rank", "size")
+    __slots__ = ("_small", "group", "rank", "size")
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._small: dict[torch.dtype, SymmetricSum | None] = {}
+        """What adds up small tensors of a dtype on a GPU; None: they go through the group as well."""
 
     @classmethod
     def of(cls, group: Any) -> Reducer | None:
@@ -51,8 +59,19 @@ class Reducer:
         """`all_reduce` without autograd."""
         if self.size > 2 and x.device.type == "cpu":
             return self._sum_in_order(x)
+        small = self._small_sums(x) if x.device.type == "cuda" else None
+        if small is not None and small.takes(x):
+            return small.sum_of(x)
         dist.all_reduce(x, group=self.group)
         return x
+
+    def _small_sums(self, x: Tensor) -> SymmetricSum | None:
+        """Connected when a dtype is first summed, by all ranks alike; a graph is captured after that."""
+        if x.dtype not in self._small:
+            self._small[x.dtype], reason = connect(self.group, x.dtype, x.device)
+            if reason:
+                log.info("sums of %s over %d ranks go through the process group: %s", x.dtype, self.size, reason)
+        return self._small[x.dtype]
 
     def all_gather(self, x_TX: Tensor) -> Tensor:
         """Everyone's columns side by side, in order of rank -> [T, n * X].

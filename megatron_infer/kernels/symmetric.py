@@ -1,0 +1,146 @@
+"""Sums of small tensors over the GPUs of one host through memory that all of them see (torch's symmetric memory).
+
+A decode step adds up a few KiB twice a layer: NCCL's ring takes one hop a rank for it, here every rank reads the parts
+of the others over NVLink in one kernel. They are added in order of rank, so that all ranks get the same bits; that is
+tried out before it is used. Larger tensors stay with NCCL. One stream at a time: a second one would wait for itself.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger("megatron_infer")
+
+MAX_BYTES = 1 << 18
+"""Above it every rank would read more than a ring makes it read."""
+ALIGN_BYTES = 16
+"""What the kernel loads at a time."""
+DTYPES = (torch.bfloat16, torch.float32)
+PROBE_SIZES = (8, 1000, 4096)
+
+
+class SharedMemory(Protocol):
+    """What is asked of torch.distributed._symmetric_memory and torch.ops.symm_mem."""
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
+        """Memory that every rank of `group` maps; collective."""
+        ...
+
+    def sum_into(self, shared: Tensor, group: Any, out: Tensor) -> None:
+        """out = the sum of all ranks' `shared`; collective, enqueued on the current stream."""
+        ...
+
+
+class TorchSharedMemory:
+    """torch's own (2.11 to 2.13)."""
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
+        import torch.distributed._symmetric_memory as symmetric
+
+        shared: Tensor = symmetric.empty(numel, dtype=dtype, device=device)
+        symmetric.rendezvous(shared, group)
+        return shared
+
+    def sum_into(self, shared: Tensor, group: Any, out: Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", group.group_name, out)
+
+
+class SymmetricSum:
+    """Small sums of one dtype over one group; made by all of its ranks at once (`connect`)."""
+
+    __slots__ = ("_group", "_memory", "_shared")
+
+    def __init__(self, group: Any, memory: SharedMemory, shared: Tensor) -> None:
+        self._group, self._memory, self._shared = group, memory, shared
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `sum_of` can do it."""
+        return x.dtype is self._shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in x where it is contiguous."""
+        flat = x.contiguous().view(-1)
+        shared = self._shared[: flat.numel()]
+        shared.copy_(flat)
+        self._memory.sum_into(shared, self._group, flat)
+        return flat.view(x.shape)
+
+
+def connect(
+    group: Any, dtype: torch.dtype, device: torch.device, *, memory: SharedMemory | None = None
+) -> tuple[SymmetricSum | None, str]:
+    """Collective over `group`, which must be able to add up tensors of `device` by itself -> (the sum, or why not).
+
+    All ranks get one, or none: what one lacks is asked of all before anything is shared.
+    """
+    reason = _obstacle(group, dtype, device, asked=memory is None)
+    if (refused := _any_rank(group, device, reason)) is not None:
+        return None, refused
+    memory = TorchSharedMemory() if memory is None else memory
+    try:
+        with torch.inference_mode(False):  # a training forward sums through it as well
+            shared = memory.buffer(MAX_BYTES // dtype.itemsize, dtype, device, group)
+        reason = None
+    except (RuntimeError, ImportError, AttributeError) as error:
+        reason = f"shared memory cannot be had: {error}"
+    if (refused := _any_rank(group, device, reason)) is not None:
+        return None, refused
+    connected = SymmetricSum(group, memory, shared)
+    if (refused := _any_rank(group, device, _wrong(connected, group, dtype, device))) is not None:
+        return None, refused
+    log.info("sums up to %d bytes over %d ranks go through symmetric memory", MAX_BYTES, group.size())
+    return connected, ""
+
+
+def _obstacle(group: Any, dtype: torch.dtype, device: torch.device, *, asked: bool) -> str | None:
+    """What this rank knows against it; the ranks' hosts are compared by all of them."""
+    host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
+    hosts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(hosts, torch.tensor([host], dtype=torch.int64, device=device), group=group)
+    if dtype not in DTYPES:
+        return f"{dtype} is not summed there"
+    if any(int(other) != host for other in hosts):
+        return "the ranks are on several hosts"
+    if not asked:
+        return None
+    if device.type != "cuda":
+        return f"it is a GPU's, the ranks are on {device.type}"
+    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
+        return "this torch has none"
+    return None
+
+
+def _any_rank(group: Any, device: torch.device, reason: str | None) -> str | None:
+    """The reason of this rank, or that another has one; None where nobody has."""
+    ok = torch.tensor([int(reason is None)], device=device)
+    dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=group)
+    if int(ok):
+        return None
+    return reason if reason is not None else "another rank of the group refused it"
+
+
+def _wrong(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Whether what it gives is not, to the last bit, what every other rank gets, or is no sum."""
+    for size in PROBE_SIZES:
+        generator = torch.Generator().manual_seed(size * group.size() + group.rank())
+        part = torch.randn(size, generator=generator).to(dtype).to(device)
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        mine = connected.sum_of(part.clone())
+        everyones = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyones, mine, group=group)
+        if not all(torch.equal(mine, other) for other in everyones):
+            return "ranks do not get the same bits"
+        wanted = torch.stack([one.double() for one in parts]).sum(0)
+        if not torch.allclose(mine.double(), wanted, rtol=0.02, atol=0.05):
+            return "it gives wrong sums"
+    return None
