@@ -4,7 +4,7 @@ Launches a layer: one for rotation and append, one or two for decode rows (the s
 have several), one for the others; those without rows in the step's shape are left out. Nothing is read from the host's
 arrays, nothing waits, and grids are bounds that follow from the step's shape: what is captured once may be replayed
 with other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's
-number of multiprocessors. Legend: `kernels/base.py`.
+number of multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
 """
 
 from __future__ import annotations
