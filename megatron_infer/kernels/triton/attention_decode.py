@@ -24,6 +24,7 @@ Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,14 @@ from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
     MIN_DOT,
+    Layer,
     attend_tile,
     blocks_of,
+    cdiv,
     finish,
     load_tile,
     padded,
+    power_of_2,
     precision,
     variant,
 )
@@ -237,42 +241,41 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(spec: AttendSpec, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
+@functools.cache
+def decode_tiles(num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32."""
-    head_pad = padded(spec.head_dim)
+    head_pad = padded(head_dim)
     keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
-    splits = triton.next_power_of_2(max(1, LANES // spec.num_kv_heads))
     return DecodeTiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
-        max_splits=min(128, max(16, splits)),
+        max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
         num_warps=4,
         num_stages=3 if element_bytes == 2 else 2,
     )
 
 
-def _constexprs(
-    spec: AttendSpec, tiles: DecodeTiles, *, block_size: int, element_bytes: int, lse: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+@functools.cache
+def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of decode_kernel, those of merge_kernel."""
     both = {
-        "HEAD_DIM": spec.head_dim,
-        "HEAD_PAD": padded(spec.head_dim),
+        "HEAD_DIM": layer.head_dim,
+        "HEAD_PAD": padded(layer.head_dim),
         "CHUNK": tiles.chunk,
         "MAX_SPLITS": tiles.max_splits,
-        "WINDOW": spec.window or 0,
-        "HAS_SINKS": spec.sinks_N is not None,
-        "HAS_LSE": lse,
+        "WINDOW": layer.window,
+        "HAS_SINKS": layer.has_sinks,
+        "HAS_LSE": layer.has_lse,
     }
     decode = both | {
-        "NUM_KV": spec.num_kv_heads,
-        "GROUP": spec.group_size,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[element_bytes], triton.next_power_of_2(spec.group_size))),
+        "NUM_KV": layer.num_kv,
+        "GROUP": layer.group,
+        "BLOCK_SIZE": layer.block_size,
+        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[layer.element_bytes], power_of_2(layer.group))),
         "BLOCK_N": tiles.keys,
-        "PRECISION": precision(element_bytes),
+        "PRECISION": precision(layer.element_bytes),
     }
-    return decode, both | {"NUM_HEADS": spec.num_kv_heads * spec.group_size, "DIMS": min(32, padded(spec.head_dim))}
+    return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
 
 
 def attend_decode(
@@ -282,6 +285,7 @@ def attend_decode(
     out_TX: Tensor,
     step: StepMetadata,
     spec: AttendSpec,
+    layer: Layer,
     tiles: DecodeTiles,
     lse_TN: Tensor | None,
     *,
@@ -290,15 +294,13 @@ def attend_decode(
     """Outputs of tokens 0 .. num_decode - 1. programs: how many the device holds at once; they change no bit."""
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
-    splits = max(1, min(triton.cdiv(visible, tiles.chunk), tiles.max_splits))
+    splits = max(1, min(cdiv(visible, tiles.chunk), tiles.max_splits))
     acc = top = total = out_TX
     if splits > 1:
         acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
         top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
-    decode, merge = _constexprs(
-        spec, tiles, block_size=keys.shape[1], element_bytes=q_TKGH.element_size(), lse=lse_TN is not None
-    )
-    lines = spec.num_kv_heads * triton.cdiv(spec.group_size, decode["BLOCK_M"])
+    decode, merge = _constexprs(layer, tiles)
+    lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])
     sinks = out_TX if spec.sinks_N is None else spec.sinks_N
     lse = out_TX if lse_TN is None else lse_TN
     launch(
@@ -343,11 +345,10 @@ def attend_decode(
         )
 
 
-def layer_variants(spec: AttendSpec, name: str, *, dtype: str, block_size: int, lse: bool) -> list[AotVariant]:
+def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    element_bytes = 4 if dtype == "fp32" else 2
-    tiles = decode_tiles(spec, element_bytes)
-    decode, merge = _constexprs(spec, tiles, block_size=block_size, element_bytes=element_bytes, lse=lse)
+    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes)
+    decode, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return [
         variant(f"decode_{name}", decode_kernel, decode, options, dtype),
