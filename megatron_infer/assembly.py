@@ -450,6 +450,7 @@ def make_runner(
         device=where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,
+        spill_bytes=int((config.paused_buffer_size_gb or 0) * GIB) if config.unified_memory_level else 0,
         num_host_slots=num_host_slots,
         state=shape.state,
         num_state_slots=sizes.num_state_slots,

@@ -30,6 +30,13 @@ class TagReport:
     """Moved to or from host memory."""
     bytes_resident: int = 0
     """What the tag still occupies now, host copies included."""
+    copy_s: float = 0.0
+    """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """10^9 bytes a second, as measured; None where nothing was timed."""
+        return self.bytes_copied / self.copy_s / 1e9 if self.bytes_copied and self.copy_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,7 @@ class MemoryReport:
         ]
         lines += [
             f"  {tag:<9} freed {_mib(r.bytes_freed):>9}  copied {_mib(r.bytes_copied):>9}  "
-            f"resident {_mib(r.bytes_resident):>9} MiB"
+            f"resident {_mib(r.bytes_resident):>9} MiB" + ("" if r.gb_per_s is None else f"  {r.gb_per_s:.1f} GB/s")
             for tag, r in self.tags.items()
         ]
         return "\n".join(lines)
@@ -112,6 +119,7 @@ class Suspension:
             if cache_leaves:
                 reports[KV_CACHE] = self._drop_cache(chosen, done)
             elif KV_CACHE in fresh:
+                self._lend_cache(transit)
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
             if GRAPHS in wanted:
@@ -186,11 +194,20 @@ class Suspension:
         store = self._parts.runner.store
         if done is not None:
             self._parts.context.forget_free()
-            return TagReport(
-                bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store)
-            )
+            return _cache_report(done, store)
         freed = store.drop_copy() if store.is_released else store.release(_no_tick).bytes_freed
-        return TagReport(bytes_freed=freed + self._drop_requests(), bytes_resident=_resident(store))
+        freed += self._drop_requests()
+        store.trim_host(keep_bytes=0)
+        return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
+
+    def _lend_cache(self, transit: Transit) -> None:
+        """The mode persist: content and addresses stay, and where pages can leave on their own they may."""
+        self._parts.runner.store.lend()
+        transit.undo("lending the cache", self._settle_cache)
+
+    def _settle_cache(self) -> None:
+        context = self._parts.context
+        self._parts.runner.store.settle(context.held_blocks(), state_slots=context.held_state_slots())
 
     def _drop_requests(self) -> int:
         """Everyone computes anew -> bytes of host memory that evicted requests gave back."""
@@ -204,6 +221,7 @@ class Suspension:
     def _restore_cache(self, transit: Transit) -> TagReport:
         store, context = self._parts.runner.store, self._parts.context
         if not store.is_released:
+            self._settle_cache()
             return TagReport(bytes_resident=_resident(store))
         context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
         blocks, states = context.held_blocks(), context.held_state_slots()
@@ -212,7 +230,7 @@ class Suspension:
             transit.undo("the restore", partial(store.offload, blocks, _no_tick, state_slots=states))
         else:
             transit.undo("the restore", partial(store.release, _no_tick))
-        return TagReport(bytes_freed=done.bytes_freed, bytes_copied=done.bytes_copied, bytes_resident=_resident(store))
+        return _cache_report(done, store)
 
     def _put_graphs_away(self, *, named: bool, moves: bool) -> TagReport:
         """Graphs stay for as long as what they read stays where it is, unless somebody names their memory.
@@ -284,7 +302,16 @@ class _Meter:
 
 
 def _resident(store: StateStore) -> int:
-    return store.resident_bytes() + store.host_bytes()
+    return store.resident_bytes() + store.host_bytes() + store.idle_host_bytes()
+
+
+def _cache_report(done: StoreReport, store: StateStore) -> TagReport:
+    return TagReport(
+        bytes_freed=done.bytes_freed,
+        bytes_copied=done.bytes_copied,
+        bytes_resident=_resident(store),
+        copy_s=done.copy_s,
+    )
 
 
 def _known(tags: Iterable[str] | None) -> set[str]:

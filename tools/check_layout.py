@@ -40,8 +40,12 @@ LAYERS: dict[str, int] = {
     "text": 3,
     "metrics": 3,  # sinks: they know metrics.core and a writer, the engine feeds them
     "context.store": 3,
+    "context.store_layout": 3,
+    "context.store_content": 3,
     "context.memory": 3,
     "context.modes": 3,
+    "context.regions": 3,
+    "context.copies": 3,
     "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,
@@ -78,7 +82,16 @@ PEERS = ("models", "forward")
 """Same layer, but they never import each other: they meet in kernels/base.py."""
 HOMES: dict[str, tuple[str, ...]] = {
     "megatron": ("models", "parallel.groups", "rl.weights", "testing"),
-    "torch.cuda": ("forward.device", "forward.graphs", "context.modes", "kernels", "models.mcore_compat", "testing"),
+    "torch.cuda": (
+        "forward.device",
+        "forward.graphs",
+        "context.modes",
+        "context.regions",
+        "context.copies",
+        "kernels",
+        "models.mcore_compat",
+        "testing",
+    ),
 }
 """Foreign module -> the only places of the package that may touch it."""
 PURE = (

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_infer.context.modes import Region, make_host_region
+from megatron_infer.context.copies import MAX_INDEX, CopyPipeline
+from megatron_infer.context.modes import MappedRegion
+from megatron_infer.context.regions.pinned import PinnedChunk
 
 PIECE_BYTES = 64 << 20
 """What is copied at a time: bounds the staging copy on a device and the time between two looks at a deadline."""
@@ -26,26 +28,45 @@ MAX_WASTE = 1 / 8
 
 @dataclass(slots=True)
 class _Chunk:
-    region: Region
+    region: MappedRegion | PinnedChunk
     used: set[int] = field(default_factory=set)
 
 
 class HostArena:
     """Slots numbered by their user, 0 .. max_slots - 1; a chunk exists while one of its slots holds something.
 
-    On CUDA chunks are pinned and copies do not wait: they are in order with whatever runs on the current stream, which
-    must be the same one for every call. On a CPU copies are done when a call returns.
+    With a pipeline (CUDA) chunks are pinned, copies are in order with whatever runs on the current stream, which must
+    be the same one for every call, and nothing waits for them. Without one copies are done when a call returns.
     """
 
     def __init__(
-        self, slot_shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, max_slots: int | None = None
+        self,
+        slot_shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        pipeline: CopyPipeline | None = None,
+        max_slots: int | None = None,
     ) -> None:
         self.slot_bytes = math.prod(slot_shape) * dtype.itemsize
         self.max_slots = max_slots
-        self._slot_shape, self._dtype, self._pinned = tuple(slot_shape), dtype, pinned
+        self._slot_shape, self._dtype, self._pipeline = tuple(slot_shape), dtype, pipeline
         self._slots_per_chunk = slots_per_chunk(self.slot_bytes)
         self.slots_per_piece = max(1, PIECE_BYTES // self.slot_bytes)
+        if pipeline is not None:
+            self.slots_per_piece = min(self.slots_per_piece, MAX_INDEX)
         self._chunks: dict[int, _Chunk] = {}
+        self._is_reserved = False
+
+    def reserve(self) -> None:
+        """Pin every chunk now, and keep them: pinning stops the device, which must not be in the middle of a step.
+
+        Nothing where host memory is not pinned. Raises MemoryError.
+        """
+        if self._pipeline is None or not self.max_slots:
+            return
+        for first in range(0, self.max_slots, self._slots_per_chunk):
+            self._chunk(first // self._slots_per_chunk, first)
+        self._is_reserved = True
 
     def resident_bytes(self) -> int:
         """Host memory the chunks take now."""
@@ -54,17 +75,19 @@ class HostArena:
     def save(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
         """Copy places[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
         for begin, end, slots_SX in self._runs(slots, fresh=True):
-            index = torch.tensor(places[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
-            if self._pinned:
-                slots_SX.copy_(pool_NX.index_select(0, index), non_blocking=True)
-            else:
+            if self._pipeline is None:
+                index = torch.tensor(places[begin:end], dtype=torch.int64)
                 torch.index_select(pool_NX, 0, index, out=slots_SX)
+            else:
+                self._pipeline.save(pool_NX, places[begin:end], slots_SX)
 
     def load(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
         """Copy slots[i] into places[i] of the pool, each place once; the slots keep their content."""
         for begin, end, slots_SX in self._runs(slots, fresh=False):
-            index = torch.tensor(places[begin:end], dtype=torch.int64).to(pool_NX.device, non_blocking=True)
-            pool_NX.index_copy_(0, index, slots_SX.to(pool_NX.device, non_blocking=True))
+            if self._pipeline is None:
+                pool_NX.index_copy_(0, torch.tensor(places[begin:end], dtype=torch.int64), slots_SX)
+            else:
+                self._pipeline.load(slots_SX, pool_NX, places[begin:end])
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what slots hold, if anything; a chunk that holds nothing more gives its memory back."""
@@ -74,7 +97,7 @@ class HostArena:
             if chunk is None:
                 continue
             chunk.used.discard(slot)
-            if not chunk.used:
+            if not chunk.used and not self._is_reserved:
                 chunk.region.release()
                 del self._chunks[number]
 
@@ -108,7 +131,11 @@ class HostArena:
             size = self._slots_per_chunk
             if self.max_slots is not None:
                 size = min(size, self.max_slots - number * size)
-            self._chunks[number] = _Chunk(make_host_region((size, *self._slot_shape), self._dtype, pinned=self._pinned))
+            shape = (size, *self._slot_shape)
+            if self._pipeline is None:
+                self._chunks[number] = _Chunk(MappedRegion(shape, self._dtype, keep_mapping=False))
+            else:
+                self._chunks[number] = _Chunk(self._pipeline.host.take(shape, self._dtype))
         return self._chunks[number]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 from torch import Tensor
 
+from megatron_infer.context.copies import CopyPipeline
 from megatron_infer.context.memory import HostArena
 from megatron_infer.context.modes import wait
 
@@ -39,15 +40,18 @@ class PoolMemory:
         dummy: int,
         device: torch.device,
         num_host_slots: int,
+        pipeline: CopyPipeline | None = None,
     ) -> None:
+        """pipeline: how copies between device and host are made; without one the pool is host memory itself."""
         self.noun, self.num_places, self.dummy = noun, num_places, dummy
         self.place_bytes = math.prod(place_shape) * dtype.itemsize
         self._device = device
         self._pool_NX: Tensor | None = None
-        pinned = device.type == "cuda"
-        self._swapped = HostArena(place_shape, dtype, pinned=pinned, max_slots=num_host_slots)
-        self._offloaded = HostArena(place_shape, dtype, pinned=pinned)
-        self._trial = HostArena(place_shape, dtype, pinned=pinned, max_slots=1)
+        self._pipeline = pipeline
+        self._swapped = HostArena(place_shape, dtype, pipeline=pipeline, max_slots=num_host_slots)
+        self._swapped.reserve()
+        self._offloaded = HostArena(place_shape, dtype, pipeline=pipeline)
+        self._trial = HostArena(place_shape, dtype, pipeline=pipeline, max_slots=1)
         self._slot_of: dict[int, int] = {}
         """Place -> slot of the suspend's copy."""
         self.copy_s = 0.0
@@ -122,7 +126,7 @@ class PoolMemory:
         self._took(started, len(places))
 
     def _took(self, started: float, count: int) -> None:
-        if self._device.type == "cpu":  # elsewhere copies have only been enqueued
+        if self._pipeline is None:  # elsewhere copies have only been enqueued
             self.copy_s += MOVE_SMOOTHING * ((time.perf_counter() - started) / count - self.copy_s)
 
     def free_host_slots(self, slots: Iterable[int]) -> None:

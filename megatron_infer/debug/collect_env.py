@@ -77,6 +77,7 @@ def collect() -> list[Fact]:
         "torch": _torch,
         "environment": _environment,
         "kernels": _kernels,
+        "cache memory": _cache_memory,
     }
     facts: list[Fact] = []
     for section, probe in sections.items():
@@ -237,6 +238,15 @@ def _kernels() -> Iterator[Fact]:
             continue
         for row in rows:
             yield Fact("kernels", f"exact mode: {row.operation}, cpu {label}", row.chosen, _why(row.reasons))
+
+
+def _cache_memory() -> Iterator[Fact]:
+    """What the KV cache would be in, by what is asked for."""
+    from megatron_infer.context.modes import devices, table
+
+    for device in devices():
+        for asked, chosen, why in table(device):
+            yield Fact("cache memory", f"{asked}, {device}", chosen, why)
 
 
 def _why(reasons: dict[str, str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Device:
     """A torch device with the few operations a step needs, the same on CPU and CUDA.
 
-    Ordering: everything is enqueued on the thread's current stream and runs in that order, but for what a `SideStream`
-    is given. The host never waits except in `Event.wait`, `HostRead.wait` and `synchronize`, all counted in `syncs`;
-    an upload waits only where MAX_RETIRED_BYTES of them are under way.
+    Ordering: everything is enqueued on the thread's current stream and runs in that order. The host waits nowhere but
+    in `Event.wait`, `HostRead.wait` and `synchronize`, which count it in `syncs`; an upload does so only where
+    MAX_RETIRED_BYTES of them are under way.
     """
 
     def __init__(self, name: str | torch.device = "auto") -> None:
@@ -186,33 +185,6 @@ class HostRead:
                 self._device.pinned.give_back(self._lent)
                 self._lent = None
         return self._tensors
-
-
-class SideStream:
-    """A second line of work on the device, for copies that go on beside the steps. On a CPU everything is in line."""
-
-    def __init__(self, device: Device) -> None:
-        self._stream: Any = torch.cuda.Stream(device.torch) if device.is_cuda else None
-
-    @contextlib.contextmanager
-    def behind_current(self) -> Iterator[None]:
-        """What the body enqueues runs on the side, after all that the current stream was given before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """What the current stream is given from now on runs after all that the side was given; nobody waits."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def uses(self, tensor: Tensor) -> None:
-        """The side reads or writes `tensor`: its memory is not reused before that is done, though it is dropped."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
 
 
 def _pinned_buffer(num_bytes: int) -> Tensor:

@@ -111,7 +111,7 @@ class Tape:
 
     def take(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
-        self.check(name, func, args)
+        self.check(name, args)
         inputs = self.see(name, (args, kwargs))
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
@@ -151,13 +151,8 @@ class Tape:
             self._given[storage] = tensor
         return storages
 
-    def check(self, name: str, func: Any, args: Any) -> None:
-        asks = name in ASKING and (name != "aten::where" or len(args) == 1)
-        if name == "aten::index" or name.startswith("aten::index_put"):
-            asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if name == "aten::repeat_interleave":
-            asks = len(args) < 2 or isinstance(args[1], Tensor)
-        if asks:
+    def check(self, name: str, args: Any) -> None:
+        if asks(name, args):
             raise GraphRefused(f"{name} asks the device for a value while a graph is captured")
 
 
@@ -189,6 +184,15 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tape.take(func, args, kwargs or {})
+
+
+def asks(name: str, args: Any) -> bool:
+    """Whether a call of this operation has to know what the device has computed."""
+    if name == "aten::index" or name.startswith("aten::index_put"):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "aten::repeat_interleave":
+        return len(args) < 2 or isinstance(args[1], Tensor)
+    return name in ASKING and (name != "aten::where" or len(args) == 1)
 
 
 def _tensors(arguments: Any) -> Iterator[Tensor]:

@@ -121,11 +121,12 @@ class StepBuffer:
 
     def advance_host(self, num_decode: int) -> None:
         """What changes when the first rows, of a step that only decodes, go on by one token."""
-        self._rising_host_3R[:, :num_decode] += 1
+        rising_3R = self._rising_host_3R[:, :num_decode]
+        rising_3R += 1
 
     def advance_mirror(self, num_decode: int) -> None:
         """The same on the device, in place of an upload."""
-        self._rising_3R[:, :num_decode] += 1
+        self._rising_3R[:, :num_decode].add_(1)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.forward.graph_replay import ASKING
+from megatron_infer.forward.graph_replay import asks
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer"}
@@ -147,10 +147,7 @@ class _Dispatched(TorchDispatchMode):
         name, inputs = func._schema.name, list(_tensors((args, kwargs)))
         on_device = [tensor for tensor in inputs if watch.is_device(tensor)]
         if on_device:
-            asks = name in ASKING
-            if name == "aten::index" or name.startswith("aten::index_put"):
-                asks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-            if asks:
+            if asks(name, args):
                 watch.hit(f"{name} asks for a value")
             strangers = [tensor for tensor in inputs if tensor.dim() and not watch.is_device(tensor)]
             if strangers:

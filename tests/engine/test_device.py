@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_infer.forward import pinned
-from megatron_infer.forward.device import Device, SideStream
+from megatron_infer.forward.device import Device
 
 
 class LateEvent:
@@ -121,14 +121,6 @@ def test_a_wait_is_counted_once_and_reading_nothing_is_none(device):
     assert read.wait() and read.is_done() and device.syncs == {"read": 1}
     nothing = device.begin_read()
     assert nothing.is_done() and nothing.wait() == () and device.syncs == {"read": 1}
-
-
-def test_on_a_cpu_the_side_is_in_line():
-    side = SideStream(Device("cpu"))
-    with side.behind_current():
-        tensor = torch.ones(3)
-    side.uses(tensor)
-    side.join()
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from model_kinds import make_model
+from model_kinds import buffers, make_model
 from sync_watch import SyncWatch
 
 from megatron_infer.config import InferenceConfig
@@ -39,7 +39,7 @@ OF_HYBRIDS = {
 
 def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceEngine:
     sizes = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 12}
-    return DynamicInferenceEngine(model, InferenceConfig(**sizes, **settings))
+    return DynamicInferenceEngine(model, InferenceConfig(**{**sizes, **settings}))
 
 
 def waits_of(device: Device, steps) -> Counter:
@@ -48,12 +48,20 @@ def waits_of(device: Device, steps) -> Counter:
     return device.syncs - before
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_a_step_waits_once_and_asks_the_device_nothing(kind, overlap, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("attention", {}),
+        ("attention", {"overlap": True}),
+        ("attention", {"overlap": True, "num_cuda_graphs": -1}),
+        ("hybrid", {"overlap": True}),
+    ],
+)
+def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
     watch = SyncWatch(monkeypatch)
-    engine = make_engine(make_model(kind), overlap=overlap)
+    engine = make_engine(make_model(kind), **settings)
     engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
     for _ in range(3):  # weights are compared before the first step, and read for that
         engine.step()
@@ -70,8 +78,25 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, overlap, monkeypatc
             engine.abort(group.id)
 
 
-KNOWN = ("models/moe.py", "context/store.py: copy_blocks")
-"""Experts that run one after the other ask how many tokens each has; forks' blocks."""
+def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    watch, model = SyncWatch(monkeypatch), make_model("attention")
+    room = buffers(model, blocks=6, block_size=16, max_requests=6)
+    engine = make_engine(model, **room, overlap=True, preemption_mode="swap", swap_buffer_size_gb=0.01, max_requests=6)
+    for first in range(4):
+        params = SamplingParams(temperature=1.0, max_tokens=50, ignore_eos=True)
+        engine.add_request(list(range(4 + first, 24)), params, stream="delta")
+    for _ in range(2):
+        engine.step()
+    device, stats = engine.parts.device, engine.parts.scheduler.stats
+    with watch:
+        while not stats.swapped_in:
+            assert waits_of(device, engine.step) in ({"read": 1}, {})  # nobody may have room for a while
+    assert not [hit for hit in watch.hits if not hit.startswith(KNOWN)], watch.hits
+
+
+KNOWN = ("models/moe.py", "context/store_content.py: copy_blocks", "context/memory.py: save", "context/memory.py: load")
+"""Experts that run one after the other ask how many tokens each has. The others have a way of their own on CUDA."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -99,20 +124,26 @@ def test_a_step_that_draws_nothing_waits_for_nothing():
     assert waits_of(engine.parts.device, engine.step) == {}
 
 
-def test_decode_steps_upload_nothing_while_no_block_is_added(monkeypatch):
-    engine = make_engine(make_model("attention"))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    engine = make_engine(make_model("attention"), num_cuda_graphs=-1 if graphs else None)
     for first in range(3):
         engine.add_request(list(range(4 + first, 20)), CASES["greedy"], stream="delta")
     for _ in range(6):  # the last of them has its second block
         engine.step()
-    uploads = []
-    device = engine.parts.device
+    uploads, replays = [], []
+    device, runner = engine.parts.device, engine.parts.runner
     upload, stage = device.upload, device.stage
     monkeypatch.setattr(device, "upload", lambda host, target: (uploads.append("upload"), upload(host, target)))
     monkeypatch.setattr(device, "stage", lambda array: (uploads.append("stage"), stage(array))[1])
+    if graphs:
+        launch = runner.graphs.launch
+        monkeypatch.setattr(runner.graphs, "launch", lambda *args, **kw: (replays.append(1), launch(*args, **kw))[1])
     for _ in range(8):
         engine.step()
-    assert uploads == []
+    assert uploads == [] and len(replays) == (8 if graphs else 0)
 
 
 # ---------------------------------------------------------------------- the watch itself

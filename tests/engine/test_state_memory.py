@@ -17,7 +17,7 @@ from megatron_infer.cli.loading import load_llm
 from megatron_infer.cli.main import main
 from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
 from megatron_infer.context.modes import resident_bytes
-from megatron_infer.context.store import PAGE_BYTES
+from megatron_infer.context.store_layout import PAGE_BYTES
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.schedule.params import SamplingParams
 

@@ -324,3 +324,17 @@ def test_tokens_heard_of_later_go_to_the_rows_of_their_step(builder):
     builder.build(decode_plan([request_in(3)], [9]), ())
     builder.store_heard(batch, np.array([11, 12]))
     assert builder.token_pool[1, 5] == 11 and builder.token_pool[2, 7] == 12 and builder.token_pool.count_nonzero() == 2
+
+
+def test_new_angles_take_the_place_of_the_old_ones(builder):
+    def angles() -> torch.Tensor:
+        batch = builder.build(decode_plan([request_in(1)], [4]), ())
+        return batch.meta.cos_TR
+
+    before = angles()
+    place = builder._rotations.cos_PR.data_ptr()
+    table = torch.full((32, HEAD_DIM), 7.0)
+    assert builder.rotary_differs(RotaryTable(cos_PR=table, sin_PR=table)) == "cos"
+    builder.set_rotary(RotaryTable(cos_PR=table, sin_PR=table))
+    assert builder._rotations.cos_PR.data_ptr() == place, "a captured graph reads the old place"
+    assert (angles() == 7.0).all() and not (before == 7.0).any()

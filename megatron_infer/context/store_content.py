@@ -1,0 +1,184 @@
+"""What the pools hold: read, written and moved, as long as they have memory. `context.store` says when that is.
+
+pool  <-- run_moves -->  host slots: blocks and states of evicted requests while the pool is in use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_infer.context.copies import MAX_INDEX, CopyPipeline
+from megatron_infer.context.host import Move
+from megatron_infer.context.pool_memory import PoolMemory
+from megatron_infer.errors import StateReleased
+
+MAX_PAIRS = MAX_INDEX // 2
+
+
+class PoolContent:
+    """The KV cache's blocks and the recurrent states; either may be missing, copying it then does nothing."""
+
+    def __init__(self, blocks: PoolMemory | None, states: PoolMemory | None, pipeline: CopyPipeline | None) -> None:
+        self._blocks, self._states, self._pipeline = blocks, states, pipeline
+        self._pools = [pool for pool in (blocks, states) if pool is not None]
+        self._kv_cache: Tensor | None = None
+        """None while the pools have no memory."""
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """[layers, 2, num_blocks, B, K, H]. Raises StateReleased between release (or offload) and restore."""
+        cache = self._kv_cache
+        if cache is None:
+            raise _away(self._pools)
+        return cache
+
+    @property
+    def is_released(self) -> bool:
+        return self._kv_cache is None
+
+    # ------------------------------------------------------------------ on the host
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken now by the copy of an offload and by what was swapped out (CUDA: may be)."""
+        return sum(pool.host_bytes() for pool in self._pools)
+
+    def idle_host_bytes(self) -> int:
+        """Pinned host memory kept for the next offload."""
+        return 0 if self._pipeline is None else self._pipeline.host.idle_bytes()
+
+    def trim_host(self, keep_bytes: int | None = None) -> int:
+        """Unpin idle host memory beyond keep_bytes (None: a small share of the machine's) -> bytes unpinned."""
+        return 0 if self._pipeline is None else self._pipeline.host.trim(keep_bytes)
+
+    @property
+    def copy_s_per_block(self) -> float:
+        """Seconds to move one block to the host or back, as last measured or seen; 0.0 before, and without memory."""
+        return 0.0 if self._blocks is None else self._blocks.copy_s
+
+    @property
+    def copy_s_per_state(self) -> float:
+        """The same of one state slot; 0.0 without recurrent state."""
+        return 0.0 if self._states is None else self._states.copy_s
+
+    # ------------------------------------------------------------------ moving
+
+    def run_moves(self, moves: Sequence[Move]) -> None:
+        """Copy blocks and states to host slots and back, and states to other states' slots, with the result of doing
+        one move after the other.
+
+        On CUDA they are enqueued on the current stream and nothing waits. Raises MemoryError when the host has no
+        room within num_host_slots and num_host_states.
+        """
+        if not moves:
+            return
+        self._check_held()
+        for kind, group in _groups(moves):
+            pool = self._states if kind.startswith("state") else self._blocks
+            if pool is not None:  # None: blocks or states that only other pipeline stages keep
+                _run(pool, kind, group)
+
+    def free_host_slots(self, slots: Iterable[int]) -> None:
+        """Drop the blocks these slots hold; slots that were never written are fine."""
+        if self._blocks is not None:
+            self._blocks.free_host_slots(slots)
+
+    def free_host_states(self, slots: Iterable[int]) -> None:
+        """The same of host states."""
+        if self._states is not None:
+            self._states.free_host_slots(slots)
+
+    def measure_copy_s_per_block(self) -> float:
+        """`copy_s_per_block` measured now, on the dummy block."""
+        self._check_held()
+        return 0.0 if self._blocks is None else self._blocks.measure_copy_s()
+
+    def measure_copy_s_per_state(self) -> float:
+        """`copy_s_per_state` measured now, on the dummy slot."""
+        self._check_held()
+        return 0.0 if self._states is None else self._states.measure_copy_s()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of blocks on the host, [len(blocks), layers, 2, B, K, H]."""
+        self._check_held()
+        assert self._blocks is not None, "blocks of a model without attention layers hold nothing"
+        return self._blocks.read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        """Put what `read_blocks` gave (same layout) into `blocks`."""
+        self._check_held()
+        assert self._blocks is not None, "blocks of a model without attention layers hold nothing"
+        self._blocks.write(blocks, content)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
+        cache = self.kv_cache
+        if not pairs or self._blocks is None:
+            return
+        for first in range(0, len(pairs), MAX_PAIRS):
+            piece = [number for pair in pairs[first : first + MAX_PAIRS] for number in pair]
+            index = torch.tensor(piece) if self._pipeline is None else self._pipeline.lane.upload(piece)
+            cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
+
+    def read_states(self, slots: Sequence[int]) -> Tensor:
+        """A copy of state slots on the host, bytes [len(slots), slot_bytes]."""
+        return self._state_pool().read(slots).view(torch.uint8)
+
+    def write_states(self, slots: Sequence[int], content: Tensor) -> None:
+        """Put what `read_states` gave into `slots`."""
+        pool = self._state_pool()
+        assert content.shape == (len(slots), pool.place_bytes), f"{tuple(content.shape)}, slots of {pool.place_bytes:,}"
+        pool.write(slots, content.contiguous().view(torch.int64))
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states (source slot, destination slot), one after the other; nothing in a pipeline stage without any."""
+        if pairs and self._states is not None:
+            self._state_pool().copy(pairs)
+
+    def _check_held(self) -> None:
+        if self._kv_cache is None:
+            raise _away(self._pools)
+
+    def _state_pool(self) -> PoolMemory:
+        self._check_held()
+        assert self._states is not None, "the model keeps no recurrent state"
+        return self._states
+
+
+def _run(pool: PoolMemory, kind: str, group: list[Move]) -> None:
+    """Carry out a group of `_groups`."""
+    if kind == "state copy":
+        pool.copy((source, destination) for _, destination, source in group)
+        return
+    # No target comes twice in a group, so its order is free: by slot, neighbours are copied as one.
+    group.sort(key=lambda move: move[2])
+    swap = pool.swap_out if kind.endswith("out") else pool.swap_in
+    swap([place for _, place, _ in group], [slot for _, _, slot in group])
+
+
+def _away(pools: Sequence[PoolMemory]) -> StateReleased:
+    kept = ", ".join(f"{pool.num_kept:,} {pool.noun}" for pool in pools)
+    return StateReleased(
+        f"the cache is released ({kept} of it are kept on the host); resume before anything that reads or writes it"
+    )
+
+
+def _groups(moves: Sequence[Move]) -> Iterator[tuple[str, list[Move]]]:
+    """Cut moves into runs of one kind, (kind, moves), in which no target comes twice: order within one does not matter.
+
+    State copies are the exception: they read and write the same pool, so a run of them is done in its order.
+    """
+    group: list[Move] = []
+    targets: set[int] = set()
+    for move in moves:
+        kind, place, slot = move
+        target = slot if kind.endswith("out") else place
+        if group and (group[0][0] != kind or (target in targets and kind != "state copy")):
+            yield group[0][0], group
+            group, targets = [], set()
+        group.append(move)
+        targets.add(target)
+    if group:
+        yield group[0][0], group

@@ -1,0 +1,117 @@
+"""What is passed to CUDA by ctypes has the layout, the numbers and the signatures of the headers on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import fake_cuda
+import pytest
+
+from megatron_infer.context.regions import managed, vmm
+
+pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
+
+
+def folders(header):
+    """Folders that have it: a toolkit's, and the one Triton brings."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda", *sorted(map(str, Path("/usr/local").glob("cuda-*")))]
+    found = [Path(home) / "include" for home in homes if home]
+    if (triton := importlib.util.find_spec("triton")) is not None and triton.origin is not None:
+        found.append(Path(triton.origin).parent / "backends/nvidia/include")
+    return sorted({folder.resolve() for folder in found if (folder / header).exists()})
+
+
+def check(folder, lines, tmp_path):
+    source = tmp_path / "abi.cpp"
+    source.write_text("\n".join(lines))
+    command = [fake_cuda.COMPILER, "-std=c++17", "-fsyntax-only", "-Werror", f"-I{folder}", str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def layout_of(name, structure):
+    yield f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "size of {name}");'
+    for field, *_ in structure._fields_:
+        offset = getattr(structure, field).offset
+        yield f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "{name}.{field}");'
+
+
+def equal(constant, value):
+    return f'static_assert((int){constant} == {value}, "{constant}");'
+
+
+SHAPE = """
+template <class... A> struct shape {
+    static constexpr bool is(std::initializer_list<int> wanted) {
+        // bytes of each argument, negative for pointers: what a call by ctypes must agree on
+        const int real[] = {(std::is_pointer<A>::value ? -1 : 1) * (int)sizeof(A)...};
+        if (wanted.size() != sizeof...(A)) return false;
+        int at = 0;
+        for (int one : wanted) if (one != real[at++]) return false;
+        return true;
+    }
+};
+template <class... A> constexpr shape<A...> shape_of(CUresult (*)(A...)) { return {}; }
+"""
+
+
+@pytest.mark.parametrize("folder", folders("cuda.h") or [None], ids=str)
+def test_driver_structures_and_calls_are_those_of_its_header(folder, tmp_path):
+    if folder is None:
+        pytest.skip("no cuda.h on this machine")
+    lines = ["#include <initializer_list>", "#include <type_traits>", "#include <cuda.h>"]
+    lines += layout_of("CUmemLocation", vmm.Location)
+    lines += layout_of("CUmemAllocationProp", vmm.AllocationProp)
+    lines += layout_of("CUmemAccessDesc", vmm.AccessDesc)
+    flags = vmm.AllocationFlags
+    lines.append(
+        f'static_assert(sizeof(((CUmemAllocationProp *)0)->allocFlags) == {ctypes.sizeof(flags)}, "allocFlags");'
+    )
+    lines += [
+        equal("CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", vmm.VIRTUAL_MEMORY_SUPPORTED),
+        equal("CU_MEM_ALLOCATION_TYPE_PINNED", vmm.PINNED),
+        equal("CU_MEM_LOCATION_TYPE_DEVICE", vmm.DEVICE),
+        equal("CU_MEM_ACCESS_FLAGS_PROT_READWRITE", vmm.READ_WRITE),
+        equal("CU_MEM_ALLOC_GRANULARITY_RECOMMENDED", vmm.RECOMMENDED),
+        equal("CUDA_ERROR_OUT_OF_MEMORY", vmm.OUT_OF_MEMORY),
+        'static_assert(sizeof(CUmemGenericAllocationHandle) == sizeof(unsigned long long), "handle");',
+        'static_assert(sizeof(CUdeviceptr) == 8, "pointer");',
+    ]
+    lines.append(SHAPE)
+    for name, types in vmm.SIGNATURES.items():
+        wanted = [ctypes.sizeof(kind) * (-1 if hasattr(kind, "contents") else 1) for kind in types]
+        lines.append(f'static_assert(shape_of(&{name}).is({{{", ".join(map(str, wanted))}}}), "{name}");')
+    check(folder, lines, tmp_path)
+
+
+@pytest.mark.parametrize("folder", folders("cuda_runtime_api.h") or [None], ids=str)
+def test_runtime_structures_and_numbers_are_those_of_its_header(folder, tmp_path):
+    if folder is None:
+        pytest.skip("no cuda_runtime_api.h on this machine")
+    lines = ["#include <cuda_runtime_api.h>"]
+    lines += layout_of("struct cudaMemLocation", managed.MemLocation)
+    lines += [
+        equal("cudaDevAttrManagedMemory", managed.MANAGED_MEMORY),
+        equal("cudaDevAttrConcurrentManagedAccess", managed.CONCURRENT_ACCESS),
+        equal("cudaMemAttachGlobal", managed.ATTACH_GLOBAL),
+        equal("cudaMemAdviseSetPreferredLocation", managed.SET_PREFERRED),
+        equal("cudaMemAdviseUnsetPreferredLocation", managed.UNSET_PREFERRED),
+        equal("cudaMemAdviseSetAccessedBy", managed.SET_ACCESSED_BY),
+        equal("cudaMemLocationTypeDevice", managed.LOCATION_DEVICE),
+        "#if CUDART_VERSION >= 13000",
+        "cudaError_t (*prefetch)(const void *, size_t, struct cudaMemLocation, unsigned, cudaStream_t) "
+        "= cudaMemPrefetchAsync;",
+        "cudaError_t (*advise)(const void *, size_t, enum cudaMemoryAdvise, struct cudaMemLocation) = cudaMemAdvise;",
+        "cudaError_t (*discard)(void **, size_t *, size_t, unsigned long long, cudaStream_t) "
+        "= cudaMemDiscardBatchAsync;",
+        "#else",
+        "cudaError_t (*prefetch)(const void *, size_t, int, cudaStream_t) = cudaMemPrefetchAsync;",
+        "cudaError_t (*advise)(const void *, size_t, enum cudaMemoryAdvise, int) = cudaMemAdvise;",
+        "#endif",
+        "cudaError_t (*allocate)(void **, size_t, unsigned) = cudaMallocManaged;",
+    ]
+    check(folder, lines, tmp_path)

@@ -1,0 +1,150 @@
+"""Unified memory is advised, lent, settled and bounded as said, in the form of either runtime, on a stand-in of it."""
+
+from __future__ import annotations
+
+import logging
+
+import fake_cuda
+import pytest
+import torch
+from suspend_case import make_engine
+
+from megatron_infer.context import modes
+from megatron_infer.context import store as store_module
+from megatron_infer.context.regions import managed
+from megatron_infer.context.store_layout import StoreLayout
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt
+
+pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
+CPU = torch.device("cpu")
+MIB = 1 << 20
+KEEP, LEND, ACCESSED = "advise 3", "advise 4", "advise 5"
+
+
+@pytest.fixture(scope="module", params=fake_cuda.VERSIONS)
+def library(request, tmp_path_factory):
+    return request.param, fake_cuda.build(tmp_path_factory.mktemp("fake"), request.param)
+
+
+@pytest.fixture
+def fake(library, tmp_path):
+    lib = fake_cuda.load(library[1], tmp_path)
+    yield lib
+    assert lib.fake_last_refusal() == b"" and lib.fake_pending_error() == 0
+
+
+def journal(fake):
+    said = fake.fake_journal().decode().splitlines()
+    fake.fake_clear_journal()
+    return said
+
+
+def test_pages_are_preferred_lent_settled_and_discarded(fake, library, monkeypatch):
+    runtime = managed.Runtime(fake)
+    assert runtime.version == library[0]
+    region = managed.ManagedRegion((16 * MIB,), torch.uint8, CPU, runtime=runtime)
+    address = region.tensor.data_ptr()
+    assert journal(fake) == [KEEP, ACCESSED]
+    region.tensor[5 * MIB] = 7
+    region.lend()
+    assert journal(fake) == [LEND]
+    near = [(9 * MIB, 9 * MIB + 5), (0, 10), (20, 30), (3 * MIB, 4 * MIB)]
+    assert region.settle(near) == 30 + MIB + 5
+    assert journal(fake) == [KEEP, "prefetch 0 30", f"prefetch {3 * MIB} {MIB}", f"prefetch {9 * MIB} 5"]
+    assert region.tensor[5 * MIB] == 7 and region.tensor.data_ptr() == address
+    monkeypatch.setattr(region, "_num_bytes", 100)  # as much is free
+    assert region.settle([(0, 10), (4 * MIB, 5 * MIB)]) == 100
+    assert journal(fake) == [KEEP, "prefetch 0 10", f"prefetch {4 * MIB} 90"]
+    monkeypatch.undo()
+    region.release()
+    assert journal(fake) == ([] if library[0] < 13000 else [f"discard 0 {16 * MIB}"]) + [LEND]
+    region.restore()
+    assert journal(fake) == [KEEP]
+    assert region.tensor.data_ptr() == address and region.addresses_stable
+    del region
+    assert fake.fake_managed_bytes() == 0
+
+
+def test_hints_that_are_refused_cost_nothing_but_a_line(fake, caplog):
+    region = managed.ManagedRegion((MIB,), torch.uint8, CPU, runtime=managed.Runtime(fake))
+    fake.fake_fail_at(2)
+    with caplog.at_level(logging.WARNING, "megatron_infer"):
+        assert region.settle([(0, 100), (MIB // 2, MIB)]) == 0
+    assert "cudaMemPrefetchAsync gave CUDA error 999" in caplog.text
+    assert fake.fake_pending_error() == 0, "torch's next call would report it"
+
+
+def test_no_memory_is_an_out_of_memory_error(fake):
+    fake.fake_set_limit(MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="no 2,097,152 bytes of unified memory"):
+        managed.ManagedRegion((2 * MIB,), torch.uint8, CPU, runtime=managed.Runtime(fake))
+
+
+@pytest.mark.parametrize(
+    "has, why", [((0, 0), "ManagedMemory is 0"), ((1, 0), "ConcurrentManagedAccess is 0"), ((1, 1), None)]
+)
+def test_device_that_cannot_move_pages_says_so(has, why, fake):
+    fake.fake_set_managed(*has)
+    reason = managed.unavailable(CPU, managed.Runtime(fake))
+    assert reason is None if why is None else why in reason
+
+
+def test_plain_memory_with_a_warning_where_there_is_no_unified_memory(monkeypatch, caplog):
+    monkeypatch.setattr(modes.managed, "unavailable", lambda device: "cuda has none")
+    monkeypatch.setattr(modes, "CudaRegion", lambda *arguments: "plain")
+    with caplog.at_level(logging.WARNING, "megatron_infer"):
+        made = modes.make_region((4,), torch.uint8, torch.device("cuda"), static_pointers=False, unified_memory=True)
+    assert made == "plain"
+    assert "unified_memory_level=1: cuda has none; the cache takes plain device memory" in caplog.text
+
+
+def test_no_more_than_the_paused_buffer_lies_beyond_the_device():
+    managed.check_room(100, free=100, spill_bytes=0, host_free=0)
+    managed.check_room(150, free=100, spill_bytes=50, host_free=50)
+    with pytest.raises(torch.OutOfMemoryError, match=r"100 of the device are free and only 49 \(paused_buffer"):
+        managed.check_room(150, free=100, spill_bytes=49, host_free=500)
+    with pytest.raises(torch.OutOfMemoryError, match="the host has 40 to spare"):
+        managed.check_room(150, free=100, spill_bytes=50, host_free=40)
+
+
+def test_bytes_of_blocks_and_states_are_found():
+    layout = StoreLayout(kv_shape=(2, 2, 8, 1, 1, 5), dtype=torch.float16, state=None, num_state_slots=0)
+    assert list(layout.ranges([5, 1, 2], [])) == [
+        (i + a, i + b) for i in (0, 80, 160, 240) for a, b in ((10, 30), (50, 60))
+    ]
+    without = StoreLayout(kv_shape=(0, 2, 8, 1, 1, 5), dtype=torch.float16, state=None, num_state_slots=0)
+    assert list(without.ranges([5, 1, 2], [])) == []
+
+
+def test_persist_lends_what_is_cached_and_resume_calls_in_what_is_held(fake, monkeypatch):
+    runtime = managed.Runtime(fake)
+    monkeypatch.setattr(
+        store_module,
+        "make_region",
+        lambda shape, dtype, device, **asked: managed.ManagedRegion(shape, dtype, device, runtime=runtime),
+    )
+    torch.manual_seed(0)
+    engine = make_engine(tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2), max_requests=4)
+    engine.add_request(list(range(5, 50)), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    journal(fake)
+    engine.suspend("persist")
+    assert journal(fake) == [LEND]
+    engine.resume()
+    said = journal(fake)
+    assert said[0] == KEEP and said[1:] and all(line.startswith("prefetch") for line in said[1:])
+
+    def refuse(what):
+        raise TimeoutError(what)
+
+    engine.lifecycle.observers.append(refuse)
+    with pytest.raises(Exception, match="suspend"):
+        engine.suspend("persist")
+    engine.lifecycle.observers.remove(refuse)
+    assert journal(fake) == [], "what fails before the cache is lent asks nothing of it"
+    engine.suspend("recompute")
+    assert LEND in journal(fake)
+    engine.resume()
+    assert len(engine.parts.scheduler.waiting) + engine.parts.scheduler.num_running == 1
