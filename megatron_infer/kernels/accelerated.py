@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+from megatron_infer.kernels.triton import launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ SCAN: tuple[Candidate, ...] = ()
 OPS: tuple[Candidate, ...] = ()
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
+TRITON = "triton."
+"""Modules that import triton themselves: only where it can run."""
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
 """What the debugging variable may force besides the portable backends."""
 
@@ -39,19 +41,21 @@ def available(
 ) -> tuple[list[Any], dict[str, str]]:
     """(backends that exist here, best first; name -> why not, of the others).
 
-    On a CPU they are looked at only where one is forced: Triton's interpreter is for tests.
+    forced: only this one, none of them where it is a portable one. On a CPU they are looked at only where one is
+    forced: Triton's interpreter is for tests.
     """
     if device.type == "cpu" and forced not in NAMES:
         return [], {}
     backends: list[Any] = []
     reasons: dict[str, str] = {}
     for candidate in candidates:
-        if forced in NAMES and candidate.name != forced:
+        if forced is not None and candidate.name != forced:
             continue
-        reason = triton_unavailable(device) if candidate.name == "triton" else None
-        if reason is None:  # only now: modules of kernels import Triton at their top
-            module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
-            reason = module.unavailable(device, dtype)
+        if candidate.module.startswith(TRITON) and (reason := launch.unavailable(device)) is not None:
+            reasons[candidate.name] = reason
+            continue
+        module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
+        reason = module.unavailable(device, dtype)
         if reason is None:
             backends.append(module.make(device, dtype))
         else:
