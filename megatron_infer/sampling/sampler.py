@@ -19,7 +19,7 @@ from megatron_infer.sampling.masks import forbid as torch_forbid
 from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, Means, make_lane, split
-from megatron_infer.sampling.staging import Stage, host_stage
+from megatron_infer.sampling.staging import Stage
 from megatron_infer.sampling.static import RowMirror, put_drawn, static_draw
 
 
@@ -104,12 +104,12 @@ class Sampler:
         argmax: Callable[[Tensor], Tensor] | None = None,
         kernels: SamplingKernels | None = None,
         device_kernels: DeviceKernels | None = None,
-        stage: Stage = host_stage,
+        stage: Stage | None = None,
     ) -> None:
         """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
 
         kernels, device_kernels: stand in for the torch code; None: there are none for this device. stage: brings
-        arrays to where the logits are.
+        arrays to where the logits are; None: copies that wait, where that is a GPU.
         """
         assert params.vocab_size == vocab_size <= padded_vocab_size, (
             f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
@@ -119,8 +119,9 @@ class Sampler:
         self.argmax = argmax if argmax is not None else _argmax
         """As given, or torch's."""
         self._kernels, self._device_kernels = kernels, device_kernels
-        self.stage = stage
-        self._means = Means(stage=stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
+        self._device = torch.device("cpu")
+        self.stage: Stage = self._plain_stage if stage is None else stage
+        self._means = Means(stage=self.stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
         self._mirror: RowMirror | None = None
         self.score: Score = score if kernels is None else kernels.score
         """For prompts too: see `prompt_logprobs`."""
@@ -134,6 +135,7 @@ class Sampler:
         assert logits_SV.shape[1] == self.padded_vocab_size, (
             f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
         )
+        self._device = logits_SV.device
         rows, positions = inputs.rows, inputs.positions
         self._plan(rows, positions)
         logits_SV = logits_SV[:, : self.vocab_size]
@@ -157,6 +159,9 @@ class Sampler:
             )
         return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
+    def _plain_stage(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether `static_sample` gives these rows all that they want; positions as in SampleInputs."""
         flags = self.params.flags[rows]
@@ -168,6 +173,7 @@ class Sampler:
             return not bool((early & ((flags & Wants.MIN_TOKENS) != 0)).any())
         return True
 
+    @torch.inference_mode()
     def refresh_static(self) -> None:
         """Bring the parameters that `static_sample` reads up to date; before each step of its own, not captured."""
         if self._mirror is None:

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import FEW, MANY, Choice, Shape
 from megatron_infer.sampling.logprobs import processed
-from megatron_infer.sampling.masks import Forbid, MaskedRows, TokenMasks, forbid
+from megatron_infer.sampling.masks import Forbid, MaskedRows, TokenMasks
 from megatron_infer.sampling.params import GREEDY_BELOW, TOUCHED, RowParams, Wants
 from megatron_infer.sampling.penalties import Penalties, TokenEdits
-from megatron_infer.sampling.staging import Stage, host_stage
+from megatron_infer.sampling.staging import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
     """What a lane does by the means of its device."""
 
-    stage: Stage = host_stage
-    forbid: Forbid = forbid
+    stage: Stage
+    forbid: Forbid
 
 
 @dataclass(slots=True, kw_only=True)

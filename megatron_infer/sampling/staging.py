@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 Stage = Callable[[np.ndarray], Tensor]
@@ -14,8 +13,3 @@ Stage = Callable[[np.ndarray], Tensor]
 The copy is ordered on the current stream and never waited for: an array that is not in pinned memory goes through some
 first. The caller leaves the array as it is: on a CPU the tensor is the array.
 """
-
-
-def host_stage(array: np.ndarray) -> Tensor:
-    """`Stage` of a CPU: the same memory."""
-    return torch.from_numpy(array)

@@ -31,7 +31,7 @@ def narrow(device):
     """Holds so few candidates that most filtered rows are searched in whole."""
     from megatron_infer.kernels.triton.sampling import TritonSampling
 
-    return TritonSampling(held=4, top_k_held=2)
+    return TritonSampling(held=4)
 
 
 def columns_of(rng, num_rows, vocab_size):
@@ -72,7 +72,7 @@ def same(kernels, device, logits, columns):
 @pytest.mark.parametrize("room", ["kernels", "narrow"])
 def test_tokens_and_cuts_are_those_of_torch(request, device, dtype, room, vocab_size, step):
     rng = np.random.default_rng(vocab_size + (step is None))
-    num_rows = 2000 if device.type == "cuda" else 5
+    num_rows = 2000 if device.type == "cuda" else 5 if vocab_size < 9000 else 3
     logits = random_logits(rng, num_rows, vocab_size + 7, dtype=dtype, step=step)[:, :vocab_size]
     if vocab_size > 100:
         logits[::4, rng.random(vocab_size) < 0.7] = -torch.inf

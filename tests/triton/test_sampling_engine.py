@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config import ConfigWarning, InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.forward.graphs import GRAPHS_VARIABLE
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.schedule.params import SamplingParams
@@ -23,12 +26,19 @@ WISHES = (
 )
 
 
+STATIC = ("draw_kernel", "static")
+
+
 def tokens_of(model, **settings):
     base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 8}
     engine = DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **wish) for i, wish in enumerate(WISHES)]
     kernels = set()
-    with listening(lambda launch, kernel, *rest: kernels.add(kernel.__name__)):
+
+    def note(launch, kernel, grid, args, options):
+        kernels.add((kernel.__name__, "static") if options.get("STATIC") else kernel.__name__)
+
+    with listening(note):
         outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WISHES))], params)
     return [output.outputs[0].token_ids for output in outputs], kernels
 
@@ -43,3 +53,37 @@ def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
         assert tokens_of(model)[0] == got
     assert len({tuple(tokens) for tokens in got}) > 1
+
+
+def test_padded_and_replayed_steps_draw_the_same_tokens(device, monkeypatch):
+    torch.manual_seed(1)
+    model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    plain, _ = tokens_of(model)
+    if device.type == "cpu":
+        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ConfigWarning)
+        replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
+    if any("every step runs eagerly" in str(warning.message) for warning in told):
+        pytest.skip("no step of this model can be captured here")
+    assert replayed == plain
+    assert STATIC in kernels
+
+
+def test_log_probabilities_of_prompts_are_the_same_on_every_backend(device, monkeypatch):
+    torch.manual_seed(1)
+    model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
+    told = []
+    for name in ("triton", "torch"):
+        monkeypatch.setenv(BACKEND_VARIABLE, name)
+        engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64))
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+        told.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
+    for ours, theirs in zip(*told, strict=True):
+        if ours is None:
+            assert theirs is None
+            continue
+        assert list(ours) == list(theirs)
+        for token, one in ours.items():
+            assert one.rank == theirs[token].rank and abs(one.logprob - theirs[token].logprob) < 1e-5

@@ -1,11 +1,12 @@
 """Least milliseconds of one sampling step, by what its rows want; beside each, what reading the logits once would cost.
 
     python tools/bench/sampling.py [--rows 32] [--vocab 49152] [--dtype bfloat16] [--threads 2] [--repeat 30]
-        [--json out.json]
+        [--device cpu] [--json out.json]
 
 Two kinds of logits: `text` (Zipf-like: a nucleus of tens of tokens) and `flat` (normal noise: half of the vocabulary is
 in the nucleus, the worst case of top_p). Parameters stay in their rows from step to step, as in decoding.
-MEGATRON_INFER_BACKEND=torch measures the path without a compiler.
+MEGATRON_INFER_BACKEND=torch measures the path without a compiler. On a GPU a step is timed from its call to the end of
+its work, and `static` is the draw that a captured graph holds, launched from the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_infer.forward.device import Device
 from megatron_infer.kernels.select import Chosen, choose
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
@@ -54,7 +56,9 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
     return (noise * 0.3 - 1.4 * rank.log()).to(dtype)
 
 
-def make_step(logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen) -> Callable[[], object]:
+def make_step(
+    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen, device: Device, *, static: bool = False
+) -> Callable[[], object]:
     """A call that samples one step whose row i wants wants[i]."""
     rows, vocab = logits.shape
     params = RowParams(rows, vocab)
@@ -71,20 +75,32 @@ def make_step(logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen
         )
         params.set(row, request)
     sampler = Sampler(
-        params, vocab_size=vocab, padded_vocab_size=vocab, argmax=kernels.argmax, kernels=kernels.sampling
+        params,
+        vocab_size=vocab,
+        padded_vocab_size=vocab,
+        argmax=kernels.argmax,
+        kernels=kernels.sampling,
+        device_kernels=kernels.device_sampling,
+        stage=device.stage,
     )
+    pool = pool.to(device.torch)
     inputs = SampleInputs(
         rows=np.arange(rows, dtype=np.int32), positions=np.full(rows, PROMPT + OUTPUT), token_pool=pool
     )
+    if static:
+        sampler.refresh_static()
+        row_S, position_S = (device.stage(array.astype(np.int32)) for array in (inputs.rows, inputs.positions))
+        return lambda: sampler.static_sample(logits, row_S, position_S, pool)
     return lambda: sampler.sample(logits, inputs)
 
 
-def best_ms(step: Callable[[], object], repeat: int) -> float:
+def best_ms(step: Callable[[], object], repeat: int, device: Device) -> float:
     """Fastest of `repeat` calls after two of warm-up: what the work takes when nobody else wants the cores."""
     times = []
     for i in range(repeat + 2):
         began = time.perf_counter()
         step()
+        device.synchronize("bench")
         if i >= 2:
             times.append((time.perf_counter() - began) * 1e3)
     return min(times)
@@ -97,26 +113,32 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     where = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{args.rows} rows x {args.vocab} {args.dtype}, {args.threads} threads, {where}")
-    kernels = choose("cpu", dtype, specs=[], block_size=16)
+    device = Device(args.device)
+    kernels = choose(device.torch, dtype, specs=[], block_size=16)
     print(kernels.table())
     results: dict[str, dict[str, float]] = {}
-    kinds = {kind: make_logits(kind, args.rows, args.vocab, dtype) for kind in ("text", "flat")}
+    kinds = {kind: make_logits(kind, args.rows, args.vocab, dtype).to(device.torch) for kind in ("text", "flat")}
     with torch.inference_mode():
-        floor = best_ms(lambda: kinds["text"].amax(-1), args.repeat)
+        floor = best_ms(lambda: kinds["text"].amax(-1), args.repeat, device)
         print(
             f"{'ms per step':<28}"
             + "".join(f"{kind:>9}" for kind in kinds)
             + f"   (one read of the logits: {floor:.2f})"
         )
-        for name in [*CASES, "mixed"]:
-            wants = [CASES[MIXED[i % 4] if name == "mixed" else name] for i in range(args.rows)]
-            results[name] = {k: best_ms(make_step(logits, wants, kernels), args.repeat) for k, logits in kinds.items()}
+        names = [*CASES, "mixed"] + ["static"] * device.is_cuda
+        for name in names:
+            wants = [CASES[name if name in CASES else MIXED[i % 4]] for i in range(args.rows)]
+            results[name] = {
+                kind: best_ms(make_step(logits, wants, kernels, device, static=name == "static"), args.repeat, device)
+                for kind, logits in kinds.items()
+            }
             print(f"{name:<28}" + "".join(f"{ms:>9.2f}" for ms in results[name].values()))
     if args.json is not None:
         args.json.write_text(

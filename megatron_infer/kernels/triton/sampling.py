@@ -4,10 +4,11 @@
 
 The first two run a program per chunk of CHUNK ids, the third one per row; a greedy row leaves the last two at once, and
 a row without a filter reads one chunk again. A filtered row collects the few candidates that its filters can reach
-(`gather_candidates`) and searches them in registers. Where these are too few (a nucleus of hundreds of tokens, a top_k
-above TOP_K_HELD, very many equal logits) the whole row is searched by bisection: up to 16 (bfloat16) or 32 (float32)
-passes over it a filter, read from the L2 cache and summing only what is still undecided. Integer sums are exact, so
-that a row's token depends neither on the cut of the work nor on the row's company.
+(`gather_candidates`) and searches them in registers, with four times as many where they are not enough. Where these are
+too few (a nucleus of a thousand tokens, a top_k above HELD, very many equal logits) the whole row is searched by
+bisection: up to 16 (bfloat16) or 32 (float32) passes over it a filter, read from the L2 cache by one multiprocessor and
+summing only what is still undecided. Integer sums are exact, so that a row's token depends neither on the cut of the
+work nor on the row's company.
 
 The tokens are those of sampling/filters.py and of native/sampling.cpp. Their exponentials differ in the last unit of a
 float64: one weight in about 2**13 differs by 1 of 2**40, and a token could differ where the draw falls on such a
@@ -37,12 +38,11 @@ from megatron_infer.kernels.triton.sampling_kernels import (
 
 CHUNK, GROUP = 4096, 64
 HELD = 2048
-"""Candidates that a filtered row holds in registers."""
-TOP_K_HELD = 1024
-"""A larger top_k is searched for in the whole row."""
+"""Candidates that a filtered row holds in registers at first; twice as many where these are not enough."""
 TILE = 32
 """Groups read at a time."""
 BLOCK = 4096
+DRAW_WARPS = 16
 MANY = 256
 """Groups whose maxima bound the candidates where no top_k says how many."""
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -52,9 +52,9 @@ SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 class TritonSampling:
     """What `sampling.filters`, `logprobs`, `static` and `masks` do, for rows of fp32, bf16 or fp16 logits on a GPU."""
 
-    def __init__(self, *, held: int = HELD, top_k_held: int = TOP_K_HELD) -> None:
-        """held, top_k_held: smaller ones send more rows the way over the whole row."""
-        self._held, self._top_k_held = held, min(held, top_k_held)
+    def __init__(self, *, held: int = HELD) -> None:
+        """held: a power of two; a smaller one sends more rows the way over the whole row."""
+        self._held = held
 
     def argmax(self, logits_SV: Tensor) -> Tensor:
         """int64 [S], the lowest id among equals; rows may be strided."""
@@ -78,8 +78,8 @@ class TritonSampling:
         """`SamplingKernels.draw`; an inverse temperature of 0 draws the largest logit."""
         rows, device = len(logits_MV), logits_MV.device
         assert columns_5M.shape == (5, rows) and columns_5M.is_contiguous() and columns_5M.dtype is torch.float64
-        token, cut_id, mass = torch.empty((3, rows), dtype=torch.int64, device=device)
-        top, cut_logit = torch.empty((2, rows), device=device)
+        token, cut_id, mass = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
+        top, cut_logit = torch.empty(rows, device=device), torch.empty(rows, device=device)
         if rows:
             inputs = (columns_5M, rows, None, None, None, None, 0)
             self._draw(logits_MV, inputs, (token, top, None, cut_logit, cut_id, mass), static=False)
@@ -156,7 +156,7 @@ class TritonSampling:
             top,
             vocab,
             room.num_chunks,
-            **room.cuts(self._held, self._top_k_held),
+            **room.cuts(self._held),
             num_warps=8,
         )
         return logprob, rank, top_ids, top_logprobs
@@ -226,9 +226,9 @@ class TritonSampling:
             room.vocab,
             room.num_chunks,
             STATIC=static,
-            MANY=min(MANY, self._top_k_held),
-            **room.cuts(self._held, self._top_k_held),
-            num_warps=8,
+            MANY=min(MANY, self._held // 2),
+            **room.cuts(self._held),
+            num_warps=DRAW_WARPS,
         )
 
 
@@ -250,7 +250,7 @@ class _Room:
         self.maxima = torch.empty((*shape, CHUNK // GROUP), device=device)
         self.mass = torch.empty(shape, dtype=torch.int64, device=device)
         self.listed = torch.empty((self.num_rows, self.groups), dtype=torch.int32, device=device)
-        self.held = torch.empty((self.num_rows, 2, held), dtype=torch.int32, device=device)
+        self.held = torch.empty((self.num_rows, 4, held), dtype=torch.int32, device=device)
 
     def scan(self) -> None:
         """Fill the maxima."""
@@ -271,7 +271,7 @@ class _Room:
             num_warps=8,
         )
 
-    def cuts(self, held: int, top_k_held: int) -> dict[str, int]:
+    def cuts(self, held: int) -> dict[str, int]:
         """Constants of the kernels that run a row a program."""
         return {
             "CHUNK": CHUNK,
@@ -280,7 +280,6 @@ class _Room:
             "GROUPS": self.groups,
             "TILE": TILE,
             "HELD": held,
-            "TOP_K_HELD": top_k_held,
             "BLOCK": BLOCK,
             "SHIFT": SHIFTS[self._logits_SV.dtype],
         }
@@ -348,7 +347,7 @@ def aot_variants() -> list[AotVariant]:
     for dtype in SHIFTS:
         tag = _TYPES[dtype][1:]
         cuts = {"CHUNK": CHUNK, "CHUNKS": 32, "GROUP": GROUP}
-        many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "TOP_K_HELD": TOP_K_HELD, "BLOCK": BLOCK}
+        many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK}
         many |= {"SHIFT": SHIFTS[dtype], **cuts}
         chunks = {"CHUNK": CHUNK, "CHUNKS": 32}
         variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, CHUNK=CHUNK, GROUP=GROUP))
@@ -361,7 +360,7 @@ def aot_variants() -> list[AotVariant]:
                 _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, no_row, STATIC=static, **chunks)
             )
             variants.append(
-                _variant(f"draw_{name}_{tag}", draw_kernel, dtype, 8, absent, STATIC=static, MANY=MANY, **many)
+                _variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, STATIC=static, MANY=MANY, **many)
             )
         for known in (("known_ptr",), ()):
             name = "fresh" if known else "known"

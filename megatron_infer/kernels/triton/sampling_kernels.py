@@ -65,7 +65,7 @@ def needs_mass(top_k, top_p, min_p, vocab):
     return (top_k >= vocab) & ((top_p < 1.0) | (min_p <= 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns_stride"])
 def chunk_masses_kernel(
     x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, vocab, num_chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
@@ -114,18 +114,16 @@ def draw_free(x_ptr, mass_C, uniform, vocab, top, inverse, CHUNK: tl.constexpr, 
 
 
 @triton.jit
-def draw_filtered(
-    x_ptr, maxima_ptr, listed_ptr, held_ptr, total, top_k, top_p, min_p, uniform, vocab, num_groups, top, inverse,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, TOP_K_HELD: tl.constexpr,
-    MANY: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+def draw_held(
+    x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups, top,
+    inverse, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
-    """Among the candidates that can be held where they are enough, else among all -> as `draw_from`."""
+    """Among the first candidates, if they can be held -> (whether they were enough, then as `draw_from`)."""
     token, cut_id = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     cut_logit = tl.full((), -float("inf"), tl.float32)
-    wanted = tl.where(top_k < vocab, top_k, MANY)
-    highest = level_of(top, SHIFT)
     enough = wanted < 0
-    if wanted <= TOP_K_HELD:
+    if wanted <= HELD // 2:
         num_held, lowest = gather_candidates(
             x_ptr, maxima_ptr, listed_ptr, held_ptr, wanted, vocab, num_groups, GROUPS, GROUP, TILE, HELD, SHIFT
         )
@@ -140,26 +138,48 @@ def draw_filtered(
             enough = enough | ((top_p < 1.0) & (held_mass >= top_p * total.to(tl.float64)))
             if enough:
                 token, cut_logit, cut_id = draw_from(
-                    level_H, id_H, weight_H, lowest, highest, total, top_k, top_p, min_p, uniform,
+                    level_H, id_H, weight_H, lowest, level_of(top, SHIFT), total, top_k, top_p, min_p, uniform,
                     x_ptr, vocab, top, inverse, False, SHIFT, BLOCK,
                 )
+        tl.debug_barrier()  # the room may be filled again
+    return enough, token, cut_logit, cut_id
+
+
+@triton.jit
+def draw_filtered(
+    x_ptr, maxima_ptr, listed_ptr, held_ptr, total, top_k, top_p, min_p, uniform, vocab, num_groups, top, inverse,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):
+    """Among few candidates, else among more, else among all -> as `draw_from`."""
+    wanted = tl.where(top_k < vocab, top_k, MANY)
+    enough, token, cut_logit, cut_id = draw_held(
+        x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups, top,
+        inverse, GROUP, GROUPS, TILE, HELD, BLOCK, SHIFT,
+    )
+    if enough == 0:
+        wanted = tl.where(top_k < vocab, top_k, 4 * MANY)
+        enough, token, cut_logit, cut_id = draw_held(
+            x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups,
+            top, inverse, GROUP, GROUPS, TILE, 2 * HELD, BLOCK, SHIFT,
+        )
     if enough == 0:
         lowest = level_of(tl.full((), -float("inf"), tl.float32), SHIFT)
         none = tl.arange(0, 1)
         token, cut_logit, cut_id = draw_from(
-            none, none, none, lowest, highest, total, top_k, top_p, min_p, uniform,
+            none, none, none, lowest, level_of(top, SHIFT), total, top_k, top_p, min_p, uniform,
             x_ptr, vocab, top, inverse, True, SHIFT, BLOCK,
         )
     return token, cut_logit, cut_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns_stride"])
 def draw_kernel(
     x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, mass_ptr, listed_ptr, held_ptr,
     columns_ptr, columns_stride, stream_ptr, row_ptr, position_ptr, pool_ptr, pool_stride,
     token_ptr, top_ptr, bad_ptr, cut_logit_ptr, cut_id_ptr, row_mass_ptr, vocab, num_chunks,
     STATIC: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TILE: tl.constexpr, HELD: tl.constexpr, TOP_K_HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """One row's token. STATIC: parameters by request row, the uniform made here, the token put into the pool."""
@@ -194,9 +214,9 @@ def draw_kernel(
         else:
             num_groups = num_chunks * (CHUNK // GROUP)
             token, cut_logit, cut_id = draw_filtered(
-                x_ptr, maxima_ptr + row * num_groups, listed_ptr + row * GROUPS, held_ptr + row * 2 * HELD, total,
+                x_ptr, maxima_ptr + row * num_groups, listed_ptr + row * GROUPS, held_ptr + row * 4 * HELD, total,
                 top_k, top_p, min_p, uniform, vocab, num_groups, top, inverse,
-                GROUP, GROUPS, TILE, HELD, TOP_K_HELD, MANY, BLOCK, SHIFT,
+                GROUP, GROUPS, TILE, HELD, MANY, BLOCK, SHIFT,
             )
     token = tl.minimum(token, vocab - 1)
     tl.store(token_ptr + row, token.to(tl.int64))
@@ -245,12 +265,12 @@ def chunk_ranks_kernel(
         tl.store(mass_ptr + at, tl.sum(weight_of(x, top, one), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def score_kernel(
     x_ptr, x_stride, maxima_ptr, best_ptr, mass_ptr, before_ptr, listed_ptr, held_ptr, token_ptr, known_ptr,
     logprob_ptr, rank_ptr, top_ids_ptr, top_logprobs_ptr, num_top, vocab, num_chunks, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-    TOP_K_HELD: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """Log probability and rank of a row's token, and the best candidates one after the other."""
     row = tl.program_id(0).to(tl.int64)
@@ -278,8 +298,8 @@ def score_kernel(
     if fit & (num_top > 0):
         num_groups = num_chunks * (CHUNK // GROUP)
         num_held = tl.zeros((), tl.int32) + (HELD + 1)
-        held_ptr += row * 2 * HELD
-        if num_top <= TOP_K_HELD:
+        held_ptr += row * 4 * HELD
+        if num_top <= HELD // 2:
             num_held, _lowest = gather_candidates(
                 x_ptr, maxima_ptr + row * num_groups, listed_ptr + row * GROUPS, held_ptr, num_top, vocab, num_groups,
                 GROUPS, GROUP, TILE, HELD, SHIFT,
