@@ -96,7 +96,8 @@ class WeightGuard:
     cheap enough for every step; `changed` sees all and reads all weights once, about what a decode step reads.
     """
 
-    def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int]) -> None:
+    def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
+        """checksum: a scalar tensor where the device has yet to compute it; all of them are waited for at once."""
         self._all, self._checksum = weights, checksum
         self._weights: list[Tensor] = []
         self._versioned: list[Tensor] = []
@@ -151,4 +152,7 @@ class WeightGuard:
     @torch.no_grad()
     def _content(self, weights: Iterable[Tensor], read: Mapping[int, int]) -> list[int]:
         known = ((weight, read.get(id(weight))) for weight in weights)
-        return [self._checksum(weight) if checksum is None else checksum for weight, checksum in known]
+        sums = [self._checksum(weight) if checksum is None else checksum for weight, checksum in known]
+        computed = [one for one in sums if isinstance(one, Tensor)]
+        values = iter(torch.stack(computed).tolist() if computed else ())
+        return [next(values) if isinstance(one, Tensor) else one for one in sums]

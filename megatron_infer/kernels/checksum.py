@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def content_sum(tensor: Tensor) -> int:
-    """Sum of a tensor's bits as wrapping integers, on any device, at memory speed.
+def content_sum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's bits as wrapping integers, at memory speed -> int64 scalar where the tensor is: no waiting.
 
     Any one changed element changes it; an exchange of equal-sized words does not, which no training step amounts to.
     """
     flat = tensor.detach().reshape(-1)
     for wide in (torch.int64, torch.int32, torch.int16, torch.uint8):
         if flat.numel() * flat.element_size() % wide.itemsize == 0:
-            return int(flat.view(wide).sum(dtype=torch.int64))
+            return flat.view(wide).sum(dtype=torch.int64)
     raise AssertionError("every tensor is a whole number of bytes")

@@ -76,7 +76,7 @@ class Chosen:
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
     """The same where it also draws inside a captured graph and masks on the device."""
-    checksum: Callable[[Tensor], int]
+    checksum: Callable[[Tensor], int | Tensor]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
     gather: Gather = torch_gather

@@ -173,6 +173,7 @@ class Sampler:
             return not bool((early & ((flags & Wants.MIN_TOKENS) != 0)).any())
         return True
 
+    @torch.inference_mode()
     def refresh_static(self) -> None:
         """Bring the parameters that `static_sample` reads up to date; before each step of its own, not captured."""
         if self._mirror is None:

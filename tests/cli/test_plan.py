@@ -70,3 +70,13 @@ def test_command_line_says_both_options_of_states(capsys):
         parser.parse_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--mamba-memory-ratio" in shown and "GiB for recurrent states that the prefix cache keeps" in shown
+
+
+def test_graphs_are_counted_and_their_memory_is_estimated():
+    sizes = plan.as_dict(*planned(ATTENTION, num_cuda_graphs=-1, max_tokens=64))["sizes"]
+    shapes, taken = sizes["graph_shapes"], sizes["graph_bytes"]
+    assert shapes["value"] == "5 decode (1, 0, 1) .. (16, 0, 16), 6 mixed (16, 16, 0) .. (64, 16, 0)"
+    assert "captured when first needed" in shapes["how"]
+    assert taken["value"] > 0 and taken["how"].startswith("estimate: ") and "measured" in taken["how"]
+    none = plan.as_dict(*planned(ATTENTION))["sizes"]
+    assert none["graph_shapes"]["value"] == "none" and none["graph_bytes"]["value"] == 0

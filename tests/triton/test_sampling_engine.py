@@ -7,9 +7,8 @@ import warnings
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config import ConfigWarning, InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigWarning
 from megatron_infer.forward.graphs import GRAPHS_VARIABLE
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
