@@ -282,7 +282,8 @@ def _look(parts: Assembly, runner: ModelRunner, flight: Flight, plan: Plan, toke
     reference_V = row_V.log_softmax(-1)
     errors = [abs(found.logprobs[-1] - float(reference_V[token]))]
     runner.sample(flight)
-    drawn, carried, params = flight.read().result.tokens[0], flight.carried, plan.sampled[0].params
+    read, params = flight.read(), plan.sampled[0].params
+    drawn, carried = read.result.tokens[0], read.carried
     if carried is not None:
         errors.append(abs(float(carried.raw[0]) - float(reference_V[drawn])))
         if only_temperature(params):
