@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertWeights
+from megatron_infer.models.foreign_modules import is_grouped_experts
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -95,10 +96,13 @@ class LeanExperts:
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its part of the sum is added up with all.
-        self.experts = [
-            LeanMLP(expert, f"{name}.experts.local_experts.{i}", tp=None, weighted=True)
-            for i, expert in enumerate(moe.experts.local_experts)
-        ]
+        where, each = f"{name}.experts", {"tp": None, "weighted": True}
+        if is_grouped_experts(moe.experts):
+            count = moe.experts.num_local_experts
+            self.experts = [LeanMLP(moe.experts, where, expert=i, **each) for i in range(count)]
+        else:
+            local = enumerate(moe.experts.local_experts)
+            self.experts = [LeanMLP(expert, f"{where}.local_experts.{i}", **each) for i, expert in local]
         self.grouped = ExpertWeights(
             fc1=[expert.fc1.parameters for expert in self.experts],
             fc2=[expert.fc2.parameters for expert in self.experts],
@@ -246,12 +250,12 @@ def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:
     """Raise AdoptionError for what would give other answers than training, or answers that depend on the batch."""
     config = moe.config
-    if type(moe.experts) is not SequentialMLP:
+    if type(moe.experts) is not SequentialMLP and not is_grouped_experts(moe.experts):
         raise AdoptionError(
             f"{name}.experts",
-            f"{type(moe.experts).__qualname__}: only SequentialMLP (moe_grouped_gemm=False) is supported",
+            f"{type(moe.experts).__qualname__}: SequentialMLP (moe_grouped_gemm=False) and TEGroupedMLP are supported",
         )
-    for i, expert in enumerate(moe.experts.local_experts):
+    for i, expert in enumerate(getattr(moe.experts, "local_experts", ())):
         if type(expert) is not MLP:
             raise AdoptionError(f"{name}.experts.local_experts.{i}", f"expert class {type(expert).__qualname__}")
     if type(moe.router) not in (TopKRouter, DeviceAgnosticRouter):
