@@ -48,13 +48,13 @@ class Sizes:
 SMALL = Sizes(batches=(1, 4), context=24, steps=3, prompts=(48, 96), shares=(0.5,))
 
 
-def fitting(sizes: Sizes, weights: int, per_request: int, free_bytes: int) -> tuple[int, ...]:
-    """The batches whose cache fits beside the weights, with a tenth of the memory left for a step."""
-    room = 0.9 * free_bytes - weights
+def fitting(sizes: Sizes, per_request: int, free_bytes: int) -> tuple[int, ...]:
+    """The batches whose cache fits into the free memory, of which an engine takes no more than 80 %."""
+    room = 0.7 * free_bytes
     return tuple(batch for batch in sizes.batches if batch * per_request <= room)
 
 
-def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Sizes, *, with_peer: bool) -> list[Any]:
+def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Sizes) -> list[Any]:
     """All rows of one shape."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plan = PLANS[name]
@@ -64,7 +64,7 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
     state = 0 if shape.state is None else shape.state.slot_bytes
     token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**34
-    batches = fitting(sizes, 0, longest * token + state, free)
+    batches = fitting(sizes, longest * token + state, free)
     if not batches:
         raise MemoryError(f"{name}: not even one request fits into {free / 2**30:.1f} GiB")
     most = max(batches)
@@ -80,17 +80,13 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
     half = batches[-1] if len(batches) < 3 else batches[2]
     rows.append(
         measures.mixed(
-            bench, ceilings, batch=max(1, min(half, room - 8)), context=sizes.context, prompt=sizes.context, steps=4
+            bench, ceilings, batch=max(1, min(half, room - 8)), context=sizes.context, prompt=sizes.context, prompts=4
         )
     )
+    rows += [row for row in (measures.graphs(bench),) if row]
     rows += measures.suspend(bench, ceilings, modes=("persist", "offload", "recompute"), shares=sizes.shares)
     for row in rows:
         row["shape"] = name
-    if with_peer and plan.architecture == "LlamaForCausalLM":
-        ours = {row["batch"]: row["ms"] for row in rows if "batch" in row}
-        del bench, model
-        give_back()
-        rows += measure_peer(name, device, sizes, ours)
     return rows
 
 
@@ -101,7 +97,9 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_peer(name: str, device: torch.device, sizes: Sizes, ours: dict[int, float]) -> list[Any]:
+def measure_peer(
+    name: str, device: torch.device, sizes: Sizes, ours: dict[int, float], *, continuous: bool = False
+) -> list[Any]:
     """transformers on the same shape: a decode step's time, and ours over it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, rows = peer.llama(PLANS[name], dtype, device), []
@@ -109,6 +107,12 @@ def measure_peer(name: str, device: torch.device, sizes: Sizes, ours: dict[int, 
         taken = peer.decode_seconds(model, device, batch=batch, context=sizes.context, steps=sizes.steps)
         row = {"what": f"transformers generate batch {batch}", "ms": taken * 1e3, "tokens_s": batch / taken}
         rows.append(row | {"shape": name, "peer": True, "faster": taken * 1e3 / ours[batch]})
+    if continuous:
+        batch = max(batch for batch in ours if batch <= 64)
+        rate = peer.continuous_tokens_s(model, batch=batch, context=sizes.context, steps=sizes.steps)
+        if rate is not None:
+            what = f"transformers continuous batching {batch}, prompts too"
+            rows.append({"what": what, "tokens_s": rate, "shape": name, "peer": True})
     return rows
 
 
@@ -117,6 +121,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", action="append", choices=[*PLANS, "tiny"], help="default: both of 8B")
     parser.add_argument("--peer", action="store_true", help="measure transformers' generate, too")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--continuous", action="store_true", help="its continuous batching, too (minutes on a CPU)")
     return parser.parse_args(arguments)
 
 
@@ -133,7 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{device}: {ceilings}")
     rows: list[Any] = []
     for name in names:
-        made = measure_shape(name, device, ceilings, SMALL if name in TINY else Sizes(), with_peer=options.peer)
+        sizes = SMALL if name in TINY else Sizes()
+        made = measure_shape(name, device, ceilings, sizes)
+        if options.peer and PLANS[name].architecture == "LlamaForCausalLM":
+            give_back()
+            ours = {row["batch"]: row["ms"] for row in made if "batch" in row}
+            made += measure_peer(name, device, sizes, ours, continuous=options.continuous)
         give_back()
         print(f"\n{name}")
         print("\n".join(measures.lines(made)), flush=True)

@@ -30,6 +30,7 @@ def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
     """Shapes of layers: each head dim, block size and feature, and some of them together."""
     if ctx.rehearse:
         yield {"head_dim": 16, "group_size": 2, "num_kv_heads": 1, "rotary_dim": 8}
+        yield {"head_dim": 16, "group_size": 1, "num_kv_heads": 1, "window": 5, "sinks": True}
         return
     yield from ({"head_dim": dim, "rotary_dim": dim} for dim in HEAD_DIMS)
     yield from ({"block_size": size, "head_dim": 128} for size in BLOCK_SIZES)

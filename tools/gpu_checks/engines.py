@@ -22,6 +22,13 @@ Work = list[tuple[list[int], SamplingParams]]
 
 def make_model(kind: str, dtype: torch.dtype, device: torch.device) -> Any:
     """The same weights for every device: drawn on the CPU in fp32, then rounded and moved."""
+    model = _drawn(kind, dtype)
+    if dtype != torch.float32:  # other dtypes take other numbers from the generator
+        model.load_state_dict(_drawn(kind, torch.float32).state_dict())
+    return model.to(device)
+
+
+def _drawn(kind: str, dtype: torch.dtype) -> Any:
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "max_sequence_length": 512,
@@ -30,15 +37,13 @@ def make_model(kind: str, dtype: torch.dtype, device: torch.device) -> Any:
         "params_dtype": dtype,
     }
     if kind == "hybrid":
-        model = tiny_hybrid("M*-ME*M", position_embedding_type="rope", **settings)
-    elif kind == "mamba":
-        model = tiny_mamba(num_layers=3, **settings)
-    elif kind == "experts":
+        return tiny_hybrid("M*-ME*M", position_embedding_type="rope", **settings)
+    if kind == "mamba":
+        return tiny_mamba(num_layers=3, **settings)
+    if kind == "experts":
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
-        model = tiny_gpt(moe_router_load_balancing_type="none", **experts, **settings)
-    else:
-        model = tiny_gpt(**({"window_size": (24, 0)} if kind == "windows" else {}), kv_channels=64, **settings)
-    return model.to(device)
+        return tiny_gpt(moe_router_load_balancing_type="none", **experts, **settings)
+    return tiny_gpt(**({"window_size": (24, 0)} if kind == "windows" else {}), kv_channels=64, **settings)
 
 
 def make_engine(model: Any, device: torch.device, **options: Any) -> DynamicInferenceEngine:

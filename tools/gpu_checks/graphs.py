@@ -54,7 +54,7 @@ def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str = 
 
 
 def _kinds(ctx: Context) -> tuple[str, ...]:
-    return ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("attention",))
+    return ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("attention", "hybrid"))
 
 
 def _same(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> None:
@@ -75,13 +75,14 @@ def on_off(ctx: Context) -> Result:
     compare, counts = Comparison("difference"), {}
     drawing = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 40}, {"temperature": 0.0, "logprobs": 1})
     for kind in _kinds(ctx):
+        kernels = "triton" if kind == "attention" else "static"
         for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
             model = make_model(kind, dtype, ctx.device)
             for params in ctx.pick(drawing, drawing[:1]):
                 work = workload(ctx, **params)
-                engine = graphed(ctx, model, kernels="triton")
+                engine = graphed(ctx, model, kernels=kernels)
                 got = answers(engine, work)
-                with_padding = answers(graphed(ctx, model, way="eager", kernels="triton"), work)
+                with_padding = answers(graphed(ctx, model, way="eager", kernels=kernels), work)
                 _same(compare, f"{kind} {dtype} {params}", got, with_padding)
                 pool = engine.parts.runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}

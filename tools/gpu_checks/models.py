@@ -94,10 +94,9 @@ def _prompt_logprobs(engine: Any, ctx: Context) -> list[torch.Tensor]:
 )
 def bf16(ctx: Context) -> Result:
     compare, means = Comparison("mean difference in nats"), {}
-    dtype = ctx.pick(torch.bfloat16, torch.float32)
-    for kind in ctx.pick(KINDS, ("attention",)):
+    for kind in ctx.pick(KINDS, ("attention", "hybrid")):
         wanted = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.float32, CPU), CPU), ctx))
-        got = torch.cat(_prompt_logprobs(make_engine(make_model(kind, dtype, ctx.device), ctx.device), ctx))
+        got = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.bfloat16, ctx.device), ctx.device), ctx))
         difference = (got - wanted).abs()
         means[kind] = {"mean": float(difference.mean()), "largest": float(difference.max())}
         # Routers choose other experts near a tie: single tokens of such models may differ by much.

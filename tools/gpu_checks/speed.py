@@ -29,12 +29,12 @@ def _targets(rows: list[Any], name: str) -> list[Target]:
     return targets
 
 
-def _measured(ctx: Context, name: str, *, with_peer: bool = False) -> Result:
+def _measured(ctx: Context, name: str) -> Result:
     ceilings = measure(ctx.device)
     small, sizes = speed_of_light.SMALL, FEWER if ctx.quick else speed_of_light.Sizes()
     if ctx.rehearse:
         name, sizes = f"tiny-{name.split('-')[0]}", dataclasses.replace(small, batches=(2,), prompts=(40,))
-    rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes, with_peer=with_peer)
+    rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
     speed_of_light.give_back()
     shown = [str(ceilings), *lines(rows)]
     best = max((row["share"] for row in rows if row["what"].startswith("decode")), default=0.0)

@@ -36,6 +36,20 @@ def decode(bench: Bench, ceilings: Ceilings, *, batches: Sequence[int], context:
     return rows
 
 
+def graphs(bench: Bench) -> Row:
+    """What the graphs captured so far took: seconds, and memory by their own account. Empty where there are none."""
+    captured = bench.engine.parts.runner.graphs
+    if captured is None:
+        return {}
+    pool = captured.pool
+    return {
+        "what": f"graphs captured: {len(pool.captured)}, refused: {len(pool.refused)}",
+        "ms": pool.counts.capture_s * 1e3,
+        "graphs_mib": pool.num_bytes / 2**20,
+        "replays": pool.counts.replays,
+    }
+
+
 def idle(bench: Bench, *, batch: int, context: int, steps: int) -> Row:
     """Share of a decode trace in which the device waits for the host."""
     bench.fill(batch, context, STEADY + steps + 16)
@@ -69,24 +83,29 @@ def prefill(bench: Bench, ceilings: Ceilings, *, lengths: Sequence[int]) -> list
     return rows
 
 
-def mixed(bench: Bench, ceilings: Ceilings, *, batch: int, context: int, prompt: int, steps: int) -> Row:
-    """Steps in which `batch` requests decode while prompts of `prompt` tokens come one after the other."""
-    bench.fill(batch, context, 4 * steps + STEADY + 16)
+def mixed(bench: Bench, ceilings: Ceilings, *, batch: int, context: int, prompt: int, prompts: int) -> Row:
+    """A step in which `batch` requests decode while `prompts` prompts of `prompt` tokens begin."""
+    rounds = 4
+    bench.fill(batch, context, STEADY + 4 * rounds + 16)
     bench.steps(STEADY)
-    for seed in range(steps):
-        bench.add(prompt, 1, 100 + seed)
-    taken = bench.steps(2)
-    tokens = bench.engine.parts.sizes.max_tokens
+    times = []
+    for number in range(rounds):  # the first ones compile and capture
+        for seed in range(prompts):
+            bench.add(prompt, 1, 100 + number * prompts + seed)
+        times.append(bench.steps(1))
+        bench.steps(2)
     bench.drain()
+    taken, fresh = min(times[1:]), prompts * prompt
+    tokens = min(bench.engine.parts.sizes.max_tokens, batch + fresh)
     needed = max(
         bench.costs.decode_bytes(batch, context) / ceilings.copy_gb_s / 1e9,
-        min(tokens, steps * prompt) * bench.costs.linear_flops / ceilings.matmul_tflop_s / 1e12,
+        tokens * bench.costs.linear_flops / ceilings.matmul_tflop_s / 1e12,
     )
     return {
-        "what": f"mixed {batch} decoding beside prompts of {prompt}",
+        "what": f"mixed: {batch} decode, {prompts} prompts of {prompt}",
         "ms": taken * 1e3,
         "share": needed / taken,
-        "tokens_s": min(tokens, batch + steps * prompt) / taken,
+        "tokens_s": tokens / taken,
     }
 
 
@@ -133,6 +152,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
             f"{row['share']:10.1%}" if "share" in row else " " * 10,
             f"{row['tokens_s']:10,.0f}" if "tokens_s" in row else " " * 10,
         ]
-        also = "".join(f"  {key} {row[key]:.4g}" for key in ("resume_ms", "resume_share", "freed_mib") if key in row)
+        also = "".join(
+            f"  {key} {row[key]:.4g}" for key in ("resume_ms", "resume_share", "freed_mib", "graphs_mib") if key in row
+        )
         out.append(f"{row['what']:<46} {' '.join(cells)}{also}")
     return out
