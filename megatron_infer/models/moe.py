@@ -180,7 +180,8 @@ class LeanExperts:
         """
         if self.router.routing_type == "sinkhorn":
             return True
-        if self._together(ops, self.router.config.params_dtype) is not None:
+        weight = self.experts[0].fc1.parameters["weight"]
+        if weight is not None and self._together(ops, weight.dtype) is not None:
             return False
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
