@@ -280,7 +280,7 @@ def test_a_step_in_which_nobody_asks_makes_no_room_for_routing(monkeypatch):
     rooms = []
     builder = engine.parts.runner.builder
     build = builder.build
-    monkeypatch.setattr(builder, "build", lambda *args: rooms.append(build(*args)) or rooms[-1])
+    monkeypatch.setattr(builder, "build", lambda *args, **shape: rooms.append(build(*args, **shape)) or rooms[-1])
     prompt = list(range(4, 20))
     engine.generate([prompt], [SamplingParams(max_tokens=4, return_routing=True)])
     assert all(batch.routing_TLK is not None for batch in rooms)
