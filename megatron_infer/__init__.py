@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_infer.async_llm import AsyncLLM as AsyncLLM
+    from megatron_infer.config import AttentionChoice as AttentionChoice
     from megatron_infer.config import GraphSizing as GraphSizing
     from megatron_infer.config import InferenceConfig as InferenceConfig
     from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
@@ -46,6 +47,7 @@ _HOMES = {
     "MambaInferenceStateConfig": "config",
     "MemoryReport": "suspension",
     "PrefixCachingCoordinatorPolicy": "config",
+    "AttentionChoice": "config",
     "GraphSizing": "config",
     "PreemptionMode": "config",
     "PrefixCachingEvictionPolicy": "config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -284,7 +285,8 @@ def assemble(
     sizes = agreed.sizes
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
-    chosen = (choose_exact if config.batch_invariant else choose)(
+    asked = {"attention": config.attention_backend.value, "fused_rope": config.use_flashinfer_fused_rope}
+    chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
         where.torch,
         getattr(torch, shape.dtype),
         specs=adopted.specs,

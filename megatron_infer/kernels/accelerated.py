@@ -7,7 +7,7 @@ imported when a device asks for it, and its packages inside `unavailable` and `m
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,12 @@ class Candidate:
     """Below megatron_infer.kernels."""
 
 
-ATTENTION: tuple[Candidate, ...] = (Candidate("triton", "triton.attention"),)
-SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
+ATTENTION: tuple[Candidate, ...] = (
+    Candidate("triton", "triton.attention"),
+    Candidate("flashinfer", "flashinfer_attention"),
+    Candidate("flash_attn", "flash_attn_attention"),
+)
+SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"), Candidate("mamba_ssm", "mamba_ssm_scan"))
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
@@ -44,20 +48,52 @@ def available(
     forced: only this one, none of them where it is a portable one. On a CPU they are looked at only where one is
     forced: Triton's interpreter is for tests.
     """
-    if device.type == "cpu" and forced not in NAMES:
-        return [], {}
     backends: list[Any] = []
     reasons: dict[str, str] = {}
-    for candidate in candidates:
-        if forced is not None and candidate.name != forced:
-            continue
-        if candidate.module.startswith(TRITON) and (reason := launch.unavailable(device)) is not None:
-            reasons[candidate.name] = reason
-            continue
-        module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
-        reason = module.unavailable(device, dtype)
+    for candidate in _worth_a_look(candidates, device, forced):
+        backend, reason = _made(candidate, device, dtype)
         if reason is None:
-            backends.append(module.make(device, dtype))
+            backends.append(backend)
         else:
             reasons[candidate.name] = reason
     return backends, reasons
+
+
+def first(
+    candidates: Sequence[Candidate],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    forced: str | None,
+    refuses: Callable[[Any], str | None],
+) -> tuple[Any | None, dict[str, str], dict[str, str]]:
+    """(the first that exists here and that `refuses` has nothing against; name -> why it does not exist; name -> what
+    is against it). Those behind the first are not looked at: importing them takes seconds. Otherwise as `available`."""
+    missing: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for candidate in _worth_a_look(candidates, device, forced):
+        backend, reason = _made(candidate, device, dtype)
+        if reason is not None:
+            missing[candidate.name] = reason
+        elif (reason := refuses(backend)) is not None:
+            refused[candidate.name] = reason
+        else:
+            return backend, missing, refused
+    return None, missing, refused
+
+
+def _worth_a_look(candidates: Sequence[Candidate], device: torch.device, forced: str | None) -> Iterator[Candidate]:
+    if device.type == "cpu" and forced not in NAMES:
+        return
+    for candidate in candidates:
+        if forced is None or candidate.name == forced:
+            yield candidate
+
+
+def _made(candidate: Candidate, device: torch.device, dtype: torch.dtype) -> tuple[Any, str | None]:
+    """(the backend, None), or (None, why it does not exist)."""
+    if candidate.module.startswith(TRITON) and (reason := launch.unavailable(device)) is not None:
+        return None, reason
+    module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")
+    reason = module.unavailable(device, dtype)
+    return (module.make(device, dtype), None) if reason is None else (None, reason)

@@ -7,13 +7,13 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, native_build, packing
+from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -44,6 +44,9 @@ STATIC = "static"
 """Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
 BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
 SCAN = "selective scan"
+AUTO, ATTENTION_OPTION = "auto", "attention_backend"
+ROTATES_APART = ("flashinfer", "flash_attn", "torch")
+"""Attention backends whose own rotation is several torch calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,14 @@ def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
     return native_build.load()
 
 
+def _library_if(wanted: bool, device: torch.device, dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
+    """(the native kernels or None, why there are none)."""
+    try:
+        return (_native_library(device, dtype) if wanted else None), ""
+    except native_build.NativeUnavailable as error:
+        return None, str(error)
+
+
 def _choose_linear(
     device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
 ) -> tuple[BackendChoice, packing.PackedLinears]:
@@ -136,9 +147,9 @@ def _choose_linear(
     return BackendChoice("linear", "torch", reasons), packed
 
 
-def _check_forced(operation: str, forced: str | None, missing: dict[str, str]) -> None:
+def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *, by: str = BACKEND_VARIABLE) -> None:
     if forced in missing:
-        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {operation}: {missing[forced]}")
+        raise ConfigError(f"{by}={forced}, but {operation}: {missing[forced]}")
 
 
 def _choose_attention(
@@ -149,26 +160,69 @@ def _choose_attention(
     block_size: int,
     reasons: dict[str, str],
     forced: str | None,
+    asked: str,
 ) -> tuple[BackendChoice, AttentionBackend]:
-    """The first backend that supports every spec; the reference supports all."""
-    reasons = dict(reasons)
-    if forced != "reference":
-        candidates: list[AttentionBackend]
-        candidates, missing = accelerated.available(accelerated.ATTENTION, device, dtype, forced=forced)
-        reasons |= missing
-        _check_forced("attention", forced, missing)
-        if library is not None:
-            candidates.append(NativePagedAttention(library, dtype))
-        candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
-        for backend in candidates:
-            refusals = [backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs]
-            refused = next((reason for reason in refusals if reason is not None), None)
-            if refused is None:
-                return BackendChoice("attention", backend.name, reasons), backend
-            reasons[backend.name] = refused
-            if forced == backend.name:
-                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but attention {refused}")
+    """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name."""
+    reasons, by = dict(reasons), BACKEND_VARIABLE
+    if asked != AUTO:
+        if forced not in (None, asked):
+            raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {ATTENTION_OPTION}={asked}; unset one of them")
+        forced, by = asked, ATTENTION_OPTION
+    if forced == "reference":
+        return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+
+    def refuses(backend: AttentionBackend) -> str | None:
+        found = (backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs)
+        return next((reason for reason in found if reason is not None), None)
+
+    best, missing, refused = accelerated.first(accelerated.ATTENTION, device, dtype, forced=forced, refuses=refuses)
+    reasons |= missing
+    _check_forced("attention", forced, reasons if by == ATTENTION_OPTION else missing, by=by)
+    candidates: list[AttentionBackend] = [] if best is None else [best]
+    if library is not None:
+        candidates.append(NativePagedAttention(library, dtype))
+    candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
+    if asked != AUTO:
+        candidates = [backend for backend in candidates if backend.name == asked]
+    chosen = _first_of(candidates, refuses, refused, best=best)
+    if forced in refused:
+        raise ConfigError(f"{by}={forced}, but attention {refused[forced]}")
+    reasons |= refused
+    if chosen is not None:
+        return BackendChoice("attention", chosen.name, reasons), chosen
+    assert asked == AUTO, f"no attention backend is called {asked}"
     return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+
+
+def _first_of(
+    backends: Sequence[Any], refuses: Callable[[Any], str | None], refused: dict[str, str], *, best: Any | None
+) -> Any | None:
+    """The first with nothing against it, which is known of `best`; notes in `refused` what is against the others."""
+    for backend in backends:
+        against = None if backend is best else refuses(backend)
+        if against is None:
+            return backend
+        refused[backend.name] = against
+    return None
+
+
+def _add_rope(
+    attention: AttentionBackend,
+    fused: bool | None,
+    specs: Sequence[AttendSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[BackendChoice, AttentionBackend]:
+    """The attention with FlashInfer's rotation in front of it, where it is asked for and can; the row says why not."""
+    refusals = (flashinfer_rope.refusal(spec, dtype) for spec in specs if spec.rotary_dim)
+    reason = flashinfer_rope.unavailable(device, dtype) or next(filter(None, refusals), None)
+    if fused and reason is not None:
+        raise ConfigError(f"use_flashinfer_fused_rope=True, but FlashInfer {reason}; leave it False or None")
+    if reason is None and not fused and attention.name not in ROTATES_APART:
+        reason = f"{attention.name} attention rotates in its own kernels"
+    if reason is not None:
+        return BackendChoice("rotation", attention.name, {"flashinfer": reason}), attention
+    return BackendChoice("rotation", "flashinfer", {}), flashinfer_rope.FlashInferRope(attention)
 
 
 def _choose_scan(
@@ -182,22 +236,26 @@ def _choose_scan(
 ) -> tuple[BackendChoice, ScanBackend]:
     """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
     reasons = dict(reasons)
-    if forced != "reference":
-        candidates: list[ScanBackend]
-        candidates, missing = accelerated.available(accelerated.SCAN, device, dtype, forced=forced)
-        reasons |= missing
-        _check_forced(SCAN, forced, missing)
-        if library is not None:
-            candidates.append(NativeScan(library, dtype))
-        candidates.append(StaticScan() if forced == STATIC else TorchScan())
-        for backend in candidates:
-            refusals = [backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs]
-            refused = next((reason for reason in refusals if reason is not None), None)
-            if refused is None:
-                return BackendChoice(SCAN, backend.name, reasons), backend
-            reasons[backend.name] = refused
-            if forced == backend.name:
-                raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused}")
+    if forced == "reference":
+        return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
+
+    def refuses(backend: ScanBackend) -> str | None:
+        found = (backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs)
+        return next((reason for reason in found if reason is not None), None)
+
+    best, missing, refused = accelerated.first(accelerated.SCAN, device, dtype, forced=forced, refuses=refuses)
+    reasons |= missing
+    _check_forced(SCAN, forced, missing)
+    candidates: list[ScanBackend] = [] if best is None else [best]
+    if library is not None:
+        candidates.append(NativeScan(library, dtype))
+    candidates.append(StaticScan() if forced == STATIC else TorchScan())
+    chosen = _first_of(candidates, refuses, refused, best=best)
+    if forced in refused:
+        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused[forced]}")
+    reasons |= refused
+    if chosen is not None:
+        return BackendChoice(SCAN, chosen.name, reasons), chosen
     return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
 
 
@@ -280,24 +338,21 @@ def choose(
     ssm_specs: Sequence[SsmSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
+    attention: str = AUTO,
+    fused_rope: bool | None = False,
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
-    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32.
-    Never fails for lack of a compiler or a library. Raises ConfigError if the debugging variable forces a backend that
-    cannot run.
+    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. attention and fused_rope:
+    the options attention_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
+    ConfigError if an option or the debugging variable asks for a backend that cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
     reasons: dict[str, str] = {}
-    library = None
-    if forced in (None, "native"):
-        try:
-            library = _native_library(device, dtype)
-        except native_build.NativeUnavailable as error:
-            reasons["native"] = str(error)
-    else:
-        reasons["native"] = f"{BACKEND_VARIABLE}={forced}"
+    library, why_not = _library_if(forced in (None, "native"), device, dtype)
+    if library is None:
+        reasons["native"] = why_not or f"{BACKEND_VARIABLE}={forced}"
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
 
@@ -314,13 +369,16 @@ def choose(
     else:
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
-    attention_row, attention = _choose_attention(library, device, dtype, specs, block_size, reasons, forced)
-    rows = [attention_row] if specs or not ssm_specs else []
+    attends, backend = _choose_attention(library, device, dtype, specs, block_size, reasons, forced, attention)
+    rows = [attends] if specs or not ssm_specs else []
+    if specs and fused_rope is not False:
+        row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
+        rows.append(row)
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
-        scan_row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
-        rows.append(scan_row)
+        row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
+        rows.append(row)
     samplers, sampling_missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
     _check_forced("sampling", forced, sampling_missing)
     device_sampling: TritonSampling | None = samplers[0] if samplers else None
@@ -341,7 +399,7 @@ def choose(
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return Chosen(
         ops=ops,
-        attention=attention,
+        attention=backend,
         scan=scan,
         packed=packed,
         argmax=argmax,

@@ -21,10 +21,19 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, StepInputs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
+from megatron_infer.models.foreign_modules import (
+    COLUMN,
+    ROW,
+    LiveParameters,
+    check_linear,
+    has_norm_inside,
+    linear_role,
+    norm_of,
+)
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
 from megatron_infer.models.reduce import Reducer
 
-Parameters = dict[str, Tensor | None]
+Parameters = dict[str, Tensor | None] | LiveParameters
 RMS, LAYER, L2 = "rms", "layer", "l2"
 
 
@@ -43,7 +52,10 @@ class LeanNorm:
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         kinds = {torch.nn.RMSNorm: RMS, torch.nn.LayerNorm: LAYER, L2Norm: L2}
-        if type(module) is TorchNorm:
+        foreign = norm_of(module)
+        if foreign is not None:
+            self.kind = RMS if foreign[0] else LAYER
+        elif type(module) is TorchNorm:
             self.kind = RMS if module.rms else LAYER
         elif type(module) in kinds:
             self.kind = kinds[type(module)]
@@ -51,10 +63,11 @@ class LeanNorm:
             raise AdoptionError(
                 name,
                 f"norm class {type(module).__module__}.{type(module).__qualname__} is not known; "
-                "known are torch's RMSNorm and LayerNorm (megatron-core's local spec), L2Norm and specs.gpt_spec's",
+                "known are torch's RMSNorm and LayerNorm (megatron-core's local spec), Transformer Engine's, Apex's "
+                "FusedLayerNorm, L2Norm and specs.gpt_spec's",
             )
         self.zero_centered: bool = getattr(module, "zero_centered_gamma", False)
-        self.parameters: Parameters = module._parameters
+        self.parameters: Parameters = module._parameters if foreign is None else foreign[1]
         if self.kind != L2 and self.parameters["weight"] is None:
             raise AdoptionError(name, "a norm without a weight (elementwise_affine=False)")
         eps = module.eps
@@ -96,25 +109,43 @@ class LeanLinear:
 
     __slots__ = ("parameters", "reduce", "spread")
 
-    def __init__(self, module: torch.nn.Module, name: str, *, tp: Reducer | None) -> None:
-        """tp: the ranks that the weight is split over; None: it is whole here."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        *,
+        tp: Reducer | None,
+        norm_apart: bool = False,
+        expert: int | None = None,
+    ) -> None:
+        """tp: the ranks that the weight is split over; None: it is whole here. norm_apart: a norm inside the module is
+        somebody else's, who has run it on the input. expert: which one's of a grouped linear; None: it is not one."""
         self.reduce: Reducer | None = None
         self.spread: Reducer | None = None
+        role, whole = linear_role(module), ""
         if type(module) is RowParallelLinear:
             self.reduce = tp
-            whole = not module.input_is_parallel and "takes its whole input (input_is_parallel=False)"
+            whole = "" if module.input_is_parallel else "takes its whole input (input_is_parallel=False)"
         elif type(module) is ColumnParallelLinear:
             self.spread = tp
-            whole = module.gather_output and "gathers its output (gather_output=True)"
+            whole = "gathers its output (gather_output=True)" if module.gather_output else ""
+        elif role is not None and (norm_apart or not has_norm_inside(module)):
+            self.spread, self.reduce = tp if role is COLUMN else None, tp if role is ROW else None
         else:
             raise AdoptionError(
                 name,
-                f"linear class {type(module).__module__}.{type(module).__qualname__} is not known; known are "
-                "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec)",
+                f"linear class {type(module).__module__}.{type(module).__qualname__} is not known here; known are "
+                "megatron-core's ColumnParallelLinear and RowParallelLinear (its local spec) and those of Transformer "
+                "Engine",
             )
         if whole and tp is not None:
             raise AdoptionError(name, f"{whole}: between the linears of a layer each rank keeps its own part")
-        self.parameters: Parameters = module._parameters
+        if role is None:
+            self.parameters: Parameters = module._parameters
+        else:
+            number = "" if expert is None else str(expert)
+            check_linear(module, name, (f"weight{number}",))
+            self.parameters = LiveParameters(module, weight=f"weight{number}", bias=f"bias{number}")
 
     def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
@@ -134,9 +165,19 @@ class LeanMLP:
 
     __slots__ = ("activation", "fc1", "fc2")
 
-    def __init__(self, mlp: MLP, name: str, *, tp: Reducer | None, weighted: bool = False) -> None:
-        self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", tp=tp)
-        self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", tp=tp)
+    def __init__(
+        self,
+        mlp: MLP,
+        name: str,
+        *,
+        tp: Reducer | None,
+        weighted: bool = False,
+        norm_apart: bool = False,
+        expert: int | None = None,
+    ) -> None:
+        """weighted: an expert, scaled per token; norm_apart and expert: as of `LeanLinear`."""
+        self.fc1 = LeanLinear(mlp.linear_fc1, f"{name}.linear_fc1", tp=tp, norm_apart=norm_apart, expert=expert)
+        self.fc2 = LeanLinear(mlp.linear_fc2, f"{name}.linear_fc2", tp=tp, expert=expert)
         self.activation = activation_of(mlp, name, weighted=weighted)
 
     def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
@@ -165,7 +206,7 @@ class LeanAttention:
 
     def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, tp: Reducer | None) -> None:
         self.layer, self.spec = layer, spec
-        self.qkv = LeanLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp)
+        self.qkv = LeanLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp, norm_apart=True)
         self.proj = LeanLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
         self.q_norm = head_norm(attention.q_layernorm, f"{name}.q_layernorm")
         self.k_norm = head_norm(attention.k_layernorm, f"{name}.k_layernorm")

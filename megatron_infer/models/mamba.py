@@ -340,8 +340,13 @@ def _device(config: mcore.TransformerConfig) -> torch.device:
 
 
 def _generator(config: mcore.TransformerConfig) -> Any:
-    """The generator of tensor-parallel weights, which each rank draws by itself; the global one on a CPU."""
-    return nullcontext() if config.use_cpu_initialization else mcore.get_cuda_rng_tracker().fork()
+    """The generator of tensor-parallel weights, which each rank draws by itself; the global one on a CPU.
+
+    Weights that are going to be loaded need none: whoever loads a model to serve it has seeded no generators.
+    """
+    if config.use_cpu_initialization or not config.perform_initialization:
+        return nullcontext()
+    return mcore.get_cuda_rng_tracker().fork()
 
 
 def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:

@@ -26,7 +26,7 @@ class LeanMixer:
     def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
         self.layer = layer
         _refuse_unsupported(mixer, name)
-        self.in_proj = LeanLinear(mixer.in_proj, f"{name}.in_proj", tp=tp)
+        self.in_proj = LeanLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
         self.out_proj = LeanLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
         dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
         self.spec = SsmSpec(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
-from megatron_infer.kernels.experts import ExpertWeights
+from megatron_infer.kernels.experts import ExpertsBackend, ExpertWeights
+from megatron_infer.models.foreign_modules import is_grouped_experts
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
@@ -95,10 +96,13 @@ class LeanExperts:
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its part of the sum is added up with all.
-        self.experts = [
-            LeanMLP(expert, f"{name}.experts.local_experts.{i}", tp=None, weighted=True)
-            for i, expert in enumerate(moe.experts.local_experts)
-        ]
+        where, each = f"{name}.experts", {"tp": None, "weighted": True}
+        if is_grouped_experts(moe.experts):
+            count = moe.experts.num_local_experts
+            self.experts = [LeanMLP(moe.experts, where, expert=i, **each) for i in range(count)]
+        else:
+            local = enumerate(moe.experts.local_experts)
+            self.experts = [LeanMLP(expert, f"{where}.local_experts.{i}", **each) for i, expert in local]
         self.grouped = ExpertWeights(
             fc1=[expert.fc1.parameters for expert in self.experts],
             fc2=[expert.fc2.parameters for expert in self.experts],
@@ -129,8 +133,8 @@ class LeanExperts:
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
-        if ops.experts is not None and ops.experts.supports(self.grouped, own_TD) is None:
-            ops.experts.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
+        if (together := self._together(ops, own_TD.dtype)) is not None:
+            together.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
         elif step.is_padded:
             self._add_all(ops, own_TD, chosen_TE, probs_TE, out_TD)
         else:
@@ -163,14 +167,21 @@ class LeanExperts:
         out = ops.linear(inner, fc2["weight"], None)
         return out if fc2["bias"] is None else out + fc2["bias"] * weight_T1
 
+    def _together(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
+        """What runs all experts at once, if the kernels have it for these."""
+        backend = ops.experts
+        return backend if backend is not None and backend.supports(self.grouped, dtype) is None else None
+
     def asks_host(self, ops: Ops, num_tokens: int) -> bool:
         """Whether a step of so many tokens waits to hear who chose which expert.
 
         Not with grouped kernels. Nor where every expert may as well see every token: reading its weights costs more
         than multiplying by them then, and most of them are chosen by somebody.
         """
-        weight = self.router.weight
-        if ops.experts is not None and ops.experts.supports(self.grouped, weight.new_empty(0, weight.shape[1])) is None:
+        if self.router.routing_type == "sinkhorn":
+            return True
+        weight = self.experts[0].fc1.parameters["weight"]
+        if weight is not None and self._together(ops, weight.dtype) is not None:
             return False
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
@@ -246,12 +257,12 @@ def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:
     """Raise AdoptionError for what would give other answers than training, or answers that depend on the batch."""
     config = moe.config
-    if type(moe.experts) is not SequentialMLP:
+    if type(moe.experts) is not SequentialMLP and not is_grouped_experts(moe.experts):
         raise AdoptionError(
             f"{name}.experts",
-            f"{type(moe.experts).__qualname__}: only SequentialMLP (moe_grouped_gemm=False) is supported",
+            f"{type(moe.experts).__qualname__}: SequentialMLP (moe_grouped_gemm=False) and TEGroupedMLP are supported",
         )
-    for i, expert in enumerate(moe.experts.local_experts):
+    for i, expert in enumerate(getattr(moe.experts, "local_experts", ())):
         if type(expert) is not MLP:
             raise AdoptionError(f"{name}.experts.local_experts.{i}", f"expert class {type(expert).__qualname__}")
     if type(moe.router) not in (TopKRouter, DeviceAgnosticRouter):

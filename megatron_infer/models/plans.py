@@ -12,6 +12,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.core_attention import TorchCoreAttention
+from megatron_infer.models.foreign_modules import has_norm_inside, is_te_attention
 from megatron_infer.models.layers import PAGED_LAYERS, PagedAttention, PagedSelfAttention
 from megatron_infer.models.lean import (
     FeedForward,
@@ -85,8 +86,11 @@ class LayerPlan:
                 name, f"layer class {qualified(layer)} is not megatron-core's TransformerLayer; {BY_SPEC}"
             )
         _check_no_cross_attention(layer, name)
-        input_norm = _norm_before(layer, name, part="self_attention", norm="input_layernorm", add="self_attn_bda")
-        mlp_norm = _norm_before(layer, name, part="mlp", norm="pre_mlp_layernorm", add="mlp_bda")
+        qkv = getattr(layer.self_attention, "linear_qkv", None)
+        where = {"part": "self_attention", "norm": "input_layernorm", "add": "self_attn_bda"}
+        input_norm = _norm_before(layer, name, **where, first=(qkv, "linear_qkv"))
+        where = {"part": "mlp", "norm": "pre_mlp_layernorm", "add": "mlp_bda"}
+        mlp_norm = _norm_before(layer, name, **where, first=(getattr(layer.mlp, "linear_fc1", None), "linear_fc1"))
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
         if type(mlp) is LeanExperts:
             self.experts = mlp
@@ -113,7 +117,8 @@ class LayerPlan:
             if isinstance(layer.mixer, PagedMixer):
                 return
             raise AdoptionError(name, f"layer class {qualified(layer)} is not megatron-core's MambaLayer; {BY_SPEC}")
-        norm = _norm_before(layer, name, part="mixer", norm="norm", add="mamba_bda")
+        first = (layer.mixer.in_proj, "in_proj")
+        norm = _norm_before(layer, name, part="mixer", norm="norm", add="mamba_bda", first=first)
         assert norm is not None
         self.lean = LeanBlock(norm, self.mixer)
 
@@ -123,13 +128,23 @@ def _bind(module: Any, lean: Any, classes: dict[type, type]) -> None:
     module.lean = lean
 
 
-def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str) -> LeanNorm | None:
-    """The norm before a part of a layer; None where the layer has no such part, and then nothing around it either."""
+def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]) -> LeanNorm | None:
+    """The norm before a part of a layer; None where the layer has no such part, and then nothing around it either.
+
+    first: the part's first linear and its name: Transformer Engine's has the norm inside of it.
+    """
     adds, before = getattr(layer, add), getattr(layer, norm)
     if type(getattr(layer, part)) is not mcore.IdentityOp:
         if adds is not mcore.get_bias_dropout_add:
             raise AdoptionError(f"{name}.{add}", f"{adds!r} is not megatron-core's bias-dropout-add")
-        return LeanNorm(before, f"{name}.{norm}")
+        linear, where = first
+        if not has_norm_inside(linear):
+            return LeanNorm(before, f"{name}.{norm}")
+        if type(before) is not mcore.IdentityOp:
+            raise AdoptionError(
+                f"{name}.{norm}", f"{qualified(before)} before {part}.{where}, which norms its input too"
+            )
+        return LeanNorm(linear, f"{name}.{part}.{where}")
     for slot, module, nothing in ((add, adds, mcore.IdentityFuncOp), (norm, before, mcore.IdentityOp)):
         if type(module) is not nothing:
             raise AdoptionError(f"{name}.{slot}", f"{qualified(module)} in a layer without {part}")
@@ -143,7 +158,7 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention"
         raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, mcore.SelfAttention) else ""))
     core = attention.core_attention
-    if type(attention) is mcore.SelfAttention and type(core) not in (mcore.DotProductAttention, TorchCoreAttention):
+    if type(attention) is mcore.SelfAttention and not _is_known_core(core):
         raise AdoptionError(
             f"{where}.core_attention",
             f"class {qualified(core)} is not known, so neither is what it computes; "
@@ -175,6 +190,10 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
         rotary_interleaved=rotates and rotary.rotary_interleaved,
         sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
     )
+
+
+def _is_known_core(core: Any) -> bool:
+    return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core)
 
 
 def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | None:
@@ -210,7 +229,7 @@ def _check_no_cross_attention(layer: Any, name: str) -> None:
 
 def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> FeedForward:
     if type(mlp) is mcore.MLP:
-        return LeanMLP(mlp, name, tp=tp)
+        return LeanMLP(mlp, name, tp=tp, norm_apart=True)
     if type(mlp) is mcore.MoELayer:
         return LeanExperts(mlp, name, tp=tp)
     raise AdoptionError(name, f"class {qualified(mlp)} is not megatron-core's MLP or MoELayer")

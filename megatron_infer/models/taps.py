@@ -73,20 +73,40 @@ def _parts_of_layer(number: int, layer: Any, num_moe: int) -> Iterator[Part]:
     lean, name = layer.lean, f"decoder.layers.{number}"
     part = partial(Part, layer=number)
     if hasattr(layer, "mixer"):
-        yield part(name=f"{name}.norm", kind=NORM, module=layer.norm, run=_norm(lean.norm))
-        yield part(name=f"{name}.mixer", kind=MAMBA, module=layer.mixer, run=lean.body.run)
+        if not _inside(layer.norm):
+            yield part(name=f"{name}.norm", kind=NORM, module=layer.norm, run=_norm(lean.norm))
+        run = _behind(layer.norm, lean.norm, lean.body.run)
+        yield part(name=f"{name}.mixer", kind=MAMBA, module=layer.mixer, run=run)
         return
     attends, feeds = (type(half) is not IdentityOp for half in (layer.self_attention, layer.mlp))
     if attends:
         norm, run = (lean.input_norm, lean.attention.run) if feeds else (lean.norm, lean.body.run)
-        yield part(name=f"{name}.input_layernorm", kind=NORM, module=layer.input_layernorm, run=_norm(norm))
+        before = layer.input_layernorm
+        if not _inside(before):
+            yield part(name=f"{name}.input_layernorm", kind=NORM, module=before, run=_norm(norm))
+        run = _behind(before, norm, run)
         yield part(name=f"{name}.self_attention", kind=ATTENTION, module=layer.self_attention, run=run)
     if feeds:
         norm, run = (lean.mlp_norm, lean.mlp.run_step) if attends else (lean.norm, lean.body.run)
         moe = num_moe if type(layer.mlp) is MoELayer else None
         kind = MLP if moe is None else MOE
-        yield part(name=f"{name}.pre_mlp_layernorm", kind=NORM, module=layer.pre_mlp_layernorm, run=_norm(norm))
+        before = layer.pre_mlp_layernorm
+        if not _inside(before):
+            yield part(name=f"{name}.pre_mlp_layernorm", kind=NORM, module=before, run=_norm(norm))
+        run = _behind(before, norm, run)
         yield part(name=f"{name}.mlp", kind=kind, module=layer.mlp, run=run, moe=moe)
+
+
+def _inside(before: Any) -> bool:
+    """The norm is inside the linear behind it (Transformer Engine): the trainer never runs it by itself."""
+    return type(before) is IdentityOp
+
+
+def _behind(
+    before: Any, norm: Any, run: Callable[[StepInputs, Tensor], Tensor]
+) -> Callable[[StepInputs, Tensor], Tensor]:
+    """As the trainer's module has it: with the norm that is inside of it."""
+    return (lambda step, x_TD: run(step, norm.run(step.ops, x_TD))) if _inside(before) else run
 
 
 def _norm(lean: Any) -> Callable[[StepInputs, Tensor], Tensor]:

@@ -73,11 +73,13 @@ def init_single_process() -> None:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not mcore.parallel_state.model_parallel_is_initialized():
         mcore.parallel_state.initialize_model_parallel()
-    # Without CUDA the tracker must be the one whose fork() does nothing.
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+    # Without CUDA the tracker must be the one whose fork() does nothing; with it, one that knows its states.
     if not torch.cuda.is_available():
         model_parallel_cuda_manual_seed(1234, inference_rng_tracker=True)
+    elif not get_cuda_rng_tracker().is_initialized():
+        model_parallel_cuda_manual_seed(1234)
 
 
 def tiny_config(**overrides: Any) -> Any:

@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from megatron_infer.text.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from megatron_infer.text.tokenizer import Tokenizer  # needs packages that an engine without a tokenizer does not
 
 # A UTF-8 character has at most four bytes, so at most three tokens can wait for its end.
 _MAX_WAITING = 3

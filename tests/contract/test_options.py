@@ -40,6 +40,7 @@ SEED_PAGE = {
     "request_metadata_types": ("list[tuple[str, torch.dtype, bool]] | None", None),
 }
 OURS = {
+    "attention_backend": ("AttentionChoice", config.AttentionChoice.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
@@ -57,6 +58,14 @@ OURS = {
     "vocab_size": ("int | None", None),
 }
 ENUMS = {
+    config.AttentionChoice: {
+        "AUTO": "auto",
+        "TRITON": "triton",
+        "FLASHINFER": "flashinfer",
+        "FLASH_ATTN": "flash_attn",
+        "NATIVE": "native",
+        "TORCH": "torch",
+    },
     config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
     config.PrefixCachingCoordinatorPolicy: {
         "LONGEST_PREFIX": "longest_prefix",

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megatron_infer
+from megatron_infer.debug.gpu_packages import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
@@ -49,7 +50,23 @@ def test_every_requirement_has_a_range():
 def test_packages_that_are_someone_elses_are_never_asked_for():
     """`apex` on PyPI is another project; the others are built against one CUDA, which only the user knows."""
     asked = {item.name.lower() for path in REQUIREMENTS.glob("*.txt") for item in _requirements(path.name)}
-    assert not asked & {"apex", "transformer-engine", "mamba-ssm", "causal-conv1d"}
+    assert not asked & {"apex", "transformer-engine", "mamba-ssm", "causal-conv1d", "flash-attn", "flash-attn-3"}
+
+
+def test_every_package_for_gpus_is_either_asked_for_or_told_how_to_build():
+    told = (REQUIREMENTS / "nvidia.txt").read_text(encoding="utf-8")
+    assert _requirements("nvidia.txt") == []
+    asked = {item.name.lower() for item in _requirements("gpu.txt")}
+    for package in PACKAGES:
+        name = package.name.removesuffix("-3")
+        assert (name in asked) != (f"\n# {name} " in told), package.name
+
+
+def test_every_extra_reads_a_file_that_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
+    for extra in extras.values():
+        assert all((ROOT / file).exists() for file in extra["file"])
 
 
 def test_project_file_names_the_command_and_the_version():

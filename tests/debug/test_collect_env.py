@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron_infer.cli.main import main
-from megatron_infer.debug import collect_env
+from megatron_infer.debug import collect_env, gpu_packages
 from megatron_infer.kernels import select
 
-SECTIONS = ["versions", "cpu", "memory", "compilers", "gpu", "torch", "environment", "kernels"]
+SECTIONS = ["versions", "cpu", "memory", "compilers", "gpu", "gpu packages", "torch", "environment", "kernels"]
 
 
 def test_report_covers_every_section_and_none_failed():
@@ -40,6 +41,49 @@ def test_kernels_say_what_was_chosen_for_each_dtype():
             assert rows[f"{operation}, cpu {dtype}"] in {"native", "torch", "reference"}
 
 
+def test_each_nvidia_package_says_whether_it_imports_and_what_for():
+    rows = {fact.name: fact for fact in collect_env._gpu_packages()}
+    asked = {package.name for package in gpu_packages.PACKAGES}
+    assert asked | {"NCCL", "symmetric memory"} == set(rows)
+    assert asked >= {"transformer-engine", "apex", "mamba-ssm", "causal-conv1d", "flash-attn", "flashinfer-python"}
+    assert all(fact.note for fact in rows.values())
+    for name in asked:
+        assert rows[name].value == "not installed" or "import" in rows[name].value
+    if torch.version.cuda is None:
+        assert rows["NCCL"].value == "none: torch is built without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("x = 1", "unknown version, imports"),
+        (
+            "raise RuntimeError('built for CUDA 12')",
+            "unknown version, does not import: RuntimeError: built for CUDA 12",
+        ),
+        ("import os\nos.abort()", "unknown version, does not import: the process ended with -6"),
+    ],
+)
+def test_a_package_that_is_broken_says_so_even_where_it_ends_its_process(tmp_path, monkeypatch, content, value):
+    gpu_packages.run_apart.cache_clear()
+    gpu_packages._state.cache_clear()
+    (tmp_path / "some_gpu_package.py").write_text(content, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    package = gpu_packages.Package("some-gpu-package", "some_gpu_package", "tests")
+    assert gpu_packages._state(package) == value
+    assert gpu_packages._state(gpu_packages.Package("no-such", "no_such_module", "tests")) == "not installed"
+    gpu_packages.run_apart.cache_clear()
+
+
+def test_kernels_of_a_gpu_are_listed_or_it_is_said_that_there_is_none():
+    rows = {fact.name: fact for fact in collect_env._kernels()}
+    if torch.cuda.is_available():
+        assert "attention, cuda bfloat16" in rows
+    else:
+        assert rows["cuda"].value == "no GPU" and "flashinfer" in rows["cuda"].note
+
+
 def test_text_and_json_hold_every_fact():
     facts = [collect_env.Fact("cpu", "cores", "2", "of 4"), collect_env.Fact("gpu", "devices", "none")]
     assert collect_env.as_text(facts).splitlines() == ["[cpu]", "  cores    2  (of 4)", "[gpu]", "  devices  none"]
@@ -47,7 +91,8 @@ def test_text_and_json_hold_every_fact():
 
 
 @pytest.mark.parametrize(
-    "probe", ["_versions", "_cpu", "_memory", "_compilers", "_gpu", "_torch", "_environment", "_kernels"]
+    "probe",
+    ["_versions", "_cpu", "_memory", "_compilers", "_gpu", "_gpu_packages", "_torch", "_environment", "_kernels"],
 )
 def test_a_broken_probe_is_a_line_of_the_report(monkeypatch, probe):
     def broken():

@@ -218,6 +218,17 @@ def test_paged_logits_equal_stock_attention_and_norms(name):
         assert paged_step.worst_difference(model, adopt(model)) < 1e-5
 
 
+def test_learnable_sinks_have_megatrons_name_in_checkpoints_and_learn():
+    model = tiny_gpt(softmax_type="learnable").train()
+    name = "self_attention.core_attention.softmax_offset"
+    assert f"decoder.layers.1.{name}" in model.state_dict()
+    sharded = model.sharded_state_dict()
+    assert any(key.endswith(name) for key in sharded)
+    tokens = torch.arange(8)[None]
+    model(tokens, tokens, None).square().sum().backward()
+    assert model.get_parameter(f"decoder.layers.1.{name}").grad.all()
+
+
 def test_packed_sequences_attend_each_to_itself():
     attention = tiny_gpt().decoder.layers[0].self_attention.core_attention
     generator = torch.Generator().manual_seed(0)

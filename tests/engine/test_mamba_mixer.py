@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_infer.models import mamba
 from megatron_infer.models.mamba import SlottedMambaMixer
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
 from megatron_infer.testing.tiny import tiny_hybrid, tiny_mamba
@@ -165,3 +167,12 @@ def test_a_mixer_refuses_contexts_that_are_not_ours():
 def test_sizes_that_do_not_divide_are_refused_with_the_figures(settings, message):
     with pytest.raises(Exception, match=message):
         tiny_mamba(num_layers=1, **settings)
+
+
+@pytest.mark.parametrize(("drawn", "asks"), [(True, True), (False, False)])
+def test_weights_that_will_be_loaded_need_no_seeded_generator(monkeypatch, drawn, asks):
+    asked = []
+    tracker = types.SimpleNamespace(fork=lambda: asked.append(True) or contextlib.nullcontext())
+    monkeypatch.setattr(mamba.mcore, "get_cuda_rng_tracker", lambda: tracker)
+    with mamba._generator(types.SimpleNamespace(use_cpu_initialization=False, perform_initialization=drawn)):
+        assert bool(asked) is asks

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
+import fake_packages
 import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, native_build, select, threads
+from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, select, threads
 from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.kernels.triton import launch
 
@@ -192,6 +195,99 @@ def test_debug_variable_forces_a_backend_and_shows_in_the_table(monkeypatch, nam
     chosen = choose()
     assert chosen.attention.name == chosen.ops.name == name
     assert select.BACKEND_VARIABLE in chosen.table()
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_the_option_forces_attention_and_nothing_else(native_library, name):
+    chosen = choose(attention=name, ssm_specs=[MAMBA])
+    assert chosen.attention.name == backends(chosen)["attention"] == name
+    assert chosen.ops.name == chosen.scan.name == "native"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_asking_for_a_backend_that_is_not_there_is_an_error_with_the_reason(name):
+    with pytest.raises(
+        ConfigError, match=f"attention_backend={name}, but attention: runs on a GPU, the model is on cpu"
+    ):
+        choose(attention=name)
+
+
+def test_asking_for_a_backend_that_cannot_run_the_model_is_an_error_with_the_reason(native_library):
+    with pytest.raises(ConfigError, match="attention_backend=native, but attention needs a positive scale"):
+        choose(attention="native", specs=[dataclasses.replace(SPEC, scale=-1.0)])
+    with pytest.raises(ConfigError, match="attention_backend=native, but attention: needs float32 or bfloat16"):
+        choose(attention="native", dtype=torch.float16)
+
+
+def test_the_option_and_the_debug_variable_may_not_differ(monkeypatch):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "reference")
+    with pytest.raises(ConfigError, match="unset one of them"):
+        choose(attention="torch")
+
+
+def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(monkeypatch):
+    class Kernels(TorchPagedAttention):
+        name = "flashinfer"
+
+        def supports(self, spec, *, dtype, block_size):
+            return "needs head_dim 128" if spec.head_dim == 64 else None
+
+    absent = ModuleType("absent")
+    absent.unavailable = lambda device, dtype: "is not installed"
+    there = ModuleType("there")
+    there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: Kernels()
+    monkeypatch.setitem(sys.modules, "megatron_infer.kernels.absent", absent)
+    monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
+    found = (accelerated.Candidate("flash_attn", "absent"), accelerated.Candidate("flashinfer", "there"))
+    monkeypatch.setattr(accelerated, "ATTENTION", found)
+    assert (
+        choose(attention="flashinfer", specs=[dataclasses.replace(SPEC, head_dim=128)]).attention.name == "flashinfer"
+    )
+    with pytest.raises(ConfigError, match="flashinfer, but attention needs head_dim 128"):
+        choose(attention="flashinfer")
+    monkeypatch.setenv(select.BACKEND_VARIABLE, "flashinfer")
+    with pytest.raises(ConfigError, match="MEGATRON_INFER_BACKEND=flashinfer, but attention needs head_dim 128"):
+        choose()
+
+
+def test_what_stands_behind_the_first_that_can_is_not_even_imported(monkeypatch):
+    there = ModuleType("there")
+    there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: TorchPagedAttention()
+    monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
+    behind = (accelerated.Candidate("flashinfer", "there"), accelerated.Candidate("flash_attn", "no_such_module"))
+    gpu = torch.device("cuda")
+    found, missing, refused = accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: None)
+    assert found is not None and missing == refused == {}
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: "cannot")
+
+
+def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not(monkeypatch):
+    rotating = dataclasses.replace(SPEC, rotary_dim=64)
+    why = "runs on a GPU, the model is on cpu"
+    assert "rotation" not in backends(choose(specs=[rotating]))
+    row = next(row for row in choose(specs=[rotating], fused_rope=None).rows if row.operation == "rotation")
+    assert row.reasons == {"flashinfer": why}
+    with pytest.raises(ConfigError, match=f"use_flashinfer_fused_rope=True, but FlashInfer {why}"):
+        choose(specs=[rotating], fused_rope=True)
+
+    fake_packages.install(monkeypatch, "flashinfer")
+    monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
+    asked = {"specs": [rotating], "dtype": torch.bfloat16}
+    chosen = choose(**asked, fused_rope=None, attention="torch")
+    assert type(chosen.attention) is flashinfer_rope.FlashInferRope and chosen.attention.name == "torch"
+    assert backends(chosen)["rotation"] == "flashinfer"
+    odd = choose(specs=[dataclasses.replace(SPEC, rotary_dim=20)], dtype=torch.bfloat16, fused_rope=None)
+    assert "in sixteens" in next(row for row in odd.rows if row.operation == "rotation").reasons["flashinfer"]
+
+
+def test_attention_that_rotates_by_itself_keeps_doing_so_unless_told(monkeypatch, native_library):
+    fake_packages.install(monkeypatch, "flashinfer")
+    monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
+    asked = {"specs": [dataclasses.replace(SPEC, rotary_dim=64)], "dtype": torch.bfloat16}
+    assert choose(**asked, fused_rope=None).attention.name == "native"
+    assert type(choose(**asked, fused_rope=None).attention) is not flashinfer_rope.FlashInferRope
+    assert type(choose(**asked, fused_rope=True).attention) is flashinfer_rope.FlashInferRope
 
 
 def test_debug_variable_with_a_wrong_value_or_an_impossible_one_is_an_error(monkeypatch):

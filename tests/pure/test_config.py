@@ -88,6 +88,7 @@ WRONG = [
     ("seed", 2**64, "limit is 2\\*\\*64 - 1"),
     ("seed", None, "integer"),
     ("logprobs_mode", "rawe", "did you mean 'raw'"),
+    ("attention_backend", "flashinfe", "did you mean 'flashinfer'"),
     ("preemption_mode", "swp", "did you mean 'swap'"),
     ("preemption_mode", "swap", "swap_buffer_size_gb above 0"),
     ("swap_buffer_size_gb", -1, "finite number of 0 or more"),
@@ -97,7 +98,6 @@ WRONG = [
     ("check_invariants", None, "True or False"),
 ]
 LATER = [
-    ("use_flashinfer_fused_rope", True, "FlashInfer"),
     ("request_metadata_types", [], "metadata"),
 ]
 
@@ -114,6 +114,13 @@ def test_value_without_machinery_raises_and_says_what_it_needs(name, value, need
     with pytest.raises(NotImplementedError, match=needed) as caught:
         InferenceConfig(**{name: value})
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"attention_backend": "torch"}, {"use_flashinfer_fused_rope": True}])
+def test_exact_mode_excludes_kernels_of_others(settings):
+    with pytest.raises(ConfigError, match="excludes batch_invariant=True"):
+        InferenceConfig(batch_invariant=True, **settings)
+    assert InferenceConfig(batch_invariant=True, attention_backend="native").batch_invariant
 
 
 def test_unknown_field_is_refused_with_the_nearest():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from attention_case import check, on_device, padded
 from paged_case import Case, make_case
+
+from megatron_infer.kernels.triton.launch import launch
 
 pytestmark = pytest.mark.triton
 
@@ -98,8 +101,28 @@ def test_a_long_row_takes_larger_splits_not_more(device):
 
     backend = make_backend(chunk=16)
     case = make_case([(1, 16 * 16 + 1)], num_decode=1, dtype=torch.float32, num_kv_heads=16, group_size=1, head_dim=16)
-    assert decode_tiles(case.spec, 4, 16).max_splits == 16
+    assert decode_tiles(16, 16, 4, 16).max_splits == 16
     check(backend, case, device)
+
+
+def test_the_splits_of_many_rows_are_dealt_out_evenly_and_once(device):
+    """More rows than are looked at together; splits of 16 keys, at most 4 a row."""
+    from share_kernel import share_kernel
+
+    lengths = [7 * i % 90 for i in range(600)]
+    splits = [max(1, math.ceil(n / (16 if n <= 64 else 32))) for n in lengths]
+    expected = [(row, split) for row, n in enumerate(splits) for split in range(n)]
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for programs in (1, 7, 40):
+        out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
+        launch(share_kernel, (1, programs), kv_len, len(lengths), out, CHUNK=16, MAX_SPLITS=4)
+        dealt = []
+        for count, row, split in out.tolist():
+            if count > 0:
+                assert expected[len(dealt)] == (row, split)
+                dealt += expected[len(dealt) : len(dealt) + count]
+        assert dealt == expected
+        assert max(out[:, 0]) == -(-len(expected) // programs)
 
 
 def test_a_padded_step_gives_the_same_bits_and_zeros_for_nobody(backend, device, dtype):
@@ -235,3 +258,59 @@ def test_what_cannot_run_is_refused_by_name(backend):
     ):
         assert reason in backend.supports(dataclasses.replace(spec, **change), **settings)
     assert "float64" in backend.supports(spec, dtype=torch.float64, block_size=16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_steps_of_real_size_match_reference(device, dtype, head_dim):
+    """The tiles and splits that engines use; in the interpreter it would take minutes."""
+    if device.type == "cpu":
+        pytest.skip("needs a GPU")
+    from megatron_infer.kernels.triton.attention import make
+
+    rows = [(1, 5000), (1, 257), (1, 256), (1, 9), (300, 300), (200, 1500), (1, 700)]
+    sizes = {"num_kv_heads": 2, "group_size": 4, "head_dim": head_dim, "rotary_dim": head_dim}
+    case = make_case(rows, num_decode=4, dtype=dtype, **sizes)
+    wide = padded(case, num_decode=8, num_prefill=5, num_tokens=600, max_kv_len=8192)
+    check(make(device, dtype), wide, device)
+
+
+def test_a_captured_step_replays_on_other_content(device, dtype):
+    if device.type == "cpu":
+        pytest.skip("needs a GPU")
+    shape = {"num_decode": 3, "num_prefill": 2, "num_tokens": 40, "max_kv_len": 400}
+    first = make_case([(1, 300), (9, 20)], num_decode=1, dtype=dtype, rotary_dim=64)
+    second = make_case([(1, 20), (1, 290), (30, 37)], num_decode=2, dtype=dtype, rotary_dim=64, seed=1)
+    size = max(first.kv_cache.shape[2], second.kv_cache.shape[2])
+    first, second = (on_device(padded(case, **shape), device) for case in (first, second))
+    backend = make_backend(chunk=64)
+    fixed = dataclasses.replace(first.meta)  # its tensors are where the graph reads
+    fixed.block_table = torch.zeros(16, 64, dtype=torch.int32, device=device)
+    fused, cache = first.fused.clone(), first.kv_cache.new_zeros(2, 2, size, *first.kv_cache.shape[3:])
+    names = ("q_len_R", "kv_len_R", "cu_q_R1", "table_row_R", "positions_T", "kv_pos_T", "cos_TR", "sin_TR")
+
+    def fill(case: Case) -> None:
+        for name in names:
+            getattr(fixed, name).copy_(getattr(case.meta, name))
+        rows, blocks = case.meta.block_table.shape
+        fixed.block_table[:rows, :blocks].copy_(case.meta.block_table)
+        fused.copy_(case.fused)
+        cache[:, :, : case.kv_cache.shape[2]].copy_(case.kv_cache)
+
+    def step() -> torch.Tensor:
+        heads = fused.view(40, 2, 5, 64)
+        backend.plan(fixed)
+        return backend.run(heads[:, :, :3], heads[:, :, 3], heads[:, :, 4], cache, layer=1, spec=first.spec)
+
+    wants = [case.run(backend)[0] for case in (first, second)]
+    contents = [Case(c.spec, dataclasses.replace(c.meta), c.fused.clone(), c.kv_cache, 1) for c in (first, second)]
+    for content in contents:  # copies: `fixed` shares the first case's tensors
+        for name in names:
+            setattr(content.meta, name, getattr(content.meta, name).clone())
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for content, want in zip(contents, wants, strict=True):
+        fill(content)
+        graph.replay()
+        assert torch.equal(out, want)

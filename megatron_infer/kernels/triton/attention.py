@@ -4,26 +4,30 @@ Launches a layer: one for rotation and append, one or two for decode rows (the s
 have several), one for the others; those without rows in the step's shape are left out. Nothing is read from the host's
 arrays, nothing waits, and grids are bounds that follow from the step's shape: what is captured once may be replayed
 with other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's
-number of multiprocessors. Legend: `kernels/base.py`.
+number of multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
-from megatron_infer.kernels.triton.attention_decode import CHUNK, DecodeTiles, attend_decode, decode_tiles
-from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
-from megatron_infer.kernels.triton.attention_tiles import padded
+from megatron_infer.kernels.triton.attention_decode import CHUNK, attend_decode, decode_tiles
+from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_tiles import Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-PROGRAMS_PER_CORE = 4
-"""Decode programs aimed at, for each multiprocessor: two or three run at once, the others even out rows' lengths."""
+LARGE_KIB, SMALL_KIB = 227, 99
+"""Shared memory a block may take: Hopper's and datacentre Blackwell's, the least from Ampere on."""
+PROGRAMS_PER_CORE = 2
+"""Decode programs for each multiprocessor, which has room for two and more: all run at once, with even shares."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -40,7 +44,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
     """The backend for a device that has it (see `unavailable`)."""
     if device.type != "cuda":
-        return TritonPagedAttention(num_cores=2, shared_kib=227)
+        return TritonPagedAttention(num_cores=2, shared_kib=LARGE_KIB)
     about = torch.cuda.get_device_properties(device)
     shared = getattr(about, "shared_memory_per_block_optin", None)
     return TritonPagedAttention(
@@ -51,13 +55,15 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
 
 def _shared_kib(capability: tuple[int, int]) -> int:
     """Shared memory one block may take, where torch does not say."""
-    return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(capability, 99)
+    return {(8, 0): 163, (8, 7): 163, (9, 0): LARGE_KIB, (10, 0): LARGE_KIB, (10, 3): LARGE_KIB}.get(
+        capability, SMALL_KIB
+    )
 
 
 class TritonPagedAttention:
     """kernels.base.AttentionBackend in Triton.
 
-    num_cores: multiprocessors of the device; how many programs share a row's keys follows from it, no bit does.
+    num_cores: multiprocessors of the device; how many programs share decode rows' keys follows from it, no bit does.
     shared_kib: shared memory a block may take; the tiles of prefill follow from it.
     chunk: keys of a split of a decode row; bits follow from it.
     """
@@ -127,48 +133,36 @@ class TritonPagedAttention:
             interleaved=spec.rotary_interleaved,
         )
         out_TX = q_TKGH.new_empty(num_tokens, num_kv * group * head_dim)
+        size, has_lse = q_TKGH.element_size(), lse_TN is not None
+        of = Layer.of(spec, block_size=keys.shape[1], element_bytes=size, has_lse=has_lse)
         if step.num_decode:
-            tiles = self._decode_tiles(spec, q_TKGH.element_size())
-            attend_decode(q_TKGH, keys, values, out_TX, step, spec, tiles, lse_TN, programs=self._programs)
+            tiles = decode_tiles(num_kv, head_dim, size, self._chunk)
+            attend_decode(q_TKGH, keys, values, out_TX, step, spec, of, tiles, lse_TN, programs=self._programs)
         if num_tokens > step.num_decode:
-            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, self._prefill_tiles(q_TKGH, spec), lse_TN)
+            cut = prefill_tiles(padded(head_dim), size, self._shared_kib)
+            attend_prefill(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN)
         return out_TX
-
-    def _decode_tiles(self, spec: AttendSpec, element_bytes: int) -> DecodeTiles:
-        return decode_tiles(spec, element_bytes, self._chunk)
-
-    def _prefill_tiles(self, q_TKGH: Tensor, spec: AttendSpec) -> PrefillTiles:
-        return prefill_tiles(padded(spec.head_dim), q_TKGH.element_size(), self._shared_kib)
 
 
 def aot_variants() -> list[AotVariant]:
     """Head dims, groups, block sizes, windows, sinks and lse, in each dtype; tiles for large and small memory."""
-    layers = [
-        ("h128_g4", 8, 4, 128, {}, 16, False),
-        ("h128_g4_block256", 8, 4, 128, {}, 256, False),
-        ("h64_g8_window_sinks", 8, 8, 64, {"window": 128, "sinks": True}, 16, True),
-        ("h256_g8", 1, 8, 256, {}, 64, False),
-        ("h80_g1", 32, 1, 80, {}, 32, True),
-        ("h112_g3_window", 4, 3, 112, {"window": 1024}, 16, False),
-        ("h64_g3", 3, 3, 64, {}, 16, False),
-        ("h128_g128", 1, 128, 128, {}, 128, False),
-        ("h16_g2", 2, 2, 16, {}, 16, False),
-    ]
+    layers = {
+        "h128_g4": Layer(8, 4, 128, 16, 2),
+        "h128_g4_block256": Layer(8, 4, 128, 256, 2),
+        "h64_g8_window_sinks": Layer(8, 8, 64, 16, 2, window=128, has_sinks=True, has_lse=True),
+        "h256_g8": Layer(1, 8, 256, 64, 2),
+        "h80_g1": Layer(32, 1, 80, 32, 2, has_lse=True),
+        "h112_g3_window": Layer(4, 3, 112, 16, 2, window=1024),
+        "h64_g3": Layer(3, 3, 64, 16, 2),
+        "h128_g128": Layer(1, 128, 128, 128, 2),
+        "h16_g2": Layer(2, 2, 16, 16, 2),
+    }
     variants = []
-    for name, num_kv, group, head_dim, extra, block_size, lse in layers:
-        spec = AttendSpec(
-            num_kv_heads=num_kv,
-            group_size=group,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            window=extra.get("window"),
-            sinks_N=torch.zeros(num_kv * group) if extra.get("sinks") else None,
-        )
+    for name, layer in layers.items():
         for dtype in ("bf16", "fp16", "fp32"):
-            kind = {"dtype": dtype, "block_size": block_size, "lse": lse}
-            variants += attention_decode.layer_variants(spec, name, **kind)
-            variants += attention_prefill.layer_variants(spec, name, **kind, shared_kib=227)
-        if head_dim >= 128:
-            kind["dtype"] = "bf16"
-            variants += attention_prefill.layer_variants(spec, f"{name}_small", **kind, shared_kib=99)
+            kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
+            variants += attention_decode.layer_variants(kind, name, dtype)
+            variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
+        if layer.head_dim >= 128:
+            variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
     return variants

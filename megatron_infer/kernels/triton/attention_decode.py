@@ -3,11 +3,13 @@
 A row's keys are cut every CHUNK keys, counted from position 0; a row of more than MAX_SPLITS such chunks takes the
 least multiple of CHUNK that gives no more splits than that. So the cut, and with it every bit, is a function of the
 row's length and the layer alone: not of the other rows, the padding, the capacity, the number of multiprocessors.
-How many programs share a row's splits is a function of the step's shape and the device, and changes no bit: each split
-starts from nothing and leaves its own partial sums.
+The splits of all rows, end to end, are dealt out evenly in runs to as many programs as the device holds at once, each
+finding its run from the rows' lengths as they are when it starts: a long row among short ones is spread as well, and
+an upper bound of lengths costs no programs. Who does a split changes no bit: each starts from nothing and leaves its
+own partial sums.
 
     keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
-    splits  |---0---|----1----|----2----|--3---|           2 programs: {0, 1} and {2, 3}
+    splits  |---0---|----1----|----2----|--3---|           and a row of 1 split, 2 programs: {0, 1, 2} and {3, 0'}
     merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
 A row of one split writes its output itself. The query heads of a kv head are lines of one tile (padded to 16, the least
@@ -22,6 +24,7 @@ Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +38,14 @@ from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
     MIN_DOT,
+    Layer,
     attend_tile,
     blocks_of,
+    cdiv,
     finish,
     load_tile,
     padded,
+    power_of_2,
     precision,
     variant,
 )
@@ -50,67 +56,81 @@ CHUNK = 256
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
+ROWS = tl.constexpr(256)
+"""Rows whose lengths are looked at together."""
 LANES = 256
 """Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
 
 
 @triton.jit
-def row_splits(kv_len, row, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """(keys, first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
-    num_keys = tl.load(kv_len + row)
+def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
     first_chunk = first_key // CHUNK
     chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
     share = tl.maximum(tl.cdiv(chunks, MAX_SPLITS), 1)
-    return num_keys, first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+    return first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+
+
+@triton.jit
+def _splits_of_rows(kv_len, first, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Splits of rows first .. first + ROWS - 1; 0 behind the last."""
+    row = first + tl.arange(0, ROWS)
+    num_keys = tl.load(kv_len + row, mask=row < num_rows, other=0)
+    _, _, _, splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+    return tl.where(row < num_rows, splits, 0)
+
+
+@triton.jit
+def _share(kv_len, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """This program's part of all rows' splits laid end to end: (how many, row of the first, which of that row's)."""
+    total = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        total += tl.sum(_splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW), 0)
+    share = tl.cdiv(total, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    row = num_rows * 0
+    before = num_rows * 0
+    passed = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        splits = _splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW)
+        ends = passed + tl.cumsum(splits, 0)
+        earlier = (ends <= begin) & (splits > 0)
+        row += tl.sum(earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        passed += tl.sum(splits, 0)
+    return tl.minimum(share, total - begin), row, begin - before
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=LOOSE)
-def decode_kernel(
-    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
-    q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, scale2,
+@triton.jit
+def _attend_splits(
+    q_tile, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, table, num_keys, line, group,
+    first_split, stop_split, part_splits, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (NUM_KV * group tiles, rows, programs of a row); each program takes a run of its row's splits.
-
-    acc_part [rows, N, part_splits, HEAD_DIM], top_part and total_part [rows, N, part_splits], all fp32.
-    """
-    GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
-    kv_head = tl.program_id(0) // GROUP_TILES
-    row = tl.program_id(1).to(tl.int64)
-    num_keys, first_key, origin, split_keys, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
-    share = tl.cdiv(num_splits, tl.num_programs(2))
-    first_split = tl.program_id(2) * share
-    if first_split >= num_splits:
-        return
-
-    group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Splits first_split .. stop_split - 1 of one row; line: of each query head in the parts, in its row's outputs."""
+    first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
     real = group < GROUP
-    line = row * (NUM_KV * GROUP) + kv_head * GROUP + group
     dim = tl.arange(0, HEAD_PAD)[None, :]
     whole = real[:, None] & (dim < HEAD_DIM)
-    at = row * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
-    q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
-    table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_PAD], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     last_key = tl.zeros([BLOCK_M], dtype=tl.int32) + (num_keys - 1)
     begin = tl.maximum(origin + first_split * split_keys, first_key // BLOCK_N * BLOCK_N)
-    end = tl.minimum(origin + (first_split + share) * split_keys, num_keys)
+    end = tl.minimum(origin + stop_split * split_keys, num_keys)
     block = blocks_of(table, begin, num_keys, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         next_block = blocks_of(table, start + BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, top, total = attend_tile(
-            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, block, start,
-            num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+            q_tile, acc, top, total, k_cache, v_cache, block, start, num_keys, last_key, scale2,
+            NUM_KV * HEAD_DIM, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
         )
         block = next_block
         stop = start + BLOCK_N
@@ -124,7 +144,7 @@ def decode_kernel(
             total = tl.zeros([BLOCK_M], dtype=tl.float32)
     if num_splits == 1:
         if HAS_SINKS:
-            sink = tl.load(sinks + kv_head * GROUP + group, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + line % (NUM_KV * GROUP), mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             new_top = tl.maximum(top, sink)
             shrink = tl.exp2(top - new_top)
             acc = acc * shrink[:, None]
@@ -134,6 +154,42 @@ def decode_kernel(
         tl.store(out + line[:, None] * HEAD_DIM + dim, mean.to(out.dtype.element_ty), mask=whole)
         if HAS_LSE:
             tl.store(lse + line, sums, mask=real)
+
+
+@triton.jit(do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=LOOSE)
+def decode_kernel(
+    q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
+    q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
+
+    acc_part [rows, N, part_splits, HEAD_DIM], top_part and total_part [rows, N, part_splits], all fp32.
+    """
+    GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(0) // GROUP_TILES
+    group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left, row, split = _share(kv_len, num_rows, CHUNK, MAX_SPLITS, WINDOW)
+    while left > 0:
+        num_keys = tl.load(kv_len + row)
+        _, _, _, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+        stop = tl.minimum(split + left, num_splits)
+        row64 = row.to(tl.int64)
+        at = row64 * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
+        q_tile = load_tile(q, at, group < GROUP, HEAD_DIM, HEAD_PAD, True)
+        table = block_table + tl.load(table_row + row).to(tl.int64) * table_stride
+        line = row64 * (NUM_KV * GROUP) + kv_head * GROUP + group
+        _attend_splits(
+            q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, lse, sinks, acc_part, top_part,
+            total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
+            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, MAX_SPLITS, WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        )
+        left -= stop - split
+        split = left * 0
+        row += 1
 
 
 @triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
@@ -146,7 +202,7 @@ def merge_kernel(
     """Grid (NUM_HEADS, rows): the partial sums of one query head of a row of several splits -> its output."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    _, _, _, _, num_splits = row_splits(kv_len, row, CHUNK, MAX_SPLITS, WINDOW)
+    _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, MAX_SPLITS, WINDOW)
     if num_splits == 1:
         return
     line = row * NUM_HEADS + head
@@ -185,42 +241,41 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(spec: AttendSpec, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
+@functools.cache
+def decode_tiles(num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32."""
-    head_pad = padded(spec.head_dim)
+    head_pad = padded(head_dim)
     keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
-    splits = triton.next_power_of_2(max(1, LANES // spec.num_kv_heads))
     return DecodeTiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
-        max_splits=min(128, max(16, splits)),
+        max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
         num_warps=4,
         num_stages=3 if element_bytes == 2 else 2,
     )
 
 
-def _constexprs(
-    spec: AttendSpec, tiles: DecodeTiles, *, block_size: int, element_bytes: int, lse: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+@functools.cache
+def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of decode_kernel, those of merge_kernel."""
     both = {
-        "HEAD_DIM": spec.head_dim,
-        "HEAD_PAD": padded(spec.head_dim),
+        "HEAD_DIM": layer.head_dim,
+        "HEAD_PAD": padded(layer.head_dim),
         "CHUNK": tiles.chunk,
         "MAX_SPLITS": tiles.max_splits,
-        "WINDOW": spec.window or 0,
-        "HAS_SINKS": spec.sinks_N is not None,
-        "HAS_LSE": lse,
+        "WINDOW": layer.window,
+        "HAS_SINKS": layer.has_sinks,
+        "HAS_LSE": layer.has_lse,
     }
     decode = both | {
-        "NUM_KV": spec.num_kv_heads,
-        "GROUP": spec.group_size,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[element_bytes], triton.next_power_of_2(spec.group_size))),
+        "NUM_KV": layer.num_kv,
+        "GROUP": layer.group,
+        "BLOCK_SIZE": layer.block_size,
+        "BLOCK_M": max(MIN_DOT, min(MAX_LINES[layer.element_bytes], power_of_2(layer.group))),
         "BLOCK_N": tiles.keys,
-        "PRECISION": precision(element_bytes),
+        "PRECISION": precision(layer.element_bytes),
     }
-    return decode, both | {"NUM_HEADS": spec.num_kv_heads * spec.group_size, "DIMS": min(32, padded(spec.head_dim))}
+    return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
 
 
 def attend_decode(
@@ -230,28 +285,27 @@ def attend_decode(
     out_TX: Tensor,
     step: StepMetadata,
     spec: AttendSpec,
+    layer: Layer,
     tiles: DecodeTiles,
     lse_TN: Tensor | None,
     *,
     programs: int,
 ) -> None:
-    """Outputs of tokens 0 .. num_decode - 1. `programs`: how many to aim at; the device's, it changes no bit."""
+    """Outputs of tokens 0 .. num_decode - 1. programs: how many the device holds at once; they change no bit."""
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
-    splits = max(1, min(triton.cdiv(visible, tiles.chunk), tiles.max_splits))
+    splits = max(1, min(cdiv(visible, tiles.chunk), tiles.max_splits))
     acc = top = total = out_TX
     if splits > 1:
         acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
         top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
-    decode, merge = _constexprs(
-        spec, tiles, block_size=keys.shape[1], element_bytes=q_TKGH.element_size(), lse=lse_TN is not None
-    )
-    lines = spec.num_kv_heads * triton.cdiv(spec.group_size, decode["BLOCK_M"])
+    decode, merge = _constexprs(layer, tiles)
+    lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])
     sinks = out_TX if spec.sinks_N is None else spec.sinks_N
     lse = out_TX if lse_TN is None else lse_TN
     launch(
         decode_kernel,
-        (lines, num_rows, max(1, min(splits, triton.cdiv(programs, lines * num_rows)))),
+        (lines, max(1, min(splits * num_rows, programs // lines))),
         q_TKGH,
         keys,
         values,
@@ -267,6 +321,7 @@ def attend_decode(
         *q_TKGH.stride()[:3],
         step.block_table.stride(0),
         splits,
+        num_rows,
         spec.scale * LOG2E,
         **decode,
         num_warps=tiles.num_warps,
@@ -290,11 +345,10 @@ def attend_decode(
         )
 
 
-def layer_variants(spec: AttendSpec, name: str, *, dtype: str, block_size: int, lse: bool) -> list[AotVariant]:
+def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    element_bytes = 4 if dtype == "fp32" else 2
-    tiles = decode_tiles(spec, element_bytes)
-    decode, merge = _constexprs(spec, tiles, block_size=block_size, element_bytes=element_bytes, lse=lse)
+    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes)
+    decode, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return [
         variant(f"decode_{name}", decode_kernel, decode, options, dtype),

@@ -16,6 +16,7 @@ search after vLLM's unified attention. Legend: `kernels/base.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,10 @@ from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
+    Layer,
     attend_tile,
     blocks_of,
+    cdiv,
     finish,
     load_tile,
     padded,
@@ -152,6 +155,7 @@ class PrefillTiles:
     num_stages: int
 
 
+@functools.cache
 def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> PrefillTiles:
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
 
@@ -171,22 +175,21 @@ def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> Prefill
     return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= 160 else 2)
 
 
-def _constexprs(
-    spec: AttendSpec, tiles: PrefillTiles, *, block_size: int, element_bytes: int, lse: bool
-) -> dict[str, Any]:
+@functools.cache
+def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
     return {
-        "NUM_KV": spec.num_kv_heads,
-        "GROUP": spec.group_size,
-        "GROUP_TILE": min(spec.group_size, tiles.lines),
-        "HEAD_DIM": spec.head_dim,
-        "HEAD_PAD": padded(spec.head_dim),
-        "BLOCK_SIZE": block_size,
+        "NUM_KV": layer.num_kv,
+        "GROUP": layer.group,
+        "GROUP_TILE": min(layer.group, tiles.lines),
+        "HEAD_DIM": layer.head_dim,
+        "HEAD_PAD": padded(layer.head_dim),
+        "BLOCK_SIZE": layer.block_size,
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
-        "WINDOW": spec.window or 0,
-        "HAS_SINKS": spec.sinks_N is not None,
-        "HAS_LSE": lse,
-        "PRECISION": precision(element_bytes),
+        "WINDOW": layer.window,
+        "HAS_SINKS": layer.has_sinks,
+        "HAS_LSE": layer.has_lse,
+        "PRECISION": precision(layer.element_bytes),
     }
 
 
@@ -197,20 +200,19 @@ def attend_prefill(
     out_TX: Tensor,
     step: StepMetadata,
     spec: AttendSpec,
+    layer: Layer,
     tiles: PrefillTiles,
     lse_TN: Tensor | None,
 ) -> None:
     """Outputs of all tokens behind the decode rows': rows num_decode .. num_rows - 1, zeros for tokens of nobody."""
     num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
     num_tokens = q_TKGH.shape[0]
-    constexprs = _constexprs(
-        spec, tiles, block_size=keys.shape[1], element_bytes=q_TKGH.element_size(), lse=lse_TN is not None
-    )
+    constexprs = _constexprs(layer, tiles)
     queries = tiles.lines // constexprs["GROUP_TILE"]
     num_tiles = (num_tokens - num_decode) // queries + num_rows + 1
     launch(
         prefill_kernel,
-        (num_tiles, spec.num_kv_heads * triton.cdiv(spec.group_size, constexprs["GROUP_TILE"])),
+        (num_tiles, spec.num_kv_heads * cdiv(spec.group_size, constexprs["GROUP_TILE"])),
         q_TKGH,
         keys,
         values,
@@ -233,12 +235,8 @@ def attend_prefill(
     )
 
 
-def layer_variants(
-    spec: AttendSpec, name: str, *, dtype: str, block_size: int, lse: bool, shared_kib: int
-) -> list[AotVariant]:
+def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list[AotVariant]:
     """The kernel for one kind of layer."""
-    element_bytes = 4 if dtype == "fp32" else 2
-    tiles = prefill_tiles(padded(spec.head_dim), element_bytes, shared_kib)
-    constexprs = _constexprs(spec, tiles, block_size=block_size, element_bytes=element_bytes, lse=lse)
+    tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [variant(f"prefill_{name}", prefill_kernel, constexprs, options, dtype)]
+    return [variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype)]

@@ -8,11 +8,13 @@ other queries share its tile. Source: FlashAttention-2, arXiv:2307.08691.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.triton.launch import AotVariant
 
 LOG2E = 1.4426950408889634
@@ -109,9 +111,40 @@ def attend_tile(
     return acc, new_top, total
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """Triton's own takes 10 us on the host."""
+    return -(-number // divisor)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two from `number` on."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def padded(head_dim: int) -> int:
     """Dims of a tile that holds a head: a power of two that `tl.dot` takes."""
-    return max(MIN_DOT, triton.next_power_of_2(head_dim))
+    return max(MIN_DOT, power_of_2(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What of a layer and its cache a kernel is compiled for."""
+
+    num_kv: int
+    group: int
+    head_dim: int
+    block_size: int
+    element_bytes: int
+    window: int = 0
+    has_sinks: bool = False
+    has_lse: bool = False
+
+    @classmethod
+    def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, has_lse: bool) -> Layer:
+        """That of a spec, without its tensors."""
+        sinks, window = spec.sinks_N is not None, spec.window or 0
+        sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
+        return cls(*sizes, block_size, element_bytes, window, sinks, has_lse)
 
 
 def precision(element_bytes: int) -> str:

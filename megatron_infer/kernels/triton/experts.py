@@ -77,18 +77,21 @@ def _sort_pairs(
 
 @triton.jit
 def _grouped_linear(
-    x_ptr, out_ptr, address_ptr, bias_address_ptr, tile_ptr, token_ptr, weight_ptr, x_stride, num_inputs, num_outputs,
+    x_ptr, out_ptr, address_ptr, bias_address_ptr, tile_ptr, token_ptr, weight_ptr, x_stride, w_stride, out_stride,
     GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = x W^T + b of the pair's expert. GATHER: x are tokens; else they are pairs, which are weighted."""
+    """out[p] = x W^T + b of the pair's expert; W is [out_stride, w_stride].
+
+    GATHER: x are tokens; else they are pairs, which are weighted.
+    """
     expert = tl.load(tile_ptr + 3 * tl.program_id(0))
     if expert < 0:
         return
     pair = tl.load(tile_ptr + 3 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
     inside_M = pair < tl.load(tile_ptr + 3 * tl.program_id(0) + 2)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside_N = column < num_outputs
+    inside_N = column < out_stride
     entry = tl.arange(0, BLOCK_K)
     row = tl.load(token_ptr + pair, mask=inside_M, other=0) if GATHER else pair
     scale = tl.load(weight_ptr + pair, mask=inside_M, other=0.0)
@@ -97,10 +100,10 @@ def _grouped_linear(
     if ALIGNED:
         matrix = tl.multiple_of(matrix, 16)
     x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + entry[None, :]
-    w_at = matrix + column.to(tl.int64)[:, None] * num_inputs + entry[None, :]
+    w_at = matrix + column.to(tl.int64)[:, None] * w_stride + entry[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, num_inputs, BLOCK_K):
-        inside_K = start + entry < num_inputs
+    for start in range(0, w_stride, BLOCK_K):
+        inside_K = start + entry < w_stride
         x = tl.load(x_at + start, mask=inside_M[:, None] & inside_K[None, :], other=0.0)
         if not GATHER:
             x = (x.to(tl.float32) * scale[:, None]).to(dtype)
@@ -110,7 +113,7 @@ def _grouped_linear(
         bias = tl.load(bias_address_ptr + expert).to(tl.pointer_type(dtype))
         bias = tl.load(bias + column, mask=inside_N, other=0.0).to(tl.float32)[None, :]
         acc += bias if GATHER else bias * scale[:, None]
-    target = out_ptr + pair.to(tl.int64)[:, None] * num_outputs + column[None, :]
+    target = out_ptr + pair.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(target, acc.to(dtype), mask=inside_M[:, None] & inside_N[None, :])
 
 
@@ -151,10 +154,10 @@ class TritonExperts:
 
     name = "triton"
 
-    def supports(self, weights: ExpertWeights, x_TD: Tensor) -> str | None:
-        if x_TD.dtype not in DTYPES:
-            return f"needs float32, bfloat16 or float16, got {x_TD.dtype}"
-        return weights.uneven(x_TD.dtype)
+    def supports(self, weights: ExpertWeights, dtype: torch.dtype) -> str | None:
+        if dtype not in DTYPES:
+            return f"needs float32, bfloat16 or float16, got {dtype}"
+        return weights.uneven(dtype)
 
     def add(
         self, ops: Ops, x_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, weights: ExpertWeights, out_TD: Tensor

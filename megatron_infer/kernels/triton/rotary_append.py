@@ -10,12 +10,14 @@ once, as the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. Le
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_infer.kernels.triton.attention_tiles import cdiv, power_of_2
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 
 TILE = 2048
@@ -146,7 +148,7 @@ def rotary_append(
         rotary_dim = 0
     cos, sin = (cos_TR, sin_TR) if rotary_dim else (kv_pos_T, kv_pos_T)  # not read without rotation
     constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved)
-    q_tiles = triton.cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
+    q_tiles = cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
     launch(
         rotary_append_kernel,
         (num_tokens, constexprs["KV_TILES"] + q_tiles),
@@ -169,20 +171,21 @@ def rotary_append(
     )
 
 
+@functools.cache
 def _constexprs(num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool) -> dict[str, Any]:
-    head_pad = triton.next_power_of_2(head_dim)
-    heads = max(1, min(triton.next_power_of_2(num_kv * group), TILE // head_pad))
+    head_pad = power_of_2(head_dim)
+    heads = max(1, min(power_of_2(num_kv * group), TILE // head_pad))
     return {
         "NUM_KV": num_kv,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
         "ROTARY_DIM": rotary_dim,
-        "PAIRS": triton.next_power_of_2(max(1, rotary_dim // 2)),
-        "REST_PAD": triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+        "PAIRS": power_of_2(max(1, rotary_dim // 2)),
+        "REST_PAD": power_of_2(max(1, head_dim - rotary_dim)),
         "INTERLEAVED": interleaved,
         "HEADS": heads,
-        "KV_TILES": triton.cdiv(num_kv, heads),
+        "KV_TILES": cdiv(num_kv, heads),
     }
 
 

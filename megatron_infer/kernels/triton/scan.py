@@ -32,7 +32,6 @@ MAX_STATE_DIM = 256
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DECODE_TILE = 4096
 """Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
-HOPPER = (9, 0)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -43,7 +42,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonScan:
-    return TritonScan(torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER)
+    return TritonScan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
     return Tiles(block_p, block_n, 1, 4 if block_p * block_n >= 2048 else 1)
 
 
-def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, *, captures: bool) -> Tiles:
     """What keeps the state and a chunk's products in registers, as compiled for sm_80, sm_90 and sm_100.
 
     Operands of tl.dot have 16 entries at least in every direction.
@@ -73,7 +72,7 @@ def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, capability: t
         return Tiles(16, block_n, 16, 8)
     if block_n > 128:
         return Tiles(min(32, whole), block_n, 32, 8)
-    return Tiles(min(32, whole), block_n, 64, 4 if capability >= HOPPER else 8)
+    return Tiles(min(16 if captures else 32, whole), block_n, 64, 8)
 
 
 @dataclass(slots=True)
@@ -101,8 +100,7 @@ class TritonScan:
     name = "triton"
     graph_safe = True
 
-    def __init__(self, capability: tuple[int, int] = HOPPER) -> None:
-        self._capability = capability
+    def __init__(self) -> None:
         self._step: StepMetadata | None = None
         self._row_T: Tensor | None = None
         """Whose each token is; None: the step has decode rows alone."""
@@ -152,9 +150,9 @@ class TritonScan:
                 **layer, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
             )  # fmt: skip
         if self._row_T is not None:
-            tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype, self._capability)
-            grid = step.num_rows - step.num_decode + 1, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)
             kept = self._captures
+            tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype, captures=kept is not None)
+            grid = step.num_rows - step.num_decode + 1, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)
             captures = (step.cu_q_R1, step.cu_q_R1) if kept is None else (kept.captures_E3, kept.first_R1)
             launch(
                 scan_slices, grid, *tensors, step.cu_q_R1, step.kv_len_R, step.table_row_R, *captures, *numbers,
@@ -212,7 +210,8 @@ def aot_variants() -> list[AotVariant]:
 
     for dtype, ssm in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")):
         torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)
-        for head_dim, state_dim in ((64, 128), (80, 96), (128, 256)):
+        usual = (64, 128)
+        for head_dim, state_dim in (usual, (80, 96), (128, 256)) if ssm == "fp32" else (usual,):
             skip = head_dim == 80
             tiles = decode_tiles(head_dim, state_dim)
             block = functools.partial(
@@ -220,12 +219,9 @@ def aot_variants() -> list[AotVariant]:
             )
             name = f"{head_dim}x{state_dim}"
             add(scan_decode, f"scan_decode-{name}", (dtype, ssm), tiles.num_warps, **block(BLOCK_P=tiles.block_p))
-            for capability in ((8, 0), HOPPER):
-                tiles = slice_tiles(head_dim, state_dim, torch_dtype, capability)
+            for captures in (False, True):
+                tiles = slice_tiles(head_dim, state_dim, torch_dtype, captures=captures)
                 cut = {"BLOCK_P": tiles.block_p, "CHUNK": tiles.chunk, "PRECISION": precision(torch_dtype)}
-                for captures in (False, True):
-                    what = f"scan_slices-{name}-{tiles.num_warps}warps{'-captures' if captures else ''}"
-                    add(scan_slices, what, (dtype, ssm), tiles.num_warps, **block(CAPTURES=captures, **cut))
-                if tiles == slice_tiles(head_dim, state_dim, torch_dtype, HOPPER):
-                    break
+                what = f"scan_slices-{name}{'-captures' if captures else ''}"
+                add(scan_slices, what, (dtype, ssm), tiles.num_warps, **block(CAPTURES=captures, **cut))
     return variants

@@ -9,8 +9,9 @@ of C and B on tensor cores; one program carries the state of a head's channels f
 
 Sums of steps reach hundreds: they are taken in float64 and kept as a rounded part and a rest, so that differences of
 neighbours keep their digits; only exponents <= 0 are ever taken. What bits a row gets depends on where its tokens are
-cut into steps, and on nothing else: not on its company, not on padding, not on captures, which read a chunk's state on
-the way and leave it alone. Operands of products are rounded to the inputs' dtype, sums are fp32.
+cut into steps, not on its company and not on padding. Captures read a chunk's state on the way and leave it alone; a
+step with captures runs a compilation of its own, whose sums may be taken in another order. Operands of products are
+rounded to the inputs' dtype, sums are fp32.
 Shape legend: kernels/ssm.py, L tokens of a chunk. Source: Mamba-2, arXiv:2405.21060, section 6.
 """
 

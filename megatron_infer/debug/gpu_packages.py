@@ -1,0 +1,123 @@
+"""NVIDIA's packages on this machine: which are there, whether they import, what they speed up here. Stdlib only.
+
+Each import is tried in a process of its own: an extension built against another CUDA may end the process it is in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+IMPORT_TIMEOUT_S = 90
+_SCAN = (
+    "from megatron_infer.kernels import mamba_ssm_scan as m, packages; packages.import_below('mamba_ssm', m.OPERATIONS)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One optional package."""
+
+    name: str
+    """Of its distribution."""
+    module: str
+    use: str
+    """What it is used for here."""
+    code: str = ""
+    """What has to work; empty: importing `module`."""
+
+
+PACKAGES = (
+    Package("triton", "triton", "attention, scan, norms, sampling: first choice on a GPU"),
+    Package(
+        "flashinfer-python",
+        "flashinfer",
+        "attention (attention_backend=flashinfer), rotation (use_flashinfer_fused_rope); not sampling: its samplers "
+        "draw other tokens for a seed",
+        "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope",
+    ),
+    Package("flash-attn", "flash_attn", "attention (attention_backend=flash_attn), in blocks of 256"),
+    Package("flash-attn-3", "flash_attn_interface", "the same on Hopper, in blocks of any size"),
+    Package("mamba-ssm", "mamba_ssm", "selective scan, where Triton's of this package cannot", _SCAN),
+    Package("causal-conv1d", "causal_conv1d", "the convolution of mamba-ssm's scan"),
+    Package(
+        "transformer-engine",
+        "transformer_engine",
+        "models built from its specs are adopted as they are",
+        "import transformer_engine.pytorch",
+    ),
+    Package(
+        "apex",
+        "apex",
+        "models with its FusedLayerNorm are adopted; NVIDIA's, from source: apex on PyPI is another project",
+        "import apex.normalization",
+    ),
+    Package("torch-memory-saver", "torch_memory_saver", "suspend and resume at fixed addresses"),
+)
+
+
+def packages() -> Iterator[tuple[str, str, str]]:
+    """(name, version and whether it imports, use) of each."""
+    for package in PACKAGES:
+        yield package.name, _state(package), package.use
+
+
+@functools.cache
+def _state(package: Package) -> str:
+    try:
+        version = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        version = "unknown version"
+    if _spec_of(package.module) is None:
+        return (
+            "not installed" if version == "unknown version" else f"{version}, but there is no module {package.module}"
+        )
+    error = run_apart(package.code or f"import {package.module}")[1]
+    return f"{version}, imports" if error is None else f"{version}, does not import: {error}"
+
+
+def _spec_of(module: str) -> object:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # put into sys.modules by hand, without a spec
+        return None
+
+
+@functools.cache
+def run_apart(code: str) -> tuple[str, str | None]:
+    """(what Python code printed, why it failed or None), in a process of its own."""
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", f"{type(error).__name__}: {error}"[:200]
+    if run.returncode == 0:
+        return run.stdout.strip(), None
+    lines = run.stderr.strip().splitlines()
+    return "", lines[-1].strip()[:200] if lines else f"the process ended with {run.returncode}"
+
+
+_NCCL = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
+_SYMMETRIC = (
+    "import torch, torch.distributed._symmetric_memory as s; assert torch.cuda.is_available(), 'no GPU'; "
+    "print('multicast' if torch.cuda.get_device_capability() >= (9, 0) else 'peer to peer')"
+)
+
+
+def communication(*, cuda: str | None) -> Iterator[tuple[str, str, str]]:
+    """NCCL and symmetric memory, as rows of `packages`. cuda: what torch is built for; None: not for CUDA."""
+    for name, code, use in (
+        ("NCCL", _NCCL, "collectives between GPUs"),
+        ("symmetric memory", _SYMMETRIC, "all-reduce of tensor parallelism within a node"),
+    ):
+        if cuda is None:
+            yield name, "none: torch is built without CUDA", use
+            continue
+        value, error = run_apart(code)
+        yield name, value if error is None else f"not available: {error}", use

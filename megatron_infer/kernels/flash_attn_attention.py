@@ -1,0 +1,253 @@
+"""Paged attention by flash-attn: version 2 (Ampere and newer, blocks of 256) or version 3 (Hopper, any block).
+
+Lengths, offsets and block tables go to the kernels as device tensors; of the host only a step's shape is read. So a
+step can be captured, and a replay sees what the tensors hold then. Legend: kernels/base.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.packages import missing, not_on_gpu
+
+PACKAGE, MIN_VERSION, MODULE = "flash-attn", (2, 7, 3), "flash_attn"
+PACKAGE_3, MODULE_3 = "flash-attn-3", "flash_attn_interface"
+"""What flash-attn's `hopper` folder installs, whatever it calls its distribution."""
+BLOCK = 256
+"""Version 2 takes blocks of a multiple of this many keys."""
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16)
+HOPPER = 9
+FEWEST_QUERIES = 2
+"""Of max_seqlen_q in a ragged call: at 1 version 2 takes it that every row has exactly one query."""
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why flash-attn cannot run here; None: one of its versions can."""
+    reason = not_on_gpu(device)
+    if reason is None and dtype not in DTYPES:
+        reason = f"needs float16 or bfloat16, got {dtype}"
+    if reason is not None or _has_version_3(device):
+        return reason
+    return missing((MODULE,), PACKAGE, MIN_VERSION)
+
+
+def make(device: torch.device, dtype: torch.dtype) -> FlashAttention:
+    if _has_version_3(device):
+        return FlashAttention(Version3(importlib.import_module(MODULE_3)))
+    return FlashAttention(Version2(importlib.import_module(MODULE)))
+
+
+def _has_version_3(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return False
+    return missing((MODULE_3,), PACKAGE_3) is None
+
+
+class Kernels(Protocol):
+    """What differs between the versions. Windows are (keys to the left, keys to the right), -1 is no bound."""
+
+    version: int
+    block: int
+    """Block sizes are multiples of it."""
+
+    def decode(
+        self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
+    ) -> Tensor:
+        """One query a row -> [R, N, H]."""
+        ...
+
+    def ragged(
+        self,
+        q_TNH: Tensor,
+        cache: tuple[Tensor, Tensor],
+        table_RM: Tensor,
+        kv_len_R: Tensor,
+        cu_q_R1: Tensor,
+        spec: AttendSpec,
+        *,
+        max_q_len: int,
+        max_kv_len: int,
+    ) -> Tensor:
+        """Any number of queries a row, the last ones of its keys -> [T, N, H]."""
+        ...
+
+
+def _window(spec: AttendSpec) -> tuple[int, int]:
+    return (-1, -1) if spec.window is None else (spec.window - 1, 0)
+
+
+class Version2:
+    """flash_attn, from 2.7.3 on."""
+
+    version, block = 2, BLOCK
+
+    def __init__(self, package: Any) -> None:
+        self._decode, self._varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
+
+    def decode(
+        self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
+    ) -> Tensor:
+        return self._decode(
+            q_RNH.unsqueeze(1),
+            *cache,
+            cache_seqlens=kv_len_R,
+            block_table=table_RM,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+        ).squeeze(1)
+
+    def ragged(
+        self,
+        q_TNH: Tensor,
+        cache: tuple[Tensor, Tensor],
+        table_RM: Tensor,
+        kv_len_R: Tensor,
+        cu_q_R1: Tensor,
+        spec: AttendSpec,
+        *,
+        max_q_len: int,
+        max_kv_len: int,
+    ) -> Tensor:
+        cu_k_R1 = torch.zeros_like(cu_q_R1)
+        torch.cumsum(kv_len_R, 0, out=cu_k_R1[1:])
+        return self._varlen(
+            q_TNH,
+            *cache,
+            cu_seqlens_q=cu_q_R1,
+            cu_seqlens_k=cu_k_R1,
+            max_seqlen_q=max(max_q_len, FEWEST_QUERIES),
+            max_seqlen_k=max_kv_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+            block_table=table_RM,
+        )
+
+
+class Version3:
+    """flash_attn_interface, on Hopper alone."""
+
+    version, block = 3, 1
+
+    def __init__(self, package: Any) -> None:
+        self._attend = package.flash_attn_with_kvcache
+
+    def decode(
+        self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
+    ) -> Tensor:
+        return self._attend(
+            q_RNH.unsqueeze(1),
+            *cache,
+            cache_seqlens=kv_len_R,
+            page_table=table_RM,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+        ).squeeze(1)
+
+    def ragged(
+        self,
+        q_TNH: Tensor,
+        cache: tuple[Tensor, Tensor],
+        table_RM: Tensor,
+        kv_len_R: Tensor,
+        cu_q_R1: Tensor,
+        spec: AttendSpec,
+        *,
+        max_q_len: int,
+        max_kv_len: int,
+    ) -> Tensor:
+        return self._attend(
+            q_TNH,
+            *cache,
+            cache_seqlens=kv_len_R,
+            page_table=table_RM,
+            cu_seqlens_q=cu_q_R1,
+            max_seqlen_q=max(max_q_len, FEWEST_QUERIES),
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+        )
+
+
+class FlashAttention:
+    """Decode rows in one call, slices in another. Long rows are split by how many there are: last bits depend on it."""
+
+    name = "flash_attn"
+    graph_safe = True
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._step: StepMetadata | None = None
+        self._table_RM: Tensor | None = None
+        self._cu_q_R1: Tensor | None = None
+        self._nobody_T11: Tensor | None = None
+
+    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+        if dtype not in DTYPES:
+            return f"needs float16 or bfloat16, got {dtype}"
+        if block_size % self._kernels.block:
+            return (
+                f"version {self._kernels.version} needs blocks of a multiple of {self._kernels.block} tokens, "
+                f"got block_size_tokens={block_size}"
+            )
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+            return f"needs a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+        if spec.sinks_N is not None:
+            return "has no attention sinks"
+        return None
+
+    def plan(self, step: StepMetadata) -> None:
+        """Shapes alone decide what is launched; nobody waits."""
+        decode = step.num_decode
+        self._step = step
+        self._table_RM = step.block_table.index_select(0, step.table_row_R[: step.num_rows])
+        self._cu_q_R1 = self._nobody_T11 = None
+        if step.num_rows > decode:
+            self._cu_q_R1 = step.cu_q_R1[decode : step.num_rows + 1] - decode
+            tokens = torch.arange(step.num_tokens - decode, device=self._cu_q_R1.device)
+            self._nobody_T11 = (tokens >= self._cu_q_R1[-1]).view(-1, 1, 1)
+
+    def run(
+        self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
+    ) -> Tensor:
+        step, table_RM = self._step, self._table_RM
+        assert step is not None and table_RM is not None, "run() before plan()"
+        if spec.rotary_dim and step.cos_TR is not None and step.sin_TR is not None:
+            dim, interleaved = spec.rotary_dim, spec.rotary_interleaved
+            q_TKGH = apply_rotary(q_TKGH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
+            k_TKH = apply_rotary(k_TKH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
+        cache = kv_cache[layer, 0], kv_cache[layer, 1]
+        for part, new_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
+            part.view(-1, *part.shape[2:]).index_copy_(0, step.kv_pos_T, new_TKH)
+        decode, rows = step.num_decode, step.num_rows
+        q_TNH = q_TKGH.reshape(q_TKGH.shape[0], -1, spec.head_dim)
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        if decode:
+            kv_len_R = step.kv_len_R[:decode]
+            out_TNH[:decode] = self._kernels.decode(q_TNH[:decode], cache, table_RM[:decode], kv_len_R, spec)
+        if rows > decode:
+            assert self._cu_q_R1 is not None and self._nobody_T11 is not None
+            mixed_TNH = self._kernels.ragged(
+                q_TNH[decode:],
+                cache,
+                table_RM[decode:],
+                step.kv_len_R[decode:rows],
+                self._cu_q_R1,
+                spec,
+                max_q_len=step.max_q_len,
+                max_kv_len=step.max_kv_len,
+            )
+            # Tokens of nobody are not written by the kernel: whatever memory held there must not go on.
+            torch.where(self._nobody_T11, mixed_TNH.new_zeros(()), mixed_TNH, out=out_TNH[decode:])
+        elif decode < len(out_TNH):
+            out_TNH[decode:] = 0
+        return out_TNH.flatten(1)

@@ -1,0 +1,107 @@
+"""Packages of others that a backend may run on: found, imported, and refused with the exact reason; never required."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from types import ModuleType
+
+import torch
+
+
+def not_on_gpu(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> str | None:
+    """Why kernels for NVIDIA GPUs cannot run on tensors of this device; None: they can."""
+    if device.type != "cuda":
+        return f"runs on a GPU, the model is on {device.type}"
+    if torch.version.hip is not None:
+        return "runs on NVIDIA GPUs, this torch is built for ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < min_capability:
+        return f"needs compute capability {dotted(min_capability)}, {device} has {dotted(capability)}"
+    return None
+
+
+@functools.cache
+def missing(modules: tuple[str, ...], distribution: str, at_least: tuple[int, ...] = ()) -> str | None:
+    """Why these modules of one package cannot be used; None: all import, and the version is new enough.
+
+    A package that is there and broken (built against another torch, a CUDA library gone) gives its own error's words.
+    Asked of the machine once a process.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name == modules[0].split(".")[0]:
+                return f"{distribution} is not installed"
+            return f"{distribution} does not import: {error}"
+        except Exception as error:
+            return f"{distribution} does not import: {type(error).__name__}: {first_line(error)}"
+    found = version(distribution, modules[0].split(".")[0])
+    if found is not None and numbers(found) < at_least:
+        return f"needs {distribution} {dotted(at_least)} or newer, this is {found}"
+    return None
+
+
+def version(distribution: str, module: str) -> str | None:
+    """As installed; what an imported module says of itself where nothing is noted down; None: neither."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        found = getattr(sys.modules.get(module), "__version__", None)
+        return None if found is None else str(found)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.7.4.post1 -> (2, 7, 4)."""
+    parts = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        parts.append(int(digits))
+        if digits != part:
+            break
+    return tuple(parts)
+
+
+def dotted(parts: Sequence[int]) -> str:
+    return ".".join(map(str, parts))
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for a table."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+def import_below(package: str, modules: Sequence[str]) -> list[ModuleType]:
+    """Import modules of a package whose own `__init__` may fail, without running it where it does.
+
+    Nothing of the package stays in `sys.modules` then: for everybody else it is as broken as it was. Raises what the
+    modules themselves raise.
+    """
+    before = set(sys.modules)
+    try:
+        importlib.import_module(package)
+    except Exception:
+        return _import_around(package, modules, before)
+    return [importlib.import_module(f"{package}.{name}") for name in modules]
+
+
+def _import_around(package: str, modules: Sequence[str], before: set[str]) -> list[ModuleType]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    stand_in = ModuleType(package)
+    stand_in.__path__ = list(spec.submodule_search_locations)
+    sys.modules[package] = stand_in
+    try:
+        return [importlib.import_module(f"{package}.{name}") for name in modules]
+    finally:
+        for name in set(sys.modules) - before:
+            if name == package or name.startswith(f"{package}."):
+                del sys.modules[name]

@@ -1,0 +1,92 @@
+"""Transformer Engine's and Apex's modules as megatron-core builds them: known by name, read in place, never imported.
+
+The lean path reads their weights at every use and runs its own kernels on them; the training forward stays theirs. A
+linear with a norm inside of it is two things here: a norm, and a linear behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError
+
+TE_MODULES = "megatron.core.extensions.transformer_engine"
+TE_PACKAGE = "transformer_engine"
+APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
+COLUMN, ROW = "column", "row"
+_LINEARS = {
+    "TEColumnParallelLinear": COLUMN,
+    "TELayerNormColumnParallelLinear": COLUMN,
+    "TERowParallelLinear": ROW,
+    "TEColumnParallelGroupedLinear": COLUMN,
+    "TERowParallelGroupedLinear": ROW,
+}
+NORM_INSIDE = "TELayerNormColumnParallelLinear"
+GROUPED_EXPERTS = ("megatron.core.transformer.moe.experts", "TEGroupedMLP")
+_NORMS = ("LayerNorm", "RMSNorm")
+
+
+class LiveParameters:
+    """A module's own parameters under other names; a missing one is None. Holds no tensor."""
+
+    __slots__ = ("_names", "_parameters")
+
+    def __init__(self, module: torch.nn.Module, *, weight: str = "weight", bias: str = "bias") -> None:
+        self._parameters, self._names = module._parameters, {"weight": weight, "bias": bias}
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        return self._parameters.get(self._names[name])
+
+
+def _is(module: Any, where: tuple[str, str]) -> bool:
+    return (type(module).__module__, type(module).__qualname__) == where
+
+
+def linear_role(module: Any) -> str | None:
+    """COLUMN or ROW of megatron-core's linears on Transformer Engine; None for anything else."""
+    return _LINEARS.get(type(module).__qualname__) if type(module).__module__ == TE_MODULES else None
+
+
+def has_norm_inside(module: Any) -> bool:
+    return _is(module, (TE_MODULES, NORM_INSIDE))
+
+
+def is_te_attention(module: Any) -> bool:
+    return _is(module, (TE_MODULES, "TEDotProductAttention"))
+
+
+def is_grouped_experts(module: Any) -> bool:
+    """True for megatron-core's experts as one grouped product: weight0, weight1, ... of two modules."""
+    return _is(module, GROUPED_EXPERTS)
+
+
+def norm_of(module: Any) -> tuple[bool, LiveParameters] | None:
+    """(it is an RMS norm, its weight and bias) of a norm by Transformer Engine or Apex, or of one inside a linear."""
+    if has_norm_inside(module):
+        names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
+        return module.normalization == "RMSNorm", LiveParameters(module, **names)
+    if type(module).__module__.split(".")[0] == TE_PACKAGE and type(module).__qualname__ in _NORMS:
+        return type(module).__qualname__ == "RMSNorm", LiveParameters(module)
+    return (False, LiveParameters(module)) if _is(module, APEX_NORM) else None
+
+
+def check_linear(module: Any, name: str, weights: tuple[str, ...] = ("weight",)) -> None:
+    """Raise AdoptionError for a Transformer Engine linear whose product is not that of its weight as it stands."""
+    if getattr(module, "te_quant_params", None) is not None:
+        raise AdoptionError(
+            name, "has a quantisation recipe of its own (quant_recipe): quantised linears are not known"
+        )
+    for key in weights:
+        weight = module._parameters.get(key)
+        if weight is None:
+            raise AdoptionError(name, f"has no parameter {key!r}: weights kept in several parts are not known")
+        kind = type(weight)  # a quantised tensor says of itself that its dtype is the one it gives back
+        if kind.__module__.split(".")[0] == TE_PACKAGE:
+            raise AdoptionError(
+                name,
+                f"{key} is a {kind.__qualname__}: 8-bit weights are not supported; build the model without fp8_param "
+                "(fp8_model_init), so that its weights are in bfloat16",
+            )

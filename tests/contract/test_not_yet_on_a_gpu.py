@@ -1,0 +1,48 @@
+"""README says what has never been run on a GPU: exactly the checks that no report under docs/results tells of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADING = "## Not yet run on a GPU\n"
+TOOLS = [str(ROOT / "tools"), str(ROOT / "tools" / "bench")]
+
+
+@pytest.fixture(scope="module")
+def listed() -> str:
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--list"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+def test_readme_lists_what_was_never_run_on_a_gpu(listed):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not listed:
+        assert HEADING not in text, "every check has been run on a GPU: README's section goes"
+        return
+    section = text.split(HEADING)[1].split("\n## ")[0]
+    assert section.split("```")[1].strip() == listed, "copy what `python tools/gpu_check.py --list` prints"
+
+
+def test_a_report_takes_what_it_tells_of_off_the_list_and_a_rehearsal_takes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*TOOLS, *sys.path])
+    from gpu_checks import registry, report
+
+    checks = [registry.Check(name, "group", "", lambda ctx: None, 1.0) for name in ("one", "two", "three", "four")]
+    rows = [
+        {"name": name, "status": status} for name, status in (("one", "ok"), ("two", "failed"), ("three", "skipped"))
+    ]
+    for name, rehearsal in (("gpu_h200.json", False), ("gpu_cpu.json", True), ("other.json", False)):
+        told = [{"name": "four", "status": "ok"}] if name != "gpu_h200.json" else rows
+        (tmp_path / name).write_text(json.dumps({"rehearsal": rehearsal, "checks": told}))
+    left = registry.never_run(checks, report.load_reports(tmp_path))
+    assert [one.name for one in left] == ["three", "four"]
+    assert registry.not_yet(left) == "group: three, four"

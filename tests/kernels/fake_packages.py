@@ -1,0 +1,357 @@
+"""Stand-ins for NVIDIA's packages in plain torch on a CPU: what the documentation promises, and no more.
+
+They check what the real kernels check (dtypes, shapes, strides, devices of index arrays) so that a call which a GPU
+would refuse fails here. Written from flashinfer 0.7.2, flash-attn 2.8.3, mamba-ssm 2.3.2 and causal-conv1d 1.7.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def attend(q, k, v, *, scale, window=None):
+    """Causal, ends aligned: q [T, N, H], k and v [P, K, H]; window: keys before the query's own, None: all."""
+    queries, keys = len(q), len(k)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("tnh,pnh->ntp", q.double(), k) * scale
+    position = torch.arange(keys - queries, keys)[:, None]
+    key = torch.arange(keys)
+    seen = key <= position
+    if window is not None:
+        seen &= key >= position - window
+    return torch.einsum("ntp,pnh->tnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
+
+
+def gather(cache, pages, length):
+    return cache[pages.long()].flatten(0, 1)[:length]
+
+
+def check_int32(*tensors):
+    for tensor in tensors:
+        assert tensor.dtype is torch.int32 and tensor.is_contiguous()
+
+
+# flashinfer
+
+
+class _Wrapper:
+    def _begin(self, float_workspace_buffer, kv_layout, backend):
+        assert float_workspace_buffer.dtype is torch.uint8 and not float_workspace_buffer.any()
+        assert kv_layout == "NHD" and backend == "fa2"
+        self.planned = None
+
+    def _plan(self, q_indptr, kv_indptr, indices, last_page_len, **rest):
+        check_int32(q_indptr, kv_indptr, indices, last_page_len)
+        assert len(q_indptr) == len(kv_indptr) == len(last_page_len) + 1 and len(last_page_len) > 0
+        assert kv_indptr[0] == q_indptr[0] == 0 and kv_indptr[-1] == len(indices)
+        assert ((last_page_len >= 1) & (last_page_len <= rest["page_size"])).all()
+        assert rest["q_data_type"] is rest["kv_data_type"]
+        self.planned = SimpleNamespace(q_indptr=q_indptr, kv_indptr=kv_indptr, indices=indices, last=last_page_len)
+        self.planned.rest = rest
+
+    def run(self, q, paged_kv_cache, *, out):
+        plan, rest = self.planned, self.planned.rest
+        keys, values = paged_kv_cache
+        heads = (rest["num_qo_heads"], rest["head_dim"])
+        assert q.ndim == 3 and q.shape[1:] == heads and q.stride(-1) == 1 and q.dtype is rest["q_data_type"]
+        assert keys.shape[1:] == (rest["page_size"], rest["num_kv_heads"], rest["head_dim"])
+        assert keys.stride() == values.stride() and len(q) == plan.q_indptr[-1] == len(out)
+        window = None if rest["window_left"] < 0 else rest["window_left"]
+        for row in range(len(plan.last)):
+            pages = plan.indices[plan.kv_indptr[row] : plan.kv_indptr[row + 1]]
+            length = (len(pages) - 1) * rest["page_size"] + int(plan.last[row])
+            tokens = slice(int(plan.q_indptr[row]), int(plan.q_indptr[row + 1]))
+            found = gather(keys, pages, length), gather(values, pages, length)
+            out[tokens] = attend(q[tokens], *found, scale=rest["sm_scale"], window=window)
+        return out
+
+
+class Decode(_Wrapper):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False, backend="auto"):
+        self._begin(float_workspace_buffer, kv_layout, backend)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        window_left=-1,
+        q_data_type,
+        kv_data_type,
+        sm_scale,
+    ):
+        more = {"window_left": window_left, "sm_scale": sm_scale, "q_data_type": q_data_type}
+        more["kv_data_type"] = kv_data_type
+        group = num_qo_heads // num_kv_heads
+        assert self.use_tensor_cores or group in (1, 2, 3, 4, 8)
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        q_indptr = torch.arange(len(indptr), dtype=torch.int32)
+        self._plan(q_indptr, indptr, indices, last_page_len, page_size=page_size, **heads, **more)
+
+
+class Prefill(_Wrapper):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto"):
+        self._begin(float_workspace_buffer, kv_layout, backend)
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal=False,
+        sm_scale,
+        window_left=-1,
+        q_data_type,
+        kv_data_type,
+    ):
+        assert causal
+        more = {"window_left": window_left, "sm_scale": sm_scale, "q_data_type": q_data_type}
+        more["kv_data_type"] = kv_data_type
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_qk}
+        pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._plan(qo_indptr, *pages, page_size=page_size, **heads, **more)
+
+
+def append_paged_kv_cache(
+    append_key,
+    append_value,
+    batch_indices,
+    positions,
+    paged_kv_cache,
+    kv_indices,
+    kv_indptr,
+    kv_last_page_len,
+    kv_layout="NHD",
+):
+    check_int32(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    assert kv_layout == "NHD" and append_key.stride(-1) == append_value.stride(-1) == 1
+    assert len(append_key) == len(append_value) == len(batch_indices) == len(positions)
+    assert len(kv_indptr) == len(kv_last_page_len) + 1
+    size = paged_kv_cache[0].shape[1]
+    for token, (row, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
+        page = kv_indices[kv_indptr[row] + position // size]
+        assert kv_indptr[row] + position // size < kv_indptr[row + 1]
+        for cache, new in zip(paged_kv_cache, (append_key, append_value), strict=True):
+            cache[page, position % size] = new[token]
+
+
+def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+    assert cos_sin_cache.dtype is torch.float32 and positions.dtype in (torch.int32, torch.int64)
+    half = cos_sin_cache.shape[1] // 2
+    assert half % 8 == 0, "the kernel reads eight dims at once"
+    cos, sin = (part[:, None] for part in cos_sin_cache[positions.long()].split(half, dim=-1))
+    for x in (query, key):
+        x = x.view(x.shape[0], -1, head_size)  # the real one writes through such a view
+        pair = (slice(0, half), slice(half, 2 * half)) if is_neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        low, high = (x[..., part].float() for part in pair)
+        x[..., pair[0]], x[..., pair[1]] = (low * cos - high * sin).to(x.dtype), (high * cos + low * sin).to(x.dtype)
+
+
+# flash-attn
+
+
+def _block_rows(q, cache, table, kv_len, spans, *, scale, window_size):
+    check_int32(kv_len)
+    assert table.dtype is torch.int32 and table.stride(-1) == 1 and len(table) == len(kv_len) == len(spans)
+    assert q.dtype in DTYPES and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
+    left, right = window_size
+    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+    out = torch.full_like(q, torch.nan)  # what no row writes is whatever memory held
+    for row, span in enumerate(spans):
+        length = int(kv_len[row])
+        found = [gather(part, table[row], length) for part in cache]
+        if span.stop > span.start:
+            out[span] = attend(q[span], *found, scale=scale, window=None if left < 0 else left)
+    return out
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal=False, window_size=(-1, -1)
+):
+    assert causal and k_cache.shape[1] % 256 == 0 and q.ndim == 4 and q.shape[1] == 1
+    spans = [slice(row, row + 1) for row in range(len(q))]
+    cache = (k_cache, v_cache)
+    out = _block_rows(q[:, 0], cache, block_table, cache_seqlens, spans, scale=softmax_scale, window_size=window_size)
+    return out[:, None]
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    softmax_scale,
+    causal=False,
+    window_size=(-1, -1),
+    block_table,
+):
+    check_int32(cu_seqlens_q, cu_seqlens_k)
+    q_len, kv_len = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    assert causal and k.shape[1] % 256 == 0 and cu_seqlens_q[0] == 0
+    assert (q_len <= max_seqlen_q).all() and (kv_len <= max_seqlen_k).all()
+    if max_seqlen_q == 1:
+        q = q.reshape(len(q_len), *q.shape[1:])  # it folds query heads into the query axis
+    spans = [slice(int(a), int(b)) for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:], strict=False)]
+    return _block_rows(q, (k, v), block_table, kv_len.int(), spans, scale=softmax_scale, window_size=window_size)
+
+
+def flash_attn_3_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q=None,
+    max_seqlen_q=None,
+    softmax_scale,
+    causal=False,
+    window_size=(-1, -1),
+):
+    assert causal
+    kept = {"scale": softmax_scale, "window_size": window_size}
+    if cu_seqlens_q is None:
+        spans = [slice(row, row + 1) for row in range(len(q))]
+        return _block_rows(q[:, 0], (k_cache, v_cache), page_table, cache_seqlens, spans, **kept)[:, None]
+    check_int32(cu_seqlens_q)
+    assert (cu_seqlens_q.diff() <= max_seqlen_q).all()
+    spans = [slice(int(a), int(b)) for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:], strict=False)]
+    return _block_rows(q, (k_cache, v_cache), page_table, cache_seqlens, spans, **kept)
+
+
+# mamba-ssm and causal-conv1d
+
+
+def selective_state_update(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None
+):
+    rows, heads, dim = x.shape
+    assert z is None and dt_softplus and dt.shape == x.shape and dt_bias.shape == D.shape == (heads, dim)
+    assert A.shape == state.shape[1:] and B.shape == C.shape == (rows, B.shape[1], state.shape[-1])
+    assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0, "the slow kernel: one per channel"
+    assert state_batch_indices.shape == (rows,) and len(set(state_batch_indices.tolist())) == rows
+    repeat = heads // B.shape[1]
+    b, c = (part.double().repeat_interleave(repeat, dim=1) for part in (B, C))
+    step = F.softplus(dt.double() + dt_bias)
+    index = state_batch_indices.long()
+    new = state[index].double() * torch.exp(step[..., None] * A) + (step * x.double())[..., None] * b[:, :, None]
+    state[index] = new.to(state.dtype)
+    return ((new * c[:, :, None]).sum(-1) + x.double() * D).to(x.dtype)
+
+
+def mamba_chunk_scan_combined(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    cu_seqlens=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    return_varlen_states=False,
+):
+    batch, length, heads, dim = x.shape
+    assert seq_idx is None and cu_seqlens is None and dt_softplus and return_final_states
+    assert dt.shape == (batch, length, heads) and A.shape == dt_bias.shape == (heads,) and B.shape == C.shape
+    assert D.shape in ((heads,), (heads, dim)) and initial_states.shape == (batch, heads, dim, B.shape[-1])
+    state, repeat = initial_states.double(), heads // B.shape[2]
+    step = F.softplus(dt.double() + dt_bias)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for i in range(length):
+        b, c = (part[:, i].double().repeat_interleave(repeat, dim=1)[:, :, None] for part in (B, C))
+        now = step[:, i, :, None]
+        state = state * torch.exp(now * A[:, None])[..., None] + (now * x[:, i].double())[..., None] * b
+        out[:, i] = ((state * c).sum(-1) + x[:, i].double() * D.view(heads, -1)).to(x.dtype)
+    return out, state.float()
+
+
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+    activation=None,
+):  # fmt: skip
+    channels, width = weight.shape
+    assert x.shape[1] == channels and channels % 8 == 0 and 2 <= width <= 4 and activation == "silu"
+    assert x.stride(1) == 1 and x.stride(2) % 8 == x.stride(0) % 8 == 0, "channels last"
+    assert initial_states.shape == (len(x), channels, width - 1) and initial_states.stride(1) == 1
+    assert initial_states.dtype is x.dtype
+    inputs = torch.cat((initial_states, x), dim=-1).double()
+    mixed = F.conv1d(inputs, weight.double()[:, None], None if bias is None else bias.double(), groups=channels)
+    return F.silu(mixed).to(x.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def causal_conv1d_update(
+    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
+):
+    channels, width = weight.shape
+    assert x.shape[1:] == (channels,) and conv_state.shape[1] == channels and conv_state.shape[2] >= width - 1
+    assert conv_state.dtype is x.dtype and activation == "silu" and 2 <= width <= 4
+    check_int32(conv_state_indices)
+    index = conv_state_indices.long()
+    inputs = torch.cat((conv_state[index], x[..., None]), dim=-1)
+    conv_state[index] = inputs[..., 1:]
+    mixed = (inputs[..., -width:].double() * weight).sum(-1)
+    return F.silu(mixed if bias is None else mixed + bias).to(x.dtype)
+
+
+MODULES = {
+    "flashinfer": {"__version__": "0.7.2", "__path__": []},
+    "flashinfer.decode": {"BatchDecodeWithPagedKVCacheWrapper": Decode},
+    "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
+    "flashinfer.page": {"append_paged_kv_cache": append_paged_kv_cache},
+    "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
+    "flash_attn": {
+        "__version__": "2.8.3",
+        "flash_attn_with_kvcache": flash_attn_with_kvcache,
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+    },
+    "flash_attn_interface": {"flash_attn_with_kvcache": flash_attn_3_with_kvcache},
+    "mamba_ssm": {"__version__": "2.3.2", "__path__": []},
+    "mamba_ssm.ops": {"__path__": []},
+    "mamba_ssm.ops.triton": {"__path__": []},
+    "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": selective_state_update},
+    "mamba_ssm.ops.triton.ssd_combined": {"mamba_chunk_scan_combined": mamba_chunk_scan_combined},
+    "causal_conv1d": {
+        "__version__": "1.7.0",
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d_update,
+    },
+}
+
+
+def install(monkeypatch, *packages):
+    """Put the stand-ins of these packages where an import finds them."""
+    for name, content in MODULES.items():
+        if name.split(".")[0] in packages:
+            module = ModuleType(name)
+            vars(module).update(content)
+            monkeypatch.setitem(sys.modules, name, module)

@@ -1,0 +1,259 @@
+"""FlashInfer, flash-attn and mamba-ssm behind our seams, on stand-ins of them: indices, padding, states, layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+
+import fake_packages
+import numpy as np
+import paged_case
+import pytest
+import scan_case
+import torch
+
+from megatron_infer.kernels import (
+    flash_attn_attention,
+    flashinfer_attention,
+    flashinfer_rope,
+    mamba_ssm_scan,
+    packages,
+)
+from megatron_infer.kernels.cpu_torch import TorchPagedAttention
+from megatron_infer.kernels.flash_attn_attention import FlashAttention, Version2, Version3
+from megatron_infer.kernels.torch_ref import ReferenceAttention
+
+CPU = torch.device("cpu")
+MIXED = [(1, 1), (1, 300), (1, 256), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]
+
+
+def make_case(*args, interleaved=False, **options):
+    """As a model's table has them: both dims of a pair rotate by one angle."""
+    case = paged_case.make_case(*args, interleaved=interleaved, **options)
+    for table in (case.meta.cos_TR, case.meta.sin_TR):
+        if table is not None and interleaved:
+            table[:, 1::2] = table[:, ::2]
+        elif table is not None:
+            table[:, table.shape[1] // 2 :] = table[:, : table.shape[1] // 2]
+    return case
+
+
+@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn 2", "flash_attn 3"])
+def make(request, monkeypatch):
+    """(a new backend, the block size it is tried with)."""
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
+    import flash_attn
+    import flash_attn_interface
+
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
+    bf16 = torch.bfloat16
+    return {
+        "flashinfer": (lambda: flashinfer_attention.make(CPU, bf16), 16),
+        "flashinfer rope": (lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention()), 16),
+        "flash_attn 2": (lambda: FlashAttention(Version2(flash_attn)), 256),
+        "flash_attn 3": (lambda: FlashAttention(Version3(flash_attn_interface)), 16),
+    }[request.param]
+
+
+@pytest.mark.parametrize("window", [None, 1, 24])
+@pytest.mark.parametrize(("num_decode", "rows"), [(4, MIXED), (2, MIXED[:2]), (0, MIXED[4:])])
+def test_ragged_steps_match_the_reference(make, window, num_decode, rows):
+    backend, block_size = make[0](), make[1]
+    case = make_case(
+        rows, num_decode=num_decode, dtype=torch.bfloat16, block_size=block_size, window=window, rotary_dim=64
+    )
+    assert backend.supports(case.spec, dtype=torch.bfloat16, block_size=block_size) is None
+    paged_case.check_case(backend, case)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("rotary_dim", "group_size"), [(0, 1), (32, 8)])
+def test_rotation_and_groups_match_the_reference(make, interleaved, rotary_dim, group_size):
+    options = {"rotary_dim": rotary_dim, "interleaved": interleaved, "group_size": group_size, "head_dim": 128}
+    case = make_case(MIXED[3:6], num_decode=1, dtype=torch.bfloat16, block_size=make[1], **options)
+    paged_case.check_case(make[0](), case)
+
+
+def test_one_backend_serves_layers_and_steps_of_different_kinds(make):
+    backend, block_size = make[0](), make[1]
+    for seed, (window, num_decode) in enumerate([(None, 2), (8, 1), (None, 1), (8, 2)]):
+        rows = [(1, 20 + seed), (1, 7), (5, 9 + seed)]
+        case = make_case(
+            rows, num_decode=num_decode, dtype=torch.bfloat16, block_size=block_size, window=window, seed=seed
+        )
+        paged_case.check_case(backend, case)
+
+
+@pytest.mark.parametrize("rows", [[(1, 40), (1, 3)], [(1, 40), (3, 3)], [(2, 5)]])
+def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
+    num_decode = sum(q_len == 1 for q_len, _ in rows)
+    options = {"num_decode": num_decode, "dtype": torch.bfloat16, "block_size": make[1], "rotary_dim": 64}
+    case = make_case(rows, num_padding=5, **options)
+    case.fused[-5:] = 1e3
+    want, _ = case.run(ReferenceAttention())
+    _pad_slices(case.meta, 2)
+    out, cache = case.run(make[0]())
+    assert not out[-5:].any()
+    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+    dummy = case.meta.kv_pos_T[-1] // make[1]
+    touched = {int(block) for block in case.meta.kv_pos_T // make[1]} - {int(dummy)}
+    for block in set(range(cache.shape[2])) - touched - {int(dummy)}:
+        assert torch.equal(cache[:, :, block], case.kv_cache[:, :, block])
+
+
+def _pad_slices(meta, count):
+    """Slices of nobody behind the last row: no queries, no keys."""
+    rows = meta.num_rows + count
+    for name, tensor, value in (("q_len", "q_len_R", 0), ("kv_len", "kv_len_R", 0), ("table_row", "table_row_R", 0)):
+        host = np.concatenate([getattr(meta, name), np.full(count, value, dtype=np.int32)]).astype(np.int32)
+        setattr(meta, name, host)
+        setattr(meta, tensor, torch.from_numpy(host))
+    meta.cu_q = np.concatenate([meta.cu_q, np.full(count, meta.cu_q[-1], dtype=np.int32)])
+    meta.cu_q_R1, meta.num_rows = torch.from_numpy(meta.cu_q), rows
+
+
+def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
+    backend, block_size = make[0](), make[1]
+    spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
+    sinks = dataclasses.replace(spec, sinks_N=torch.zeros(6))
+    asked = {"dtype": torch.bfloat16, "block_size": block_size}
+    if isinstance(backend, flashinfer_rope.FlashInferRope):
+        rotating = dataclasses.replace(spec, rotary_dim=20)
+        assert "rotary dims in sixteens" in backend.supports(rotating, **asked)
+    else:
+        assert "sinks" in backend.supports(sinks, **asked)
+    assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=block_size)
+    assert "head_dim" in backend.supports(dataclasses.replace(spec, head_dim=260), **asked)
+
+
+def test_version_2_of_flash_attn_needs_blocks_of_256(monkeypatch):
+    fake_packages.install(monkeypatch, "flash_attn")
+    import flash_attn
+
+    spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
+    backend = FlashAttention(Version2(flash_attn))
+    assert "block_size_tokens=64" in backend.supports(spec, dtype=torch.float16, block_size=64)
+
+
+def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatch):
+    fake_packages.install(monkeypatch, "flashinfer")
+
+    class Recorder(ReferenceAttention):
+        def run(self, *args, spec, **more):
+            self.seen.append(spec.sinks_N)
+            return super().run(*args, spec=spec, **more)
+
+    behind = Recorder()
+    behind.seen = []
+    backend = flashinfer_rope.FlashInferRope(behind)
+    case = make_case([(1, 5)], num_decode=1, dtype=torch.bfloat16, rotary_dim=64)
+    for value in (1.0, 2.0):
+        case.spec = dataclasses.replace(case.spec, sinks_N=torch.full((6,), value))
+        case.run(backend)
+    assert [float(sinks[0]) for sinks in behind.seen] == [1.0, 2.0]
+
+
+SCAN = dataclasses.replace(scan_case.SPEC, num_heads=4, num_groups=2)
+ROWS = [(1, 1), (1, 7), (1, 1), (33, 33), (20, 40), (1, 9), (70, 70), (2, 2), (5, 300)]
+
+
+@pytest.fixture(params=[True, False], ids=["causal_conv1d", "own convolution"])
+def make_scan(request, monkeypatch):
+    fake_packages.install(monkeypatch, "mamba_ssm", "causal_conv1d")
+    from causal_conv1d import causal_conv1d_fn
+    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    assert causal_conv1d_fn is fake_packages.causal_conv1d_fn
+    conv = __import__("causal_conv1d") if request.param else None
+    return lambda: mamba_ssm_scan.MambaSsmScan(selective_state_update, mamba_chunk_scan_combined, conv)
+
+
+@pytest.mark.parametrize("more", [{}, {"channel_skip": True, "conv_bias": False}, {"num_padding": 4}])
+def test_mixed_steps_of_the_scan_match_the_reference(make_scan, more):
+    case = scan_case.make_case(ROWS, spec=SCAN, num_decode=3, **more)
+    scan_case.check_case(make_scan(), case)
+
+
+def test_captures_hold_what_a_cut_there_would_have_left(make_scan):
+    captures = [(3, 8), (3, 32), (4, 1), (6, 64), (6, 3), (8, 4)]
+    scan_case.check_case(make_scan(), scan_case.make_case(ROWS, spec=SCAN, captures=captures, num_decode=3))
+
+
+def test_states_of_half_precision_are_read_and_written_as_such(make_scan):
+    bf16 = torch.bfloat16
+    case = scan_case.make_case(ROWS, spec=SCAN, num_decode=3, dtype=bf16, conv_dtype=torch.float32, ssm_dtype=bf16)
+    scan_case.check_case(make_scan(), case, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("rows", [[(1, 4)], [(3, 3)], [(1, 1), (1, 1)]])
+def test_steps_of_one_kind_match_the_reference(make_scan, rows):
+    scan_case.check_case(make_scan(), scan_case.make_case(rows, spec=SCAN, num_decode=0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtypes", "word"),
+    [
+        ({"dt_min": 0.1}, {}, "clamp"),
+        ({"state_dim": 512}, {}, "state_dim"),
+        ({}, {"dtype": torch.float32}, "float16 or bfloat16"),
+        ({}, {"ssm_dtype": torch.float64}, "SSM states"),
+    ],
+)
+def test_a_scan_that_it_cannot_do_is_refused_with_the_reason(make_scan, fields, dtypes, word):
+    asked = {"dtype": torch.bfloat16, "conv_dtype": torch.bfloat16, "ssm_dtype": torch.float32} | dtypes
+    assert word in make_scan().supports(dataclasses.replace(SCAN, **fields), **asked)
+
+
+@pytest.mark.parametrize("module", [flashinfer_attention, flash_attn_attention, mamba_ssm_scan, flashinfer_rope])
+def test_without_a_gpu_there_is_a_reason_and_nothing_is_imported(module, monkeypatch):
+    monkeypatch.setattr("builtins.__import__", _refuse)
+    assert module.unavailable(CPU, torch.bfloat16) == "runs on a GPU, the model is on cpu"
+
+
+def _refuse(name, *args, **more):
+    raise AssertionError(f"{name} was imported")
+
+
+def _package(folder, name, init, **files):
+    for path, text in {"__init__.py": init, **files}.items():
+        (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / path).write_text(text)
+
+
+def test_a_package_whose_init_needs_cuda_gives_its_modules_and_stays_as_broken_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = "from half_a_package import part\nimport no_such_cuda_extension"
+    _package(
+        tmp_path, "half_a_package", broken, **{"part.py": "from half_a_package.other import x", "other.py": "x = 3"}
+    )
+    (part,) = packages.import_below("half_a_package", ["part"])
+    assert part.x == 3
+    assert not [name for name in sys.modules if name.startswith("half_a_package")]
+    with pytest.raises(ModuleNotFoundError, match="no_such_cuda_extension"):
+        importlib.import_module("half_a_package")
+    with pytest.raises(ModuleNotFoundError, match="no_package_at_all"):
+        packages.import_below("no_package_at_all", ["part"])
+
+
+@pytest.mark.parametrize(
+    ("init", "word"),
+    [
+        ("import no_such_cuda_extension", "does not import: No module named 'no_such_cuda_extension'"),
+        ("raise RuntimeError('Found empty meta package\\nmore')", "RuntimeError: Found empty meta package"),
+        ("raise OSError('libcuda.so.1: cannot open')", "OSError: libcuda.so.1: cannot open"),
+        ("__version__ = '2.7.2.post1+cu13'", "needs some-package 2.7.3 or newer, this is 2.7.2.post1+cu13"),
+        ("__version__ = '2.10'", None),
+    ],
+)
+def test_why_a_package_cannot_be_used_is_said_in_its_own_words(tmp_path, monkeypatch, init, word):
+    packages.missing.cache_clear()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_package", raising=False)
+    _package(tmp_path, "some_package", init)
+    reason = packages.missing(("some_package",), "some-package", (2, 7, 3))
+    assert reason is None if word is None else word in reason
+    assert packages.missing(("absent_package",), "absent-package") == "absent-package is not installed"
+    sys.modules.pop("some_package", None)
+    packages.missing.cache_clear()

@@ -1,0 +1,192 @@
+"""Models of Transformer Engine's and Apex's modules, generated from and compared with their own forward.
+
+Run by test_foreign_models with the stand-ins on the path: megatron-core decides at import which packages there are.
+Prints one JSON object: case -> what went wrong, null where nothing did.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+import transformer_engine
+from plain_forward import full_logits
+
+from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.hybrid import hybrid_spec
+from megatron_infer.models.moe import DeviceAgnosticRouter
+from megatron_infer.models.taps import parts_of, trace
+from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
+
+PROMPT = [5, 17, 3, 99, 42, 8, 8, 61]
+
+
+def te_spec(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if config.num_moe_experts:
+        mcore.submodules_of(mcore.submodules_of(spec).mlp).router = DeviceAgnosticRouter
+    return spec
+
+
+def te_hybrid_spec(config):
+    from megatron.core.extensions import transformer_engine as te
+
+    spec = hybrid_spec(config)
+    mamba, attention, mlp = (
+        getattr(spec.submodules, f"{kind}_layer").submodules for kind in ("mamba", "attention", "mlp")
+    )
+    mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = mcore.IdentityOp
+    inner = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+    for submodules, first, last in zip(
+        inner, ("in_proj", "linear_qkv", "linear_fc1"), ("out_proj", "linear_proj", "linear_fc2"), strict=True
+    ):
+        setattr(submodules, first, te.TELayerNormColumnParallelLinear)
+        setattr(submodules, last, te.TERowParallelLinear)
+    return spec
+
+
+def classes(model):
+    return {type(module).__qualname__ for module in model.modules()}
+
+
+def generate(model, num_tokens=12):
+    """Tokens of a greedy answer to PROMPT."""
+    config = InferenceConfig(buffer_size_gb=0.01, block_size_tokens=16, max_sequence_length=64, max_requests=4)
+    engine = DynamicInferenceEngine(model, config)
+    asked = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    engine.add_request(PROMPT, asked)
+    done = []
+    while not done:
+        done = [out for out in engine.step() if out.finished]
+    return list(done[0].outputs[0].token_ids)
+
+
+def same_tokens(model, *expected_classes):
+    missing = set(expected_classes) - classes(model)
+    assert not missing, f"the model has no {missing}"
+    before = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    got = generate(model)
+    ids = list(PROMPT)
+    for _ in got:
+        ids.append(int(full_logits(model, ids)[-1, :128].argmax()))
+    assert got == ids[len(PROMPT) :], f"{got} instead of {ids[len(PROMPT) :]}"
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "parameters changed"
+    adopted = adopt(model)
+    found = trace(model, parts_of(adopted), PROMPT, tp=None)
+    assert len(found.layers) == model.config.num_layers
+
+
+def refused(model, *words):
+    try:
+        adopt(model)
+    except AdoptionError as error:
+        assert all(word in str(error) for word in words), str(error)
+    else:
+        raise AssertionError("adopted")
+
+
+def double_norm():
+    model = tiny_gpt(spec=te_spec)
+    model.decoder.layers[1].pre_mlp_layernorm = torch.nn.RMSNorm(64)
+    refused(model, "decoder.layers.1.pre_mlp_layernorm", "norms its input too")
+
+
+def eight_bits():
+    model = tiny_gpt(spec=te_spec)
+    linear = model.decoder.layers[0].self_attention.linear_proj
+    eight = transformer_engine.pytorch.float8_tensor.Float8Tensor(linear.weight.detach())
+    del linear.weight
+    linear._parameters["weight"] = eight
+    refused(model, "decoder.layers.0.self_attention.linear_proj", "Float8Tensor", "8-bit weights")
+
+
+def own_recipe():
+    model = tiny_gpt(spec=te_spec)
+    model.decoder.layers[1].mlp.linear_fc2.te_quant_params = object()
+    refused(model, "decoder.layers.1.mlp.linear_fc2", "recipe of its own")
+
+
+def subclass():
+    model = tiny_gpt(spec=te_spec)
+    linear = model.decoder.layers[0].mlp.linear_fc2
+    linear.__class__ = type("MyRow", (type(linear),), {"__module__": "somewhere"})
+    refused(model, "somewhere.MyRow", "not known")
+
+
+def norm_inside_an_expert():
+    model = tiny_gpt(spec=te_spec, num_moe_experts=2, moe_router_load_balancing_type="none", moe_ffn_hidden_size=48)
+    dense = tiny_gpt(spec=te_spec)
+    model.decoder.layers[0].mlp.experts.local_experts[1].linear_fc1 = dense.decoder.layers[0].mlp.linear_fc1
+    refused(model, "local_experts.1.linear_fc1", "TELayerNormColumnParallelLinear", "not known here")
+
+
+def apex_norms():
+    model = tiny_gpt(spec=stock_spec, normalization="LayerNorm")  # its attention has no forward on a CPU
+    layer = model.decoder.layers[0]
+    assert type(layer.input_layernorm).__qualname__ == "FusedLayerNorm"
+    x = torch.randn(3, 64)
+    lean = adopt(model) and layer.lean.input_norm
+    torch.testing.assert_close(lean.run(TorchOps(), x), layer.input_layernorm(x))
+
+
+FUSED = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention")
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "none",
+}
+CASES = {
+    "apex": apex_norms,  # first: megatron-core forgets Apex as soon as somebody asks it for a local spec with RMS norms
+    "rms": lambda: same_tokens(tiny_gpt(spec=te_spec), *FUSED, "RMSNorm"),
+    "layer norm, biases": lambda: same_tokens(
+        tiny_gpt(spec=te_spec, normalization="LayerNorm", add_bias_linear=True, add_qkv_bias=True), *FUSED, "LayerNorm"
+    ),
+    "zero-centred, head norms, window": lambda: same_tokens(
+        tiny_gpt(spec=te_spec, layernorm_zero_centered_gamma=True, qk_layernorm=True, window_size=(5, 0)), *FUSED
+    ),
+    "experts": lambda: same_tokens(tiny_gpt(spec=te_spec, **EXPERTS), "SequentialMLP", "TEColumnParallelLinear"),
+    "grouped experts": lambda: same_tokens(
+        tiny_gpt(spec=te_spec, moe_grouped_gemm=True, **EXPERTS), "TEGroupedMLP", "TEColumnParallelGroupedLinear"
+    ),
+    "grouped experts with biases": lambda: same_tokens(
+        tiny_gpt(spec=te_spec, moe_grouped_gemm=True, add_bias_linear=True, **EXPERTS), "TEGroupedMLP"
+    ),
+    "hybrid": lambda: same_tokens(
+        tiny_hybrid("M*-M", spec=te_hybrid_spec), "TELayerNormColumnParallelLinear", "TERowParallelLinear"
+    ),
+    "a norm twice is refused": double_norm,
+    "weights of eight bits are refused": eight_bits,
+    "a recipe of its own is refused": own_recipe,
+    "a subclass is refused": subclass,
+    "a norm that nobody would run is refused": norm_inside_an_expert,
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    found = {}
+    for name, case in CASES.items():
+        try:
+            case()
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    sys.stdout.write("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

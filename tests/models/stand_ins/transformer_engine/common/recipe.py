@@ -1,0 +1,3 @@
+class DelayedScaling:
+    def __init__(self, **options):
+        self.options = options

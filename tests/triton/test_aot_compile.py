@@ -1,0 +1,99 @@
+"""What the compiler refuses, or what does not fit a GPU, fails the check; the interpreter would have let it pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.triton
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = """
+import triton
+import triton.language as tl
+from megatron_infer.kernels.triton.launch import AotVariant
+
+
+@triton.jit
+def scaled(x, out, n, stride, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at * stride, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+
+@triton.jit
+def product(x, out, N: tl.constexpr, K: tl.constexpr):
+    rows, columns = tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(x + rows[:, None] * K + columns[None, :])
+    b = tl.load(x + columns[:, None] * N + rows[None, :])
+    tl.store(out + rows[:, None] * N + rows[None, :], tl.dot(a, b))
+
+
+def variant(name, kernel, signature, options={}, **constexprs):
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
+
+
+def aot_variants():
+    scaled_types = {"x": "*fp32", "out": "*fp32", "n": "i32", "stride": "i32"}
+    product_types = {"x": "*fp16", "out": "*fp32"}
+    return [VARIANTS]
+"""
+PLANTED = """
+    variant("double", scaled, scaled_types, N=64),
+    variant("dot", product, product_types, N=16, K=16),
+    variant("odd", scaled, scaled_types, N=48),
+    variant("wide", product, product_types, N=32, K=2048),
+    variant("spilling", product, product_types, {"maxnreg": 32}, N=64, K=64),
+"""
+
+
+def ran(folder, *options, **environment):
+    """tools/aot_compile.py over a package whose one module has these variants, as a user runs it."""
+    package = folder / "planted"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernels.py").write_text(MODULE.replace("VARIANTS", PLANTED))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--package", "planted", "--jobs", "1", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """(the finished process, variant -> its row of the JSON)."""
+    folder = tmp_path_factory.mktemp("aot")
+    process = ran(folder, "--arch", "80", "--json", str(folder / "out.json"))
+    return process, {row["variant"]: row for row in json.loads((folder / "out.json").read_text())}
+
+
+def test_kernels_that_compile_pass_with_their_figures(planted):
+    _, rows = planted
+    assert rows["double"]["failure"] is None and rows["dot"]["failure"] is None
+    assert rows["double"]["num_registers"] > 0 and rows["double"]["spill_bytes"] == 0
+    assert rows["double"]["shared_bytes"] == 0 and rows["dot"]["shared_bytes"] > 0
+
+
+def test_a_kernel_the_compiler_refuses_fails_the_check_and_is_named(planted):
+    process, rows = planted
+    assert process.returncode == 1 and "power of 2" in rows["odd"]["failure"]
+    assert any(line.startswith("FAILED kernels odd") for line in process.stdout.splitlines())
+
+
+def test_a_kernel_with_more_shared_memory_than_the_gpu_fails_the_check(planted):
+    assert "shared memory, sm_80 has 166,912" in planted[1]["wide"]["failure"]
+
+
+def test_a_kernel_whose_registers_do_not_suffice_fails_the_check(planted):
+    row = planted[1]["spilling"]
+    assert row["num_registers"] <= 32 and f"spills {row['spill_bytes']} bytes" in row["failure"]
+
+
+def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
+    process = ran(tmp_path, TRITON_INTERPRET="1")
+    assert process.returncode == 2 and "unset it" in process.stdout

@@ -1,0 +1,134 @@
+"""The tool that checks a GPU runs whole on a CPU, tells what fails from what was skipped, and outlives its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "gpu_check.py"
+
+PLANTED = """
+import os, time
+from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+
+
+@check("fine", group="planted", promise="works", budget_s=5)
+def fine(ctx):
+    compare = Comparison("error")
+    compare.add("one", 0.5, 1.0)
+    result = compare.result(note=1)
+    result.targets = [Target("speed", 0.5, 0.8)]
+    return result
+
+
+@check("raises", group="planted", promise="raises", budget_s=5)
+def raises(ctx):
+    raise ValueError("planted trouble")
+
+
+@check("wrong", group="planted", promise="is not equal", budget_s=5)
+def wrong(ctx):
+    compare = Comparison("error")
+    compare.add("a case", float("nan"), 1.0)
+    return compare.result()
+
+
+@check("dies", group="planted", promise="takes its process with it", budget_s=5)
+def dies(ctx):
+    os.abort()
+
+
+@check("hangs", group="planted", promise="never ends", budget_s=0.25)
+def hangs(ctx):
+    time.sleep(600)
+
+
+@check("poisons", group="planted", promise="leaves a device that answers no more", budget_s=5)
+def poisons(ctx):
+    def broken():
+        raise RuntimeError("sticky")
+
+    type(ctx.cuda).synchronize = lambda self: broken()
+    raise RuntimeError("illegal memory access")
+
+
+@check("absent", group="planted", promise="needs what a GPU machine may lack", budget_s=5)
+def absent(ctx):
+    import pydantic
+
+
+@check("elsewhere", group="planted", promise="cannot be made here", budget_s=5)
+def elsewhere(ctx):
+    raise Unavailable("there is none")
+
+
+@check("last", group="planted", promise="still runs", budget_s=5, long=True)
+def last(ctx):
+    return Result(OK, "reached")
+"""
+
+
+def ran(*options: str, seconds: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The tool as a user runs it, without a GPU and without the interpreter asked for."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder) if folder else ""}
+    command = [sys.executable, str(TOOL), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
+
+
+@pytest.mark.triton
+def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_path):
+    result = ran("--rehearse", "--patience", "20", "--out", str(tmp_path / "report.json"), seconds=290)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    by_status: dict[str, list[str]] = {}
+    for row in report["checks"]:
+        by_status.setdefault(row["status"], []).append(row["name"])
+    packages = {"flashinfer_engine", "flash_attn_engine", "mamba_ssm_engine", "speed_peer"}
+    assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
+    assert report["rehearsal"] and report["facts"]["packages"]["torch"]
+    assert "# A rehearsal" in (tmp_path / "report.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """(the finished process, check -> its row of the JSON, the Markdown)."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "planted_checks.py").write_text(PLANTED)
+    options = ("--rehearse", "--checks", "planted=planted_checks", "--out", str(folder / "out.json"))
+    process = ran(*options, seconds=120, folder=folder)
+    rows = {row["name"]: row for row in json.loads((folder / "out.json").read_text())["checks"]}
+    return process, rows, (folder / "out.md").read_text()
+
+
+@pytest.mark.triton
+def test_a_failure_of_any_kind_is_that_checks_alone_and_fails_the_run(planted):
+    process, rows, _ = planted
+    assert process.returncode == 1
+    failed = {"raises", "wrong", "dies", "hangs", "poisons", "absent"}
+    assert {name for name, row in rows.items() if row["status"] == "failed"} == failed, process.stdout
+    assert rows["fine"]["status"] == rows["last"]["status"] == "ok"
+    assert "planted trouble" in rows["raises"]["reason"] and "signal 6" in rows["dies"]["reason"]
+    assert "nan > 1" in rows["wrong"]["reason"] and "longer than 1 s" in rows["hangs"]["reason"]
+    assert "illegal memory access" in rows["poisons"]["reason"]
+    assert "absent in a rehearsal" in rows["absent"]["reason"]
+
+
+@pytest.mark.triton
+def test_what_cannot_be_made_is_skipped_with_its_reason_and_a_missed_target_is_no_failure(planted):
+    process, rows, markdown = planted
+    assert (rows["elsewhere"]["status"], rows["elsewhere"]["reason"]) == ("skipped", "there is none")
+    assert rows["fine"]["targets"][0]["met"] is False and "TARGET NOT MET" in process.stdout
+    assert "0 of 1 targets met" in process.stdout and "| speed | 0.5" in markdown
+
+
+@pytest.mark.triton
+def test_without_a_gpu_nothing_is_called_checked():
+    result = ran("--only", "attention_decode", seconds=60)
+    assert result.returncode == 1 and "no CUDA device" in result.stdout and "nothing was run" in result.stdout

@@ -1,0 +1,263 @@
+"""Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of one.
+
+    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json out.json]
+
+Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`. One line each: seconds,
+registers and spilled bytes of a thread, shared memory of a block. Exits 1 if one does not compile, takes more shared
+memory than its architecture has, or spills more than --max-spill bytes. It proves that the compiler accepts a kernel,
+which the interpreter does not, and nothing about what the kernel computes.
+
+Pointers, and integers named for a stride, are compiled as multiples of 16, as torch's allocations make them: that is
+what turns loads into copies to shared memory, the larger case of both figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KERNELS = "megatron_infer.kernels.triton"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Compute capability -> bytes of shared memory one block can have."""
+MAX_SPILL = 256
+"""Bytes of a thread's registers that may live in memory instead."""
+FP32_FACTOR = 8
+"""So many times that in kernels all of whose pointers are to fp32 or integers: those are for exactness, not speed."""
+WIDE = ("*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
+ALIGNMENT = 16
+NO_FIGURE = -1
+ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
+"""Entries of a cubin's .nv.info section, as `cuobjdump -elf` names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One variant for one architecture; found again by name in the process that compiles it."""
+
+    module: str
+    variant: str
+    arch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What compiling one job gave; figures are NO_FIGURE where there is none."""
+
+    module: str
+    variant: str
+    arch: int
+    seconds: float
+    error: str | None = None
+    num_registers: int = NO_FIGURE
+    spill_bytes: int = NO_FIGURE
+    only_fp32: bool = False
+    shared_bytes: int = NO_FIGURE
+    cubin_bytes: int = NO_FIGURE
+
+    def failure(self, max_spill: int) -> str | None:
+        """Why this one does not pass; None: it does."""
+        if self.error is not None:
+            return self.error
+        limit = SHARED_LIMIT[self.arch]
+        if self.shared_bytes > limit:
+            return f"takes {self.shared_bytes:,} bytes of shared memory, sm_{self.arch} has {limit:,}"
+        max_spill *= FP32_FACTOR if self.only_fp32 else 1
+        if self.spill_bytes > max_spill:
+            return f"spills {self.spill_bytes} bytes a thread, the limit is {max_spill}"
+        return None
+
+
+def kernel_modules(package: str) -> list[str]:
+    """Modules of `package` that offer aot_variants(), imported."""
+    found = importlib.import_module(package)
+    names = sorted(f"{package}.{info.name}" for info in pkgutil.iter_modules(found.__path__))
+    return [name for name in names if hasattr(importlib.import_module(name), "aot_variants")]
+
+
+@functools.cache
+def variants_of(module: str) -> dict[str, Any]:
+    """Name -> AotVariant, of one module; raises ValueError where a name comes twice."""
+    listed = importlib.import_module(module).aot_variants()
+    named = {variant.name: variant for variant in listed}
+    if len(named) != len(listed):
+        twice = sorted({v.name for v in listed if sum(other.name == v.name for other in listed) > 1})
+        raise ValueError(f"{module}.aot_variants() names two variants {', '.join(twice)}; give each a name of its own")
+    return named
+
+
+def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, quick: bool) -> list[Job]:
+    """Every variant for every architecture; with `quick` each variant for one of them, in turn."""
+    names = [(module, name) for module in modules for name in variants_of(module)]
+    if only:
+        names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
+    if quick:
+        return [Job(module, name, archs[i % len(archs)]) for i, (module, name) in enumerate(names)]
+    return [Job(module, name, arch) for module, name in names for arch in archs]
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) of a thread, from a cubin with one kernel; NO_FIGURE for what it lacks.
+
+    A kernel without arrays of its own, as Triton's are, has local memory for spilled registers alone. The largest
+    frame counts: a kernel may have functions below it.
+    """
+    if cubin[:5] != b"\x7fELF\x02":
+        return NO_FIGURE, NO_FIGURE
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, num_entries, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_entries)]
+    names_at = sections[names_index][4]
+    found = {ATTR_REGCOUNT: NO_FIGURE, ATTR_FRAME_SIZE: NO_FIGURE}
+    for name, _, _, _, offset, size in sections:
+        end = cubin.index(b"\0", names_at + name)
+        if cubin[names_at + name : end] != b".nv.info":
+            continue
+        at = offset
+        while at + 4 <= offset + size:
+            layout, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if layout != FORMAT_SIZED:
+                continue
+            if attribute in found and value >= 8:
+                found[attribute] = max(found[attribute], struct.unpack_from("<I", cubin, at + 4)[0])
+            at += value
+    return found[ATTR_REGCOUNT], found[ATTR_FRAME_SIZE]
+
+
+def is_wide(types: Iterable[str]) -> bool:
+    """Whether no argument points to 16-bit numbers."""
+    return all(kind in WIDE for kind in types if kind.startswith("*"))
+
+
+def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
+    """Figures of one kernel compiled for sm_`arch`; raises what the compiler raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    missing = [name for name in variant.kernel.arg_names if name not in variant.signature]
+    if missing:
+        raise ValueError(f"the signature lacks {', '.join(missing)}")
+    signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", ALIGNMENT]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
+    }
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
+    cubin = compiled.asm["cubin"]
+    num_registers, spill_bytes = resources(cubin)
+    return {
+        "num_registers": num_registers,
+        "spill_bytes": spill_bytes,
+        "shared_bytes": int(compiled.metadata.shared),
+        "cubin_bytes": len(cubin),
+        "only_fp32": "*fp32" in signature.values() and is_wide(signature.values()),
+    }
+
+
+def compile_job(job: Job) -> Compiled:
+    """Runs in a process of its own; whatever the compiler raises is that job's error."""
+    start = time.perf_counter()
+    known = {"module": job.module, "variant": job.variant, "arch": job.arch}
+    try:
+        figures = compile_variant(variants_of(job.module)[job.variant], job.arch)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Compiled(**known, seconds=time.perf_counter() - start, error=text[:2000])
+    return Compiled(**known, seconds=time.perf_counter() - start, **figures)
+
+
+def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compiled], None]) -> list[Compiled]:
+    """Every job's outcome, in the order of `jobs`; a compiler that dies takes down its own job only."""
+    done: dict[Job, Compiled] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        futures = {pool.submit(compile_job, job): job for job in jobs}
+        for future in as_completed(futures):
+            try:
+                done[futures[future]] = future.result()
+            except BrokenProcessPool:
+                continue
+            tell(done[futures[future]])
+    for job in jobs:
+        if job in done:
+            continue
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            try:
+                done[job] = pool.submit(compile_job, job).result()
+            except BrokenProcessPool:
+                died = "the compiler's process died"
+                done[job] = Compiled(module=job.module, variant=job.variant, arch=job.arch, seconds=0.0, error=died)
+        tell(done[job])
+    return [done[job] for job in jobs]
+
+
+def line_of(outcome: Compiled, package: str, max_spill: int) -> str:
+    """One row of the table."""
+    figures = [outcome.num_registers, outcome.spill_bytes, outcome.shared_bytes]
+    shown = " ".join(f"{figure if figure != NO_FIGURE else '?':>8}" for figure in figures)
+    name = f"{outcome.module.removeprefix(package + '.')} {outcome.variant}"
+    verdict = outcome.failure(max_spill)
+    return f"{name:<66} sm_{outcome.arch:<4} {outcome.seconds:>7.2f} {shown}  {'ok' if verdict is None else verdict}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: all")
+    parser.add_argument("--only", metavar="NAME", help="variants whose module and name contain this")
+    parser.add_argument("--quick", action="store_true", help="each variant for one architecture, in turn")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
+    parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("aot_compile: TRITON_INTERPRET is set, and interpreted kernels have no compiler; unset it")
+        return 2
+    start = time.perf_counter()
+    modules = kernel_modules(options.package)
+    if not modules:
+        print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
+        return 0
+    jobs = jobs_of(modules, options.arch or sorted(SHARED_LIMIT), only=options.only, quick=options.quick)
+    if not jobs:
+        print(f"aot_compile: no variant matches {options.only!r}")
+        return 2
+    print(f"{'kernel':<66} {'arch':<7} {'seconds':>7} {'registers':>8} {'spilled':>7} {'shared':>8}")
+    outcomes = compile_all(
+        jobs, options.jobs, lambda outcome: print(line_of(outcome, options.package, options.max_spill), flush=True)
+    )
+    failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
+    if options.json:
+        rows = [asdict(outcome) | {"failure": outcome.failure(options.max_spill)} for outcome in outcomes]
+        options.json.write_text(json.dumps(rows, indent=1))
+    wall = time.perf_counter() - start
+    print(f"aot_compile: {len(outcomes)} compiled in {wall:.0f} s, {len(failed)} failed")
+    for outcome in failed:
+        print("FAILED", line_of(outcome, options.package, options.max_spill))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main())

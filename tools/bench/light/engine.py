@@ -1,0 +1,93 @@
+"""Engines over random models, filled with requests, and the time their steps take."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from light.machine import wait
+from light.shapes import Costs, costs_of
+from megatron_infer.config import InferenceConfig
+from megatron_infer.context.layout import ModelShape
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.schedule.params import SamplingParams
+
+GIB = 2**30
+BLOCK = 64
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model, its engine, and what its steps must move."""
+
+    engine: DynamicInferenceEngine
+    costs: Costs
+    device: torch.device
+
+    @property
+    def vocabulary(self) -> int:
+        return self.engine.parts.shape.vocab_size
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randrange(self.vocabulary) for _ in range(length)]
+
+    def add(self, length: int, new_tokens: int, seed: int) -> str:
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        return self.engine.add_request(self.prompt(length, seed), params, stream="final")
+
+    def fill(self, batch: int, context: int, new_tokens: int) -> None:
+        """`batch` requests of `context` prompt tokens, all of them decoding when this returns."""
+        for seed in range(batch):
+            self.add(context, new_tokens, seed)
+        while self.engine.stats().num_waiting or self.engine.parts.scheduler.roster.prefilling:
+            self.engine.step()
+
+    def steps(self, count: int) -> float:
+        """Seconds a step takes, host work included, over `count` of them."""
+        wait(self.device)
+        begun = time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+        wait(self.device)
+        return (time.perf_counter() - begun) / count
+
+    def drain(self) -> None:
+        """Abort what is left."""
+        for request in [*self.engine.parts.scheduler.running, *self.engine.parts.scheduler.waiting]:
+            self.engine.abort(request.id)
+        while self.engine.has_unfinished():
+            self.engine.step()
+        wait(self.device)
+
+
+def pool_gib(shape: ModelShape, *, max_requests: int, max_tokens: int) -> float:
+    """GiB that hold so many requests with so many tokens each, with a block to spare for each of them."""
+    token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
+    kv = (max_requests * (max_tokens // BLOCK + 2) + 2) * BLOCK * token
+    states = 0 if shape.state is None else (max_requests + 2) * shape.state.slot_bytes
+    # Both parts are cut to whole blocks and states.
+    return 1.03 * (kv + states) / GIB + 1 / 1024
+
+
+def make_bench(
+    model: Any, shape: ModelShape, device: torch.device, *, max_requests: int, max_length: int, **options: Any
+) -> Bench:
+    """An engine on `model` with room for max_requests of max_length tokens; `options` are InferenceConfig's."""
+    settings: dict[str, Any] = {
+        "buffer_size_gb": pool_gib(shape, max_requests=max_requests, max_tokens=max_length),
+        "block_size_tokens": BLOCK,
+        "max_requests": max_requests,
+        "max_tokens": 8192,
+        "max_sequence_length": max_length,
+        "enable_chunked_prefill": True,
+        "overlap": True,
+        "num_cuda_graphs": -1 if device.type == "cuda" else None,
+    }
+    config = InferenceConfig(**(settings | options))
+    engine = DynamicInferenceEngine(model, config, eos_ids=(), device=str(device))
+    return Bench(engine, costs_of(model, shape), device)

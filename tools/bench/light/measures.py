@@ -1,0 +1,159 @@
+"""What is measured of one model: decode, prefill, mixed steps, suspend and resume; rows for JSON and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from light.engine import BLOCK, Bench
+from light.machine import Ceilings, idle_share
+
+Row = dict[str, Any]
+STEADY = 8
+"""Steps before the clock starts: shapes are captured, kernels compiled."""
+
+
+def decode(bench: Bench, ceilings: Ceilings, *, batches: Sequence[int], context: int, steps: int) -> list[Row]:
+    """Milliseconds of a decode step, and the bytes it moves a second against a copy of the same run."""
+    rows = []
+    for batch in batches:
+        bench.fill(batch, context, STEADY + steps + 16)
+        bench.steps(STEADY)
+        taken = bench.steps(steps)
+        moved = bench.costs.decode_bytes(batch, context + STEADY + steps // 2)
+        bench.drain()
+        rate = moved / taken / 1e9
+        rows.append(
+            {
+                "what": f"decode batch {batch} context {context}",
+                "batch": batch,
+                "ms": taken * 1e3,
+                "gb_s": rate,
+                "share": rate / ceilings.copy_gb_s,
+                "tokens_s": batch / taken,
+            }
+        )
+    return rows
+
+
+def graphs(bench: Bench) -> Row:
+    """What the graphs captured so far took: seconds, and memory by their own account. Empty where there are none."""
+    captured = bench.engine.parts.runner.graphs
+    if captured is None:
+        return {}
+    pool = captured.pool
+    return {
+        "what": f"graphs captured: {len(pool.captured)}, refused: {len(pool.refused)}",
+        "ms": pool.counts.capture_s * 1e3,
+        "graphs_mib": pool.num_bytes / 2**20,
+        "replays": pool.counts.replays,
+    }
+
+
+def idle(bench: Bench, *, batch: int, context: int, steps: int) -> Row:
+    """Share of a decode trace in which the device waits for the host."""
+    bench.fill(batch, context, STEADY + steps + 16)
+    bench.steps(STEADY)
+    share, kernels = idle_share(lambda: bench.steps(steps), bench.device)
+    bench.drain()
+    return {"what": f"idle batch {batch} context {context}", "share": share, "kernels": kernels}
+
+
+def prefill(bench: Bench, ceilings: Ceilings, *, lengths: Sequence[int]) -> list[Row]:
+    """Milliseconds until a prompt's first token, and its arithmetic against a matrix product of the same run."""
+    rows = []
+    for length in lengths:
+        times = []
+        for seed in range(3):  # the first compiles
+            bench.add(length, 1, seed)
+            num_steps = -(-length // bench.engine.parts.sizes.max_tokens) + 1  # with overlap the last one commits
+            times.append(bench.steps(num_steps) * num_steps)
+            bench.drain()
+        taken = min(times[1:])
+        rate = bench.costs.prefill_flops(length) / taken / 1e12
+        rows.append(
+            {
+                "what": f"prefill {length}",
+                "ms": taken * 1e3,
+                "tflop_s": rate,
+                "share": rate / ceilings.matmul_tflop_s,
+                "tokens_s": length / taken,
+            }
+        )
+    return rows
+
+
+def mixed(bench: Bench, ceilings: Ceilings, *, batch: int, context: int, prompt: int, prompts: int) -> Row:
+    """A step in which `batch` requests decode while `prompts` prompts of `prompt` tokens begin."""
+    rounds = 4
+    bench.fill(batch, context, STEADY + 4 * rounds + 16)
+    bench.steps(STEADY)
+    times = []
+    for number in range(rounds):  # the first ones compile and capture
+        for seed in range(prompts):
+            bench.add(prompt, 1, 100 + number * prompts + seed)
+        times.append(bench.steps(1))
+        bench.steps(2)
+    bench.drain()
+    taken, fresh = min(times[1:]), prompts * prompt
+    tokens = min(bench.engine.parts.sizes.max_tokens, batch + fresh)
+    needed = max(
+        bench.costs.decode_bytes(batch, context) / ceilings.copy_gb_s / 1e9,
+        tokens * bench.costs.linear_flops / ceilings.matmul_tflop_s / 1e12,
+    )
+    return {
+        "what": f"mixed: {batch} decode, {prompts} prompts of {prompt}",
+        "ms": taken * 1e3,
+        "share": needed / taken,
+        "tokens_s": tokens / taken,
+    }
+
+
+def suspend(bench: Bench, ceilings: Ceilings, *, modes: Sequence[str], shares: Sequence[float]) -> list[Row]:
+    """Milliseconds to give the cache back and to have it again, by mode and by the share of the pool in use."""
+    rows, sizes = [], bench.engine.parts.sizes
+    for mode in modes:
+        for share in shares:
+            blocks = max(1, int(sizes.num_usable_blocks * share))
+            length = max(1, min(blocks * BLOCK // sizes.max_requests, sizes.max_sequence_length - 40))
+            bench.fill(min(sizes.max_requests, max(1, blocks * BLOCK // length)), length, 32)
+            reports = []
+            for _ in range(3):
+                away, back = bench.engine.suspend(mode, {"kv_cache"}), bench.engine.resume()
+                bench.steps(2)
+                reports.append((away, back))
+            away, back = min(reports, key=lambda pair: pair[0].seconds + pair[1].seconds)
+            bench.drain()
+            copied = away.tags["kv_cache"].bytes_copied
+            row: Row = {
+                "what": f"suspend {mode} {share:.0%} live",
+                "mode": mode,
+                "copied_mib": copied / 2**20,
+                "freed_mib": away.tags["kv_cache"].bytes_freed / 2**20,
+                "ms": away.seconds * 1e3,
+                "resume_ms": back.seconds * 1e3,
+            }
+            if copied:
+                row["gb_s"] = copied / away.seconds / 1e9
+                row["share"] = row["gb_s"] / ceilings.to_host_gb_s
+                row["resume_share"] = copied / back.seconds / 1e9 / ceilings.from_host_gb_s
+            rows.append(row)
+    return rows
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """A table for people."""
+    out = [f"{'':<46} {'ms':>9} {'GB/s':>8} {'TFLOP/s':>8} {'of ceiling':>10} {'tokens/s':>10}"]
+    for row in rows:
+        cells = [
+            f"{row['ms']:9.3f}" if "ms" in row else " " * 9,
+            f"{row['gb_s']:8.1f}" if "gb_s" in row else " " * 8,
+            f"{row['tflop_s']:8.1f}" if "tflop_s" in row else " " * 8,
+            f"{row['share']:10.1%}" if "share" in row else " " * 10,
+            f"{row['tokens_s']:10,.0f}" if "tokens_s" in row else " " * 10,
+        ]
+        also = "".join(
+            f"  {key} {row[key]:.4g}" for key in ("resume_ms", "resume_share", "freed_mib", "graphs_mib") if key in row
+        )
+        out.append(f"{row['what']:<46} {' '.join(cells)}{also}")
+    return out

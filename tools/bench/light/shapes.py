@@ -1,0 +1,133 @@
+"""Models of known shapes with random weights, made on the device without a file; and what a step of them moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_infer.context.layout import ModelShape
+from megatron_infer.models.build import build_model
+from megatron_infer.models.model_plan import HybridPlan, ModelPlan
+from megatron_infer.models.plan_shape import shape_of
+
+PATTERN_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int, name: str) -> ModelPlan:
+    transformer = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-5,
+        "gated_linear_unit": True,
+        "activation": "silu",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+    }
+    return ModelPlan(
+        architecture="LlamaForCausalLM",
+        transformer=transformer,
+        vocab_size=vocabulary,
+        max_sequence_length=32768,
+        rotary_base=500000.0,
+        name=name,
+    )
+
+
+def _hybrid(pattern: str, base: ModelPlan, ffn: int, mixer: dict[str, int], vocabulary: int, name: str) -> ModelPlan:
+    changed = {
+        "num_layers": len(pattern),
+        "ffn_hidden_size": ffn,
+        "gated_linear_unit": False,
+        "activation": "relu2",
+        "is_hybrid_model": True,
+        **mixer,
+    }
+    return replace(
+        base,
+        architecture="NemotronHForCausalLM",
+        transformer=dict(base.transformer) | changed,
+        vocab_size=vocabulary,
+        position_embedding="none",
+        hybrid=HybridPlan(pattern=pattern, norm_groups=mixer["mamba_num_groups"]),
+        name=name,
+    )
+
+
+LLAMA_8B = _llama(32, 4096, 32, 8, 14336, 128256, "llama-8b")
+TINY_LLAMA = _llama(2, 64, 4, 2, 96, 256, "tiny-llama")
+_MIXER_8B = {"mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
+_MIXER_TINY = {"mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 2}
+PLANS = {
+    "llama-8b": LLAMA_8B,
+    "hybrid-8b": _hybrid(PATTERN_8B, LLAMA_8B, 21504, _MIXER_8B, 131072, "hybrid-8b"),
+    "tiny-llama": TINY_LLAMA,
+    "tiny-hybrid": _hybrid("M*-M", TINY_LLAMA, 96, _MIXER_TINY, 256, "tiny-hybrid"),
+}
+"""Llama-3-8B's shape, an 8B hybrid's (Mamba-2, MLPs, four attention layers), and small ones of the same kinds."""
+
+
+def random_model(plan: ModelPlan, dtype: torch.dtype, device: torch.device) -> Any:
+    """The plan's model on `device` with weights drawn there; norms as initialised, so that nothing overflows."""
+    model = build_model(plan, dtype=dtype, device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.02)
+            elif name.endswith(("bias", "dt_bias")):
+                parameter.zero_()
+            elif "A_log" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def layout_of(plan: ModelPlan, dtype: torch.dtype) -> ModelShape:
+    """Sizes that follow from the plan, without building it."""
+    return shape_of(plan, dtype=str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a model's steps must move and compute."""
+
+    weight_bytes: int
+    """Read by every step: all weights but the rows of the embedding that no token asks for."""
+    kv_token_bytes: int
+    """Of one token, all layers."""
+    state_bytes: int
+    """Of one request: recurrent states, all layers."""
+    linear_flops: int
+    """Of one token, in the layers; the output layer is computed for drawn tokens alone."""
+    attention_flops: int
+    """Of one query and one key, all layers."""
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Read and written by one decode step: weights once, keys and values of all, states in and out."""
+        return self.weight_bytes + batch * (context * self.kv_token_bytes + 2 * self.state_bytes)
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        return num_tokens * self.linear_flops + num_tokens * (num_tokens + 1) // 2 * self.attention_flops
+
+
+def costs_of(model: Any, shape: ModelShape) -> Costs:
+    """Counted from the built model."""
+    embedding, output = model.embedding.word_embeddings.weight, getattr(model.output_layer, "weight", None)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    aside = 0 if output is None else embedding.numel() * embedding.element_size()
+    in_layers = sum(p.numel() for p in model.decoder.parameters() if p.ndim >= 2)
+    layers = shape.num_attention_layers
+    return Costs(
+        weight_bytes=total - aside,
+        kv_token_bytes=2 * layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
+        state_bytes=0 if shape.state is None else shape.state.slot_bytes,
+        linear_flops=2 * in_layers,
+        attention_flops=4 * layers * shape.num_query_heads * shape.head_dim,
+    )

@@ -1,0 +1,136 @@
+"""Everything that can only be known on a GPU, in one command: parity, graphs, waiting, memory, speed.
+
+    python tools/gpu_check.py [--quick] [--out report.json]      a GPU; under 8 minutes, no network, no model files
+    python tools/gpu_check.py --rehearse                         a CPU: every line of it, at tiny shapes
+    python tools/gpu_check.py --list                             what no report under docs/results has told of yet
+
+One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a
+target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it. Needs torch,
+triton, numpy and megatron-core only. Under NVIDIA's memory checker: compute-sanitizer --target-processes all python
+tools/gpu_check.py --group attention --patience 50
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from gpu_checks import report, worker
+from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, never_run, not_yet
+
+REPORTS = ROOT / "docs" / "results"
+TIME_LIMIT_S = 480.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="leave out the long checks, speed above all")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write a report here, and one in Markdown beside it"
+    )
+    parser.add_argument("--list", action="store_true", help="print what has never been run on a GPU")
+    parser.add_argument("--rehearse", action="store_true", help="run every check on the CPU at tiny shapes")
+    parser.add_argument("--only", action="append", metavar="NAME", help="checks whose name contains this")
+    parser.add_argument("--group", action="append", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--patience", type=float, default=worker.PATIENCE, help="times its budget a check may take")
+    parser.add_argument(
+        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="nothing begins later"
+    )
+    parser.add_argument("--checks", action="append", metavar="GROUP=MODULE", help="other groups than the tool's own")
+    parser.add_argument("--worker", nargs="*", metavar="NAME", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def chosen(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
+    """Those that were asked for."""
+    return [
+        one
+        for one in checks
+        if (not options.group or one.group in options.group)
+        and (not options.only or any(part in one.name for part in options.only))
+        and not (options.quick and one.long)
+    ]
+
+
+def groups_of(checks: Sequence[Check], *, together: bool) -> list[list[Check]]:
+    """What shares a process: a group, or everything in a rehearsal, where nothing can poison a device."""
+    if together:
+        return [list(checks)] if checks else []
+    names = list(dict.fromkeys(one.group for one in checks))
+    return [[one for one in checks if one.group == name] for name in names]
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """A worker's environment. One thread in a rehearsal; the interpreter must be asked for before kernels exist."""
+    environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.pop("TRITON_INTERPRET", None)
+    if options.rehearse:
+        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment
+
+
+def run(checks: Sequence[Check], options: argparse.Namespace) -> list[tuple[Check, Result]]:
+    """Run them, a line each as they end."""
+    rows: list[tuple[Check, Result]] = []
+
+    def tell(check: Check, result: Result) -> None:
+        rows.append((check, result))
+        print(report.line_of(check, result), flush=True)
+
+    def command(names: Sequence[str]) -> list[str]:
+        switches = [f"--{name}" for name in ("quick", "rehearse") if getattr(options, name)]
+        planted = [part for given in options.checks or () for part in ("--checks", given)]
+        return [sys.executable, str(Path(__file__).resolve()), *switches, *planted, "--worker", *names]
+
+    deadline = time.monotonic() + options.time_limit
+    for group in groups_of(checks, together=options.rehearse):
+        worker.run_group(group, command, environment_of(options), tell, deadline=deadline, patience=options.patience)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    groups = dict(given.split("=", 1) for given in options.checks) if options.checks else GROUPS
+    absent = worker.refuse_absent() if options.worker is not None and options.rehearse else None
+    checks = load(groups)
+    if options.worker is not None:
+        from gpu_checks.context import make_context
+
+        wanted = [one for one in checks if one.name in options.worker]
+        worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick), absent)
+    if options.list:
+        print(not_yet(never_run(checks, report.load_reports(REPORTS))))
+        return 0
+    wanted = chosen(checks, options)
+    if not wanted:
+        print(f"gpu_check: no check matches; there are {', '.join(one.name for one in checks)}")
+        return 2
+    start = time.monotonic()
+    rows = run(wanted, options)
+    seconds = time.monotonic() - start
+    print(report.summary(rows, seconds))
+    if options.out:
+        made = report.as_dict(report.facts(ROOT), rows, rehearsal=options.rehearse, seconds=seconds)
+        options.out.write_text(json.dumps(made, indent=1), encoding="utf-8")
+        said = shlex.join(["python", "tools/gpu_check.py", *(sys.argv[1:] if arguments is None else arguments)])
+        options.out.with_suffix(".md").write_text(report.as_markdown(made, rows, said), encoding="utf-8")
+        print(f"gpu_check: report in {options.out} and {options.out.with_suffix('.md')}")
+    if all(result.status == SKIPPED for _, result in rows):
+        print("gpu_check: nothing was run")
+        return 1
+    return 1 if any(result.status == FAILED for _, result in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

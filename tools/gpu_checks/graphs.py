@@ -1,0 +1,193 @@
+"""Captured steps against the same steps run as they are, bit for bit; and what becomes of graphs when things change.
+
+In a rehearsal the engine's stand-in repeats recorded launches, as a graph would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu_checks.context import Context
+from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
+from gpu_checks.registry import Comparison, Result, Unavailable, check
+from megatron_infer.schedule.params import SamplingParams
+
+GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
+BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """The variable is `value` inside; None: absent."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str = "static", **options: Any) -> Any:
+    """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
+    rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
+    settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
+    with (
+        environment(GRAPHS_VARIABLE, way or ctx.pick(None, "replay")),
+        environment(BACKEND_VARIABLE, ctx.pick(None, kernels)),
+    ):
+        engine = make_engine(model, ctx.device, **settings)
+    if engine.parts.runner.graphs is None:
+        rows = {row.operation: row.reasons for row in engine.parts.chosen.rows}
+        why = f"no graphs: {rows.get('CUDA graphs')}"
+        if ctx.rehearse:
+            raise Unavailable(why)
+        raise AssertionError(why)
+    return engine
+
+
+def _kinds(ctx: Context) -> tuple[str, ...]:
+    return ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("attention", "hybrid"))
+
+
+def _same(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> None:
+    """Tokens and the bits of their log probabilities."""
+    compare.require(f"{label}: other tokens", tokens_of(got) == tokens_of(wanted))
+    for mine, reference in zip(got, wanted, strict=True):
+        for one, other in zip(mine.outputs, reference.outputs, strict=True):
+            compare.require(f"{label}: other log probabilities", one.cumulative_logprob == other.cumulative_logprob)
+
+
+@check(
+    "graphs_on_off",
+    group="graphs",
+    promise="greedy and seeded tokens and their log probabilities have the same bits with graphs and without (padded)",
+    budget_s=60,
+)
+def on_off(ctx: Context) -> Result:
+    compare, counts = Comparison("difference"), {}
+    drawing = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 40}, {"temperature": 0.0, "logprobs": 1})
+    for kind in _kinds(ctx):
+        kernels = "triton" if kind == "attention" else "static"
+        for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
+            model = make_model(kind, dtype, ctx.device)
+            for params in ctx.pick(drawing, drawing[:1]):
+                work = workload(ctx, **params)
+                engine = graphed(ctx, model, kernels=kernels)
+                got = answers(engine, work)
+                with_padding = answers(graphed(ctx, model, way="eager", kernels=kernels), work)
+                _same(compare, f"{kind} {dtype} {params}", got, with_padding)
+                pool = engine.parts.runner.graphs.pool
+                counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
+                counts[kind]["eager"] = dict(pool.counts.eager)
+                compare.require(f"{kind} {dtype}: no step was replayed", pool.counts.replays > 0)
+                compare.require(f"{kind} {dtype}: refused {pool.refused}", not pool.refused)
+    return compare.result(counts=counts)
+
+
+@check(
+    "graphs_new_weights",
+    group="graphs",
+    promise="a replay after weights changed in place computes with the new ones, without another capture",
+    budget_s=20,
+)
+def new_weights(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    model, work = make_model("attention", torch.float32, ctx.device), workload(ctx)
+    engine = graphed(ctx, model)
+    before = tokens_of(answers(engine, work))
+    captures = engine.parts.runner.graphs.pool.counts.captures
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.7)
+    after = tokens_of(answers(engine, work))
+    fresh = tokens_of(answers(graphed(ctx, model), work))
+    compare.require("tokens are those of the old weights", before != after)
+    compare.require("tokens are not those of the new weights", after == fresh)
+    again = engine.parts.runner.graphs.pool.counts.captures - captures
+    # A CPU's packed copies of the weights are made anew, elsewhere.
+    moved = bool(engine.parts.chosen.packed.num_bytes)
+    compare.require(f"{again} graphs captured again", again == 0 or moved)
+    return compare.result()
+
+
+@check(
+    "graphs_cost",
+    group="graphs",
+    promise="every shape on the list is captured on first use; bytes and seconds are told",
+    budget_s=40,
+)
+def cost(ctx: Context) -> Result:
+    engine = graphed(ctx, make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device))
+    used = ctx.used_bytes()
+    answers(engine, workload(ctx))
+    pool = engine.parts.runner.graphs.pool
+    taken = ctx.used_bytes() - used
+    captured, seconds = len(pool.captured), pool.counts.capture_s
+    compare = Comparison("difference")
+    compare.require("nothing was captured", captured > 0)
+    compare.require(f"refused {pool.refused}", not pool.refused)
+    result = compare.result(captured=captured, seconds=seconds, bytes=pool.num_bytes, device_bytes=taken)
+    result.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
+    return result
+
+
+@check(
+    "graphs_suspend",
+    group="graphs",
+    promise="graphs outlive suspend exactly when the cache keeps its addresses, and tokens are the same either way",
+    budget_s=40,
+)
+def suspend(ctx: Context) -> Result:
+    compare, drops = Comparison("difference"), {}
+    model = make_model("attention", torch.float32, ctx.device)
+    ways: dict[str, dict[str, Any]] = {
+        "persist": {},
+        "offload": {},
+        "recompute": {},
+        "offload, static pointers": {"static_kv_memory_pointers": True},
+        "recompute, static pointers": {"static_kv_memory_pointers": True},
+    }
+    work = workload(ctx, count=ctx.pick(8, 2))
+    wanted = tokens_of(answers(graphed(ctx, model), work))
+    for name, options in ways.items():
+        engine = graphed(ctx, model, **options)
+        ids = [engine.add_request(prompt, params, stream="final") for prompt, params in work]
+        done: dict[str, Any] = {}
+        for number in range(10_000):
+            if not engine.has_unfinished():
+                break
+            if number in (3, 6):
+                engine.suspend(name.split(",")[0], {"kv_cache"})
+                engine.resume()
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        compare.require(f"{name}: other tokens", tokens_of([done[one] for one in ids]) == wanted)
+        drops[name] = dict(engine.parts.runner.graphs.pool.counts.invalidated)
+        if name == "persist" or "static" in name:
+            compare.require(f"{name}: graphs were dropped ({drops[name]})", not drops[name])
+    return compare.result(dropped=drops)
+
+
+@check(
+    "graphs_many_requests",
+    group="graphs",
+    promise="requests that come and go over shapes of every size keep their tokens under replay",
+    budget_s=40,
+    long=True,
+)
+def many(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    model = make_model("hybrid" if not ctx.rehearse else "attention", torch.float32, ctx.device)
+    options = {"max_requests": ctx.pick(64, 4), "buffer_size_gb": ctx.pick(0.3, 0.06)}
+    work = workload(ctx, count=ctx.pick(96, 3), temperature=0.8, top_p=0.95)
+    work += [([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, detokenize=False))]
+    got = answers(graphed(ctx, model, **options), work)
+    _same(compare, "many", got, answers(graphed(ctx, model, way="eager", **options), work))
+    return compare.result()

@@ -1,0 +1,298 @@
+"""What suspend gives back, by the driver's account, and what comes back with resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_checks.context import Context
+from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
+from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+from megatron_infer.context.modes import make_region, table
+from megatron_infer.context.store import StateStore
+from megatron_infer.errors import ConfigError
+
+MIB = 2**20
+SLACK = 8 * MIB
+"""Of memory: pages of several sizes, and what the driver takes for itself."""
+
+
+def _half_done(engine: Any, ctx: Context) -> tuple[list[str], dict[str, Any]]:
+    """Requests of the workload in the middle -> (their ids, outputs of those that are done already)."""
+    ids = [engine.add_request(prompt, params, stream="final") for prompt, params in workload(ctx)]
+    done: dict[str, Any] = {}
+    for _ in range(ctx.pick(6, 2)):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return ids, done
+
+
+def _finish(engine: Any, ids: list[str], done: dict[str, Any]) -> list[Any]:
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [done[one] for one in ids]
+
+
+def _content(engine: Any) -> Tensor:
+    """The cache's blocks that requests hold, in order."""
+    held = sorted(engine.parts.context.held_blocks())
+    return engine.parts.runner.store.kv_cache[:, :, held].clone()
+
+
+def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[str, Any]]:
+    """Suspend and resume in the middle of requests, with everything looked at on the way."""
+    compare = Comparison("difference")
+    pool = ctx.pick(1.0, 0.06)
+    model = make_model("attention", torch.float32, ctx.device)
+    wanted = tokens_of(answers(make_engine(model, ctx.device, buffer_size_gb=pool), workload(ctx)))
+    engine = make_engine(model, ctx.device, buffer_size_gb=pool, **options)
+    ids, done = _half_done(engine, ctx)
+    store = engine.parts.runner.store
+    before, address = _content(engine), store.kv_cache.data_ptr()
+    free = ctx.free_bytes()
+    away = engine.suspend(mode, {"kv_cache"})
+    freed = ctx.free_bytes() - free
+    back = engine.resume()
+    after = ctx.free_bytes()
+    found: dict[str, Any] = {
+        "pool_bytes": engine.parts.sizes.kv_bytes,
+        "freed_bytes": freed,
+        "reported_bytes": away.tags["kv_cache"].bytes_freed,
+        "suspend_ms": away.seconds * 1e3,
+        "resume_ms": back.seconds * 1e3,
+        "address_kept": store.kv_cache.data_ptr() == address,
+        "left_over_bytes": after - free,
+    }
+    if mode != "recompute":
+        compare.require(f"{mode}: content is not what it was", bool(torch.equal(_content(engine), before)))
+    compare.require(f"{mode}: other tokens afterwards", tokens_of(_finish(engine, ids, done)) == wanted)
+    if mode != "persist" and not ctx.rehearse and not options.get("unified_memory_level"):
+        pool_bytes = engine.parts.sizes.kv_bytes
+        compare.require(f"{mode}: {freed:,} of {pool_bytes:,} bytes came free", freed >= pool_bytes - SLACK)
+        compare.require(f"{mode}: {free - after:,} bytes less are free after it", free - after <= SLACK)
+    return compare, found
+
+
+def _result(compare: Comparison, found: dict[str, Any]) -> Result:
+    result = compare.result(**found)
+    if result.status == OK:
+        result.figure = (
+            f"freed {found['freed_bytes'] / MIB:,.0f} of {found['pool_bytes'] / MIB:,.0f} MiB, "
+            f"{found['suspend_ms']:.1f} + {found['resume_ms']:.1f} ms, address "
+            f"{'kept' if found['address_kept'] else 'moved'}"
+        )
+    return result
+
+
+@check("suspend_persist", group="memory", promise="persist keeps content and addresses", budget_s=20)
+def persist(ctx: Context) -> Result:
+    compare, found = _cycle(ctx, "persist")
+    compare.require("persist: the address moved", found["address_kept"])
+    return _result(compare, found)
+
+
+@check(
+    "suspend_offload",
+    group="memory",
+    promise="offload gives the whole pool back to the driver; contents return bit for bit",
+    budget_s=20,
+)
+def offload(ctx: Context) -> Result:
+    return _result(*_cycle(ctx, "offload"))
+
+
+@check(
+    "suspend_recompute",
+    group="memory",
+    promise="recompute gives the whole pool back to the driver; requests go on with the same tokens",
+    budget_s=20,
+)
+def recompute(ctx: Context) -> Result:
+    return _result(*_cycle(ctx, "recompute"))
+
+
+@check(
+    "suspend_static_pointers",
+    group="memory",
+    promise="with static pointers the pool leaves, and comes back at the address it had",
+    budget_s=20,
+)
+def static(ctx: Context) -> Result:
+    try:
+        compare, found = _cycle(ctx, "offload", static_kv_memory_pointers=True)
+    except ConfigError as reason:
+        raise Unavailable(str(reason)) from None
+    compare.require("static pointers: the address moved", found["address_kept"])
+    return _result(compare, found)
+
+
+@check(
+    "unified_memory",
+    group="memory",
+    promise="a cache in unified memory gives the same tokens and keeps content and address over suspend",
+    budget_s=30,
+)
+def unified(ctx: Context) -> Result:
+    compare, found = _cycle(ctx, "persist", unified_memory_level=1)
+    compare.require("unified memory: the address moved", found["address_kept"])
+    return _result(compare, found)
+
+
+@check(
+    "offload_rate",
+    group="memory",
+    promise="offload and restore move a pool at the rate of a pinned copy",
+    budget_s=30,
+    long=True,
+)
+def rate(ctx: Context) -> Result:
+    from light.machine import measure
+
+    ceilings = measure(ctx.device)
+    pool = ctx.pick(4.0, 0.06)
+    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+    options = {"max_requests": ctx.pick(256, 4), "max_sequence_length": 500, "max_tokens": ctx.pick(8192, 256)}
+    engine = make_engine(model, ctx.device, buffer_size_gb=pool, block_size_tokens=64, **options)
+    from megatron_infer.schedule.params import SamplingParams
+
+    for seed in range(options["max_requests"]):
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
+        engine.add_request([1 + seed % 100] * ctx.pick(420, 40), params, stream="final")
+    while engine.stats().num_waiting or engine.parts.scheduler.roster.prefilling:
+        engine.step()
+    reports = []
+    for _ in range(4):  # the first pins host memory
+        reports.append((engine.suspend("offload", {"kv_cache"}), engine.resume()))
+        engine.step()
+    away, back = min(reports[1:], key=lambda pair: pair[0].seconds + pair[1].seconds)
+    copied = away.tags["kv_cache"].bytes_copied
+    out, into = away.tags["kv_cache"].gb_per_s, back.tags["kv_cache"].gb_per_s  # the copies, by the device's clock
+    assert out is not None and into is not None, "nothing was copied"
+    whole = copied / away.seconds / 1e9, copied / back.seconds / 1e9
+    result = Result(
+        OK,
+        f"{copied / MIB:,.0f} MiB at {out:.1f} GB/s out, {into:.1f} GB/s in; with all else a suspend and a resume do "
+        f"{whole[0]:.1f} and {whole[1]:.1f}",
+    )
+    result.targets = [
+        Target("offload, share of a pinned copy", out / ceilings.to_host_gb_s, 0.8),
+        Target("restore, share of a pinned copy", into / ceilings.from_host_gb_s, 0.8),
+    ]
+    result.details = {"ceilings": ceilings.to_dict(), "copied_bytes": copied, "whole_gb_s": whole}
+    return result
+
+
+@check(
+    "static_region",
+    group="memory",
+    promise="memory of the driver's own calls comes and goes at one address, and a captured graph writes to it again",
+    budget_s=20,
+)
+def static_region(ctx: Context) -> Result:
+    rows = {asked: (chosen, why) for asked, chosen, why in table(ctx.device)}
+    compare = Comparison("difference")
+    if not ctx.rehearse:
+        chosen, why = rows["static pointers"]
+        compare.require(f"static pointers take {chosen}: {why}", chosen == "VmmRegion")
+    size = ctx.pick(2048, 8) * MIB
+    free = ctx.free_bytes()
+    best = _static_cycles(ctx, compare, size)
+    left = free - ctx.free_bytes()
+    compare.require(f"{left:,} bytes are not back", ctx.rehearse or left <= SLACK)
+    result = compare.result(rows=rows, milliseconds=best)
+    if result.status == OK:
+        gave, took = best["release"], best["restore"]
+        result.figure = f"{size / MIB:,.0f} MiB given back in {gave:.1f} ms, taken again in {took:.1f} ms"
+    return result
+
+
+def _static_cycles(ctx: Context, compare: Comparison, size: int) -> dict[str, float]:
+    """Release and restore a region that a graph writes to -> the fastest of each, in milliseconds."""
+    region = make_region((size,), torch.uint8, ctx.device, static_pointers=True, unified_memory=False)
+    cell_X, address = region.tensor[:4096].view(torch.float32), region.tensor.data_ptr()
+    step_X = torch.full_like(cell_X, 3.0)
+
+    def work() -> None:
+        cell_X.add_(step_X).mul_(2)
+
+    replay = _captured(ctx, work)
+    seconds: dict[str, list[float]] = {"release": [], "restore": []}
+    for _ in range(3):
+        region.tensor.fill_(1)
+        full = ctx.free_bytes()
+        for name in seconds:
+            start = time.perf_counter()
+            getattr(region, name)()
+            ctx.wait()
+            seconds[name].append(time.perf_counter() - start)
+            if name == "release" and not ctx.rehearse:
+                given = ctx.free_bytes() - full
+                compare.require(f"release gave {given:,} of {size:,} bytes", given >= size - SLACK)
+        cell_X.fill_(1)
+        replay()
+        ctx.wait()
+        compare.require("a replay after the restore wrote something else", bool((cell_X == 8).all()))
+        compare.require("the address moved", region.tensor.data_ptr() == address)
+    return {name: min(times) * 1e3 for name, times in seconds.items()}
+
+
+def _captured(ctx: Context, work: Callable[[], None]) -> Callable[[], Any]:
+    """A graph of `work`; in a rehearsal the work itself."""
+    if ctx.rehearse:
+        return work
+    work()
+    ctx.wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+@check(
+    "swap_moves",
+    group="memory",
+    promise="blocks of evicted requests go to the host and back bit for bit, and no step pins memory or waits for it",
+    budget_s=20,
+)
+def swap_moves(ctx: Context) -> Result:
+    num = ctx.pick(512, 12)
+    store = StateStore(
+        num_layers=ctx.pick(16, 2),
+        num_blocks=2 * num + 1,
+        block_size=16,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=ctx.pick(torch.bfloat16, torch.float32),
+        device=ctx.device,
+        static_pointers=False,
+        unified_memory=False,
+        num_host_slots=num,
+    )
+    compare = Comparison("difference")
+    out: list[Any] = [("out", block, block) for block in range(num)]
+    back: list[Any] = [("in", num + (7 * slot) % num, slot) for slot in range(num)]
+    for _ in range(2):  # the first one takes the staging buffers
+        store.kv_cache.normal_()
+        before = store.kv_cache[:, :, :num].clone()
+        pinned = store.host_bytes()
+        with ctx.no_sync():
+            store.run_moves(out)
+            store.kv_cache[:, :, :num].zero_()
+            store.run_moves(back)
+        places = [num + (7 * slot) % num for slot in range(num)]
+        compare.require("content is not what it was", bool(torch.equal(store.kv_cache[:, :, places], before)))
+        if not ctx.rehearse:
+            compare.require("host memory was pinned in the step", store.host_bytes() == pinned)
+
+    def move() -> None:
+        store.run_moves(out)
+
+    milliseconds = ctx.milliseconds(move, rounds=5)
+    rate = num * store.block_bytes / milliseconds / 1e6
+    result = compare.result(gb_per_s=rate)
+    if result.status == OK:
+        result.figure = f"{num} blocks of {store.block_bytes:,} bytes out, enqueued and gathered at {rate:.1f} GB/s"
+    return result

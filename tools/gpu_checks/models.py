@@ -1,0 +1,152 @@
+"""Whole models on the device against the same weights on a CPU in fp32, and against megatron-core's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpu_checks.context import Context
+from gpu_checks.engines import CPU, KINDS, answers, make_engine, make_model, tokens_of, workload
+from gpu_checks.registry import Comparison, Result, check
+
+NEAR_TIE = 2e-5
+"""Two fp32 log probabilities closer than this may change places between devices."""
+CHOICES = 2
+
+
+def _margin(sample: Any, at: int) -> float:
+    """How far the most likely token is before the next one at output token `at`."""
+    ranked = sorted((entry.logprob for entry in sample.logprobs[at].values()), reverse=True)
+    return float(ranked[0] - ranked[1])
+
+
+def compare_tokens(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> int:
+    """Token for token; where they part, `wanted` must have had a near tie -> how often that was so."""
+    ties = 0
+    for mine, reference in zip(got, wanted, strict=True):
+        for one, other in zip(mine.outputs, reference.outputs, strict=True):
+            pairs = zip(one.token_ids, other.token_ids, strict=True)
+            parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            is_tie = parted is not None and _margin(other, parted) < NEAR_TIE
+            ties += is_tie
+            compare.require(f"{label}: tokens part at {parted}", parted is None or is_tie)
+    return ties
+
+
+@check(
+    "greedy_tokens",
+    group="models",
+    promise="greedy tokens of attention, windowed, MoE, hybrid and Mamba models in fp32 equal those of a CPU",
+    budget_s=60,
+)
+def greedy(ctx: Context) -> Result:
+    compare, ties, tables = Comparison("difference"), 0, {}
+    for kind in ctx.pick(KINDS, ("attention", "hybrid")):
+        work = workload(ctx, logprobs=CHOICES)
+        wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU), work)
+        engine = make_engine(make_model(kind, torch.float32, ctx.device), ctx.device)
+        ties += compare_tokens(compare, kind, answers(engine, work), wanted)
+        tables[kind] = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+        if not ctx.rehearse and "attention" in tables[kind]:
+            compare.require(f"{kind}: attention is {tables[kind]}", tables[kind]["attention"] != "reference")
+    return compare.result(near_ties=ties, backends=tables)
+
+
+@check(
+    "seeded_tokens",
+    group="models",
+    promise="seeded draws with temperature, top_k, top_p and min_p give the tokens that a CPU draws in fp32",
+    budget_s=30,
+)
+def seeded(ctx: Context) -> Result:
+    compare = Comparison("share of samples that differ")
+    ways: dict[str, dict[str, Any]] = {
+        "temperature": {"temperature": 0.9},
+        "filters": {"temperature": 1.1, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+        "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    }
+    for name, params in ways.items():
+        work = workload(ctx, **params)
+        wanted = tokens_of(answers(make_engine(make_model("attention", torch.float32, CPU), CPU), work))
+        got = tokens_of(answers(make_engine(make_model("attention", torch.float32, ctx.device), ctx.device), work))
+        differ = sum(a != b for a, b in zip(got, wanted, strict=True)) / len(wanted)
+        # Rounding of fp32 logits moves the border between two tokens now and then.
+        compare.add(name, differ, 0.1)
+    return compare.result()
+
+
+def _prompt_logprobs(engine: Any, ctx: Context) -> list[torch.Tensor]:
+    """Of every prompt position but the first, by the engine."""
+    work = workload(ctx, prompt_logprobs=0)
+    outputs = answers(engine, work)
+    return [
+        torch.tensor([entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], prompt[1:], strict=True)])
+        for o, (prompt, _) in zip(outputs, work, strict=True)
+    ]
+
+
+@check(
+    "bf16_logprobs",
+    group="models",
+    promise="log probabilities of given tokens in bf16 are near those of fp32 on a CPU",
+    budget_s=60,
+)
+def bf16(ctx: Context) -> Result:
+    compare, means = Comparison("mean difference in nats"), {}
+    for kind in ctx.pick(KINDS, ("attention", "hybrid")):
+        wanted = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.float32, CPU), CPU), ctx))
+        got = torch.cat(_prompt_logprobs(make_engine(make_model(kind, torch.bfloat16, ctx.device), ctx.device), ctx))
+        difference = (got - wanted).abs()
+        means[kind] = {"mean": float(difference.mean()), "largest": float(difference.max())}
+        # Routers choose other experts near a tie: single tokens of such models may differ by much.
+        compare.add(kind, means[kind]["mean"], 0.15 if kind in ("experts", "hybrid") else 0.06)
+    return compare.result(differences=means)
+
+
+@check(
+    "trainers_forward",
+    group="models",
+    promise="log probabilities equal those of megatron-core's own forward on the same device, in fp32",
+    budget_s=60,
+)
+def trainers(ctx: Context) -> Result:
+    compare = Comparison("difference in nats")
+    for kind in ctx.pick(KINDS, ("attention", "hybrid")):
+        model = make_model(kind, torch.float32, ctx.device)
+        scored = _prompt_logprobs(make_engine(model, ctx.device), ctx)
+        for (prompt, _), got in list(zip(workload(ctx, prompt_logprobs=0), scored, strict=True))[:4]:
+            ids = torch.tensor([prompt], device=ctx.device)
+            positions = torch.arange(len(prompt), device=ctx.device)[None]
+            with torch.no_grad():
+                logits = model(ids, positions, None)
+            logprobs = logits[0, :-1].float().log_softmax(-1).cpu()
+            wanted = logprobs.gather(1, ids[0, 1:, None].cpu())[:, 0]
+            if len(wanted):
+                compare.add(kind, float((got - wanted).abs().max()), 2e-4)
+    return compare.result()
+
+
+@check(
+    "scheduling",
+    group="models",
+    promise="chunks, overlap, prefix cache, pauses and evictions change no greedy token on the device",
+    budget_s=60,
+)
+def scheduling(ctx: Context) -> Result:
+    compare, ties = Comparison("difference"), 0
+    ways: dict[str, dict[str, Any]] = {
+        "overlap": {"overlap": True},
+        "small chunks": {"max_tokens": 48},
+        "few rows": {"max_requests": 4},
+        "prefix cache": {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"},
+    }
+    for kind in ctx.pick(("attention", "hybrid"), ("attention",)):
+        model = make_model(kind, torch.float32, ctx.device)
+        work = workload(ctx, logprobs=CHOICES)
+        wanted = answers(make_engine(model, ctx.device), work)
+        for name, options in ways.items():
+            cached = {"prefix_caching_mamba_gb": 0.004} if name == "prefix cache" and kind == "hybrid" else {}
+            got = answers(make_engine(model, ctx.device, **options, **cached), work)
+            ties += compare_tokens(compare, f"{kind}, {name}", got, wanted)
+    return compare.result(near_ties=ties)

@@ -1,0 +1,136 @@
+"""What a run leaves behind: JSON for tools, Markdown for docs/results, and the reports that are there already."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gpu_checks.registry import FAILED, OK, SKIPPED, Check, Result
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "megatron-core",
+    "transformers",
+    "flashinfer-python",
+    "flash-attn",
+    "mamba-ssm",
+    "causal-conv1d",
+    "transformer-engine",
+    "torch-memory-saver",
+)
+
+
+def facts(root: Path) -> dict[str, Any]:
+    """Hardware, driver, versions and commit; what cannot be found out is None."""
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "commit": _output(["git", "-C", str(root), "rev-parse", "HEAD"]),
+        "tree_is_clean": _output(["git", "-C", str(root), "status", "--porcelain"]) == "",
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "gpus": _gpus(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _output(command: Sequence[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _gpus() -> list[dict[str, str]]:
+    fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max", "power.limit")
+    rows = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    return [dict(zip(fields, line.split(", "), strict=False)) for line in (rows or "").splitlines()]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def as_dict(
+    found: Mapping[str, Any], rows: Iterable[tuple[Check, Result]], *, rehearsal: bool, seconds: float
+) -> dict[str, Any]:
+    """The report as JSON has it."""
+    checks = [{"name": c.name, "group": c.group, "promise": c.promise} | r.to_dict() for c, r in rows]
+    return {"rehearsal": rehearsal, "seconds": seconds, "facts": dict(found), "checks": checks}
+
+
+def load_reports(folder: Path) -> list[dict[str, Any]]:
+    """Those of GPUs: gpu_*.json, by name."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu_*.json"))]
+
+
+def line_of(check: Check, result: Result) -> str:
+    """One check on one line, and a line for each target."""
+    said = result.reason if result.status == SKIPPED else result.figure
+    limit = f", tolerance {result.tolerance}" if result.tolerance and result.status != SKIPPED else ""
+    shown = {OK: "ok", FAILED: "FAILED", SKIPPED: "skipped"}[result.status]
+    lines = [f"{shown:<8} {check.name:<30} {result.seconds:6.1f} s  {said}{limit}"]
+    if result.status == FAILED:
+        lines.append(f"{'':>8} why: {result.reason}")
+    lines += [f"{'':>8} {target}" for target in result.targets]
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[tuple[Check, Result]], seconds: float) -> str:
+    counts = Counter(result.status for _, result in rows)
+    targets = [target for _, result in rows for target in result.targets]
+    met = sum(target.met for target in targets)
+    return (
+        f"gpu_check: {counts[OK]} ok, {counts[FAILED]} failed, {counts[SKIPPED]} skipped; "
+        f"{met} of {len(targets)} targets met; {seconds:.0f} s"
+    )
+
+
+def as_markdown(report: Mapping[str, Any], rows: Sequence[tuple[Check, Result]], command: str) -> str:
+    """The report for people, ready to be committed under docs/results."""
+    found, lines = report["facts"], []
+    where = ", ".join(f"{gpu['name']} (driver {gpu['driver_version']})" for gpu in found["gpus"]) or "no GPU"
+    title = "A rehearsal of the GPU checks on a CPU" if report["rehearsal"] else "What was checked on a GPU"
+    lines += [f"# {title}", "", f"{where}; {found['processor']}; Python {found['python']}; {found['time']}.", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    dirty = "" if found["tree_is_clean"] else ", with changes that are not committed"
+    lines += [f"{versions}.", "", f"Commit {found['commit'] or 'unknown'}{dirty}.", "", "```", command, "```", ""]
+    lines += [summary(rows, report["seconds"]), "", "| check | | what it promises | found | tolerance |"]
+    lines.append("|---|---|---|---|---|")
+    for check, result in rows:
+        said = result.figure if result.status == OK else f"{result.figure} {result.reason}".strip()
+        cells = (check.name, result.status, check.promise, said, result.tolerance)
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    targets = [(check, target) for check, result in rows for target in result.targets]
+    if targets:
+        lines += ["", "| target | figure | wanted | |", "|---|---|---|---|"]
+        for _, target in targets:
+            sign = ">=" if target.at_least else "<="
+            verdict = "met" if target.met else "not met"
+            lines.append(
+                f"| {target.name} | {target.figure:.4g} {target.unit} | {sign} {target.wanted:g} | {verdict} |"
+            )
+    tables = [(check, result.details["table"]) for check, result in rows if "table" in result.details]
+    for check, table in tables:
+        lines += ["", f"## {check.name}", "", "```", *table, "```"]
+    return "\n".join(lines) + "\n"

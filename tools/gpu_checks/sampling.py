@@ -1,0 +1,134 @@
+"""The sampler on the device against the sampler on a CPU, on the same fp32 logits: the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_checks.context import Context
+from gpu_checks.registry import Comparison, Result, check
+from megatron_infer.kernels import accelerated
+from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.schedule.request import Request
+
+CPU = torch.device("cpu")
+PLAIN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 50},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.02},
+    {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "min_p": 0.001},
+    {"temperature": 1.0, "top_k": 1},
+)
+EDITED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "logit_bias": {3: 5.0, 7: -2.0}},
+    {"temperature": 1.0, "allowed_token_ids": [1, 5, 9, 30]},
+    {"temperature": 1.0, "bad_token_ids": [0, 2]},
+)
+
+
+class Rows:
+    """Requests by row with their token pool, on one device."""
+
+    def __init__(
+        self, wishes: list[dict[str, Any]], vocabulary: int, device: torch.device, *, with_kernels: bool
+    ) -> None:
+        self.device, self.vocabulary = device, vocabulary
+        generator = np.random.default_rng(3)
+        self.params = RowParams(len(wishes) + 1, vocabulary)
+        self.positions = generator.integers(2, 30, len(wishes))
+        pool = generator.integers(0, vocabulary, (len(wishes) + 1, 40)).astype(np.int32)
+        for row, wish in enumerate(wishes):
+            length = int(self.positions[row])
+            tokens = [int(token) for token in pool[row, :length]]
+            request = Request(
+                id=str(row),
+                tokens=tokens,
+                prompt_len=1 + length // 2,
+                params=SamplingParams(max_tokens=100, **wish),
+                max_total=length + 100,
+                seed=row * 7919 + 1,
+            )
+            self.params.set(row, request)
+        self.pool = torch.from_numpy(pool).to(device)
+        kernels = self._kernels() if with_kernels else None
+        self.sampler = Sampler(self.params, vocab_size=vocabulary, padded_vocab_size=vocabulary + 8, kernels=kernels)
+
+    def _kernels(self) -> Any:
+        found, _ = accelerated.available(accelerated.SAMPLING, self.device, torch.float32, forced=None)
+        return found[0] if found else None
+
+    def sample(self, logits_RV: torch.Tensor) -> SampleOutput:
+        rows = np.arange(len(logits_RV), dtype=np.int32)
+        padded = torch.nn.functional.pad(logits_RV, (0, 8), value=1e4).to(self.device)
+        inputs = SampleInputs(rows=rows, positions=self.positions[rows], token_pool=self.pool)
+        with torch.inference_mode():
+            return self.sampler.sample(padded, inputs)
+
+
+def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, rounds: int) -> Result:
+    compare = Comparison("share of draws that differ")
+    for vocabulary in ctx.pick((1000, 32000, 128256), (120,)):
+        wishes = [way for way in ways for _ in range(repeats)]
+        there, here = (Rows(wishes, vocabulary, where, with_kernels=where != CPU) for where in (ctx.device, CPU))
+        generator, wrong = torch.Generator().manual_seed(vocabulary), 0
+        for _ in range(rounds):
+            logits = torch.randn(len(wishes), vocabulary, generator=generator) * 3
+            got, wanted = there.sample(logits), here.sample(logits)
+            wrong += int((got.tokens_S.cpu() != wanted.tokens_S).sum())
+            compare.require(f"vocabulary {vocabulary}: rows called bad", not bool(got.bad_S.any()))
+        compare.add(f"vocabulary {vocabulary}", wrong / (rounds * len(wishes)), 0.0)
+    return compare.result()
+
+
+@check(
+    "draws",
+    group="sampling",
+    promise="the same logits and seed give the same token as on a CPU: greedy, temperature, top_k, top_p, min_p",
+    budget_s=20,
+)
+def draws(ctx: Context) -> Result:
+    return _compare(ctx, PLAIN, repeats=ctx.pick(8, 1), rounds=ctx.pick(6, 1))
+
+
+@check(
+    "edited_draws",
+    group="sampling",
+    promise="penalties, bias, allowed and bad tokens change a draw as on a CPU",
+    budget_s=15,
+)
+def edited(ctx: Context) -> Result:
+    return _compare(ctx, EDITED, repeats=ctx.pick(4, 1), rounds=ctx.pick(3, 1))
+
+
+@check(
+    "logprobs",
+    group="sampling",
+    promise="log probabilities of drawn and likeliest tokens equal float64; rows of NaN are called bad and no others",
+    budget_s=15,
+)
+def logprobs(ctx: Context) -> Result:
+    compare = Comparison("difference in nats")
+    for vocabulary in ctx.pick((1000, 128256), (120,)):
+        wishes = [{"temperature": 1.0, "logprobs": 5}] * ctx.pick(16, 3)
+        rows = Rows(wishes, vocabulary, ctx.device, with_kernels=True)
+        logits = torch.randn(len(wishes), vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+        out = rows.sample(logits)
+        assert out.logprobs is not None
+        wanted = logits.double().log_softmax(-1).gather(1, out.tokens_S.cpu()[:, None])[:, 0]
+        compare.add(f"vocabulary {vocabulary}", float((_drawn(out.logprobs) - wanted).abs().max()), 2e-5)
+        logits[1, 7] = float("nan")
+        bad = rows.sample(logits).bad_S.cpu().tolist()
+        compare.require(f"vocabulary {vocabulary}: bad rows {bad}", bad == [i == 1 for i in range(len(wishes))])
+    return compare.result()
+
+
+def _drawn(batch: Any) -> torch.Tensor:
+    """Of the drawn tokens."""
+    return batch.token_logprob.cpu().double()

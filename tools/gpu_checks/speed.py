@@ -1,0 +1,80 @@
+"""Speed of the 8B shapes against the device's own ceilings, by tools/bench/speed_of_light.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import speed_of_light
+from light.machine import measure
+from light.measures import lines
+
+from gpu_checks.context import Context
+from gpu_checks.registry import OK, Result, Target, Unavailable, check
+
+DECODE_SHARE, IDLE_SHARE = 0.8, 0.03
+FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
+"""With --quick."""
+
+
+def _targets(rows: list[Any], name: str) -> list[Target]:
+    targets = []
+    for row in rows:
+        if row.get("batch", 1000) <= 64 and "share" in row and row["what"].startswith("decode"):
+            targets.append(Target(f"{name} {row['what']}, share of copy bandwidth", row["share"], DECODE_SHARE))
+        if row["what"].startswith("idle"):
+            targets.append(
+                Target(f"{name} {row['what']}, share of the trace", row["share"], IDLE_SHARE, at_least=False)
+            )
+    return targets
+
+
+def _measured(ctx: Context, name: str) -> Result:
+    ceilings = measure(ctx.device)
+    small, sizes = speed_of_light.SMALL, FEWER if ctx.quick else speed_of_light.Sizes()
+    if ctx.rehearse:
+        name, sizes = f"tiny-{name.split('-')[0]}", dataclasses.replace(small, batches=(2,), prompts=(40,))
+    rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
+    speed_of_light.give_back()
+    shown = [str(ceilings), *lines(rows)]
+    best = max((row["share"] for row in rows if row["what"].startswith("decode")), default=0.0)
+    figure = f"decode at {best:.0%} of copy bandwidth at best"
+    return Result(OK, figure, targets=_targets(rows, name), details={"rows": rows, "table": shown})
+
+
+@check(
+    "speed_llama_8b",
+    group="speed",
+    promise="decode, prefill, mixed steps and suspends of the Llama-3-8B shape",
+    budget_s=80,
+)
+def llama(ctx: Context) -> Result:
+    return _measured(ctx, "llama-8b")
+
+
+@check("speed_hybrid_8b", group="speed", promise="the same of a hybrid 8B shape", budget_s=90, long=True)
+def hybrid(ctx: Context) -> Result:
+    return _measured(ctx, "hybrid-8b")
+
+
+@check(
+    "speed_peer",
+    group="speed",
+    promise="transformers' generate on the Llama-3-8B shape in the same process, for comparison",
+    budget_s=60,
+    long=True,
+    needs=("transformers", "tokenizers", "safetensors"),
+)
+def peer(ctx: Context) -> Result:
+    try:
+        import transformers
+    except ImportError as reason:
+        raise Unavailable(f"transformers: {reason}") from None
+    sizes = speed_of_light.SMALL if ctx.rehearse else speed_of_light.Sizes(batches=(1, 16, 64))
+    name = ctx.pick("llama-8b", "tiny-llama")
+    rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
+    speed_of_light.give_back()
+    figure = ", ".join(f"{row['what'].split('generate ')[1]}: {row['ms']:.2f} ms" for row in rows)
+    rows = [{key: value for key, value in row.items() if key != "faster"} for row in rows]
+    details = {"rows": rows, "version": transformers.__version__, "table": lines(rows)}
+    return Result(OK, figure, details=details)

@@ -1,0 +1,229 @@
+"""Runs checks in processes of their own, so that a crash or a poisoned device loses one check and not the rest.
+
+parent                                      worker: gpu_check.py --worker
+  names of checks  ----- argv ----->          for each: {"start": name}, then {"done": name, "result": ...}
+  a dead or silent worker is that check's failure; the next ones get a new worker
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from gpu_checks.registry import FAILED, SKIPPED, Check, Result, Unavailable
+
+ABSENT = (
+    "pydantic",
+    "pydantic_settings",
+    "msgspec",
+    "zmq",
+    "llguidance",
+    "psutil",
+    "gguf",
+    "tokenizers",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "safetensors",
+    "transformers",
+    "wandb",
+    "prometheus_client",
+)
+"""What a GPU machine may lack: a rehearsal refuses to import it."""
+PATIENCE = 4
+"""Times its budget a check may take before it is stopped."""
+START_S = 120.0
+"""A process may take so long to import and find its device."""
+POISONED = 86
+"""Exit status of a worker whose device answers no more."""
+TAIL = 500
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Refuses imports of `ABSENT`, as a machine without those packages does."""
+
+    def __init__(self) -> None:
+        self.allowed: tuple[str, ...] = ()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        root = name.partition(".")[0]
+        if root in ABSENT and root not in self.allowed:
+            raise ModuleNotFoundError(f"No module named {name!r} (absent in a rehearsal)", name=name)
+
+
+def run_one(check: Check, ctx: Any) -> Result:
+    """The check's result; whatever it raises is its own failure."""
+    start = time.perf_counter()
+    try:
+        result = check.function(ctx)
+        ctx.wait()
+    except Unavailable as reason:
+        result = Result(SKIPPED, reason=str(reason))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+        traceback.print_exc()
+        result = Result(FAILED, reason=" ".join(text.split())[:TAIL])
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def refuse_absent() -> Absent:
+    """From here on this process cannot import what a GPU machine may lack."""
+    finder = Absent()
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absent | None) -> NoReturn:
+    """The worker's whole life. Standard output carries the protocol; what checks print goes to standard error.
+
+    absent: what refuses imports, but in a check that is about packages of others.
+    """
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+
+    try:
+        ctx = make_context()
+    except Unavailable as reason:
+        tell(unavailable=str(reason))
+        sys.exit(0)
+    for check in checks:
+        tell(start=check.name)
+        if absent is not None:
+            absent.allowed = ABSENT if check.needs else ()
+        result = run_one(check, ctx)
+        tell(done=check.name, result=result.to_dict())
+        if result.status == FAILED:
+            try:
+                ctx.wait()
+            except Exception:
+                traceback.print_exc()
+                channel.flush()
+                os._exit(POISONED)  # an error of the device stays with its process
+    channel.flush()
+    os._exit(0)  # nothing that a check left behind may turn a good run into a bad one
+
+
+class Worker:
+    """One process and the messages it sends."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in join
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
+        self._unread = b""
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message; None when the process has ended. Raises TimeoutError."""
+        assert self._process.stdout is not None
+        until = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            piece = os.read(self._process.stdout.fileno(), 65536)
+            if not piece:
+                return None
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def end(self) -> str:
+        """Stop it if it runs -> how it ended, with the last of what it printed."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        status = self._process.returncode
+        self._log.seek(0)
+        printed = self._log.read().decode(errors="replace").strip()
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{how}: {' '.join(printed[-TAIL:].split())}" if printed else how
+
+    @property
+    def status(self) -> int | None:
+        """How it exited; None while it runs."""
+        return self._process.poll()
+
+    def join(self) -> None:
+        """Wait for a process that has said all it had to."""
+        self._process.wait(30)
+        self._log.close()
+
+
+def run_group(
+    checks: Sequence[Check],
+    command: Callable[[Sequence[str]], Sequence[str]],
+    environment: dict[str, str],
+    tell: Callable[[Check, Result], None],
+    *,
+    deadline: float,
+    patience: float = PATIENCE,
+) -> None:
+    """Run `checks` in order, in as few processes as they survive; `tell` hears every outcome.
+
+    command(names) is the command line of a worker. deadline is on time.monotonic's clock: what has not begun by then is
+    skipped.
+    """
+    left = list(checks)
+    while left:
+        if time.monotonic() >= deadline:
+            for one in left:
+                tell(one, Result(SKIPPED, reason="no time left"))
+            return
+        left = _run_some(left, Worker(command([one.name for one in left]), environment), tell, deadline, patience)
+
+
+def _run_some(
+    left: list[Check], worker: Worker, tell: Callable[[Check, Result], None], deadline: float, patience: float
+) -> list[Check]:
+    """Hear one worker out -> the checks that are still to be run."""
+    limit, begun, heard = START_S, False, False
+    while left:
+        try:
+            message = worker.next(limit)
+        except TimeoutError:
+            ended = worker.end()
+            waited = f"took longer than {limit:.0f} s" if begun else f"did not begin within {limit:.0f} s"
+            tell(left[0], Result(FAILED, reason=f"{waited}; {ended}"))
+            return left[1:]
+        if message is None:
+            ended = worker.end()
+            if worker.status == POISONED and not begun:
+                return left
+            lost = left[:1] if heard else left  # who dies before the first check dies of something that all have
+            for one in lost:
+                tell(one, Result(FAILED, reason=f"its process died, {ended}"))
+            return left[len(lost) :]
+        heard = True
+        if "unavailable" in message:
+            for one in left:
+                tell(one, Result(SKIPPED, reason=message["unavailable"]))
+            left = []
+        elif "start" in message:
+            assert message["start"] == left[0].name, f"{message['start']} began, not {left[0].name}"
+            limit, begun = left[0].budget_s * patience, True
+        else:
+            tell(left[0], Result.from_dict(message["result"]))
+            left, limit, begun = left[1:], 30.0, False
+            if time.monotonic() >= deadline:
+                worker.end()
+                return left
+    worker.join()
+    return left
