@@ -90,8 +90,8 @@ class ExpertsBackend(Protocol):
 
     name: str
 
-    def supports(self, weights: ExpertWeights, x_TD: Tensor) -> str | None:
-        """None when it can run them on inputs like x, else the reason it cannot."""
+    def supports(self, weights: ExpertWeights, dtype: torch.dtype) -> str | None:
+        """None when it can run them on inputs of this dtype, else the reason it cannot."""
         ...
 
     def add(

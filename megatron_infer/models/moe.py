@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
-from megatron_infer.kernels.experts import ExpertWeights
+from megatron_infer.kernels.experts import ExpertsBackend, ExpertWeights
 from megatron_infer.models.foreign_modules import is_grouped_experts
 from megatron_infer.models.lean import LeanMLP
 from megatron_infer.models.mcore_compat import (
@@ -133,8 +133,8 @@ class LeanExperts:
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
-        if ops.experts is not None and ops.experts.supports(self.grouped, own_TD) is None:
-            ops.experts.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
+        if (together := self._together(ops, own_TD.dtype)) is not None:
+            together.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
         elif step.is_padded:
             self._add_all(ops, own_TD, chosen_TE, probs_TE, out_TD)
         else:
@@ -167,14 +167,21 @@ class LeanExperts:
         out = ops.linear(inner, fc2["weight"], None)
         return out if fc2["bias"] is None else out + fc2["bias"] * weight_T1
 
+    def _together(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
+        """What runs all experts at once, if the kernels have it for these."""
+        backend = ops.experts
+        return backend if backend is not None and backend.supports(self.grouped, dtype) is None else None
+
     def asks_host(self, ops: Ops, num_tokens: int) -> bool:
         """Whether a step of so many tokens waits to hear who chose which expert.
 
         Not with grouped kernels. Nor where every expert may as well see every token: reading its weights costs more
         than multiplying by them then, and most of them are chosen by somebody.
         """
-        weight = self.router.weight
-        if ops.experts is not None and ops.experts.supports(self.grouped, weight.new_empty(0, weight.shape[1])) is None:
+        if self.router.routing_type == "sinkhorn":
+            return True
+        weight = self.experts[0].fc1.parameters["weight"]
+        if weight is not None and self._together(ops, weight.dtype) is not None:
             return False
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS

@@ -154,10 +154,10 @@ class TritonExperts:
 
     name = "triton"
 
-    def supports(self, weights: ExpertWeights, x_TD: Tensor) -> str | None:
-        if x_TD.dtype not in DTYPES:
-            return f"needs float32, bfloat16 or float16, got {x_TD.dtype}"
-        return weights.uneven(x_TD.dtype)
+    def supports(self, weights: ExpertWeights, dtype: torch.dtype) -> str | None:
+        if dtype not in DTYPES:
+            return f"needs float32, bfloat16 or float16, got {dtype}"
+        return weights.uneven(dtype)
 
     def add(
         self, ops: Ops, x_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, weights: ExpertWeights, out_TD: Tensor
