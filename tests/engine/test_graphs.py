@@ -12,6 +12,7 @@ from model_kinds import buffers, make_model, prefix_caching
 from megatron_infer.config import ConfigWarning, InferenceConfig
 from megatron_infer.embeddings import params_for
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import TransitionFailed
 from megatron_infer.forward.graphs import GraphPool
 from megatron_infer.schedule.params import SamplingParams
 
@@ -315,7 +316,7 @@ def test_a_suspend_that_fails_drops_graphs_of_a_cache_that_other_ranks_may_have_
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "offload", offload)
-        with pytest.raises(MemoryError):
+        with pytest.raises(TransitionFailed):
             engine.suspend("offload")
     assert not pool.captured and pool.counts.invalidated == {"a suspend failed": 1}
     assert answers(engine, work()) == expected
