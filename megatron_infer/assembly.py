@@ -280,6 +280,7 @@ def assemble(
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
+    where.take_thread()
     shape = adopted.shape
     agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes

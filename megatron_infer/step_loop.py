@@ -60,11 +60,13 @@ class StepLoop:
         """Steps that stay in flight when a step returns."""
         self._flights: list[Flight] = []
         """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""
+        self._stopped: Plan | None = None
+        """Scheduled behind those and not launched: it is taken back when they are committed (see `_take_back`)."""
 
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing in flight; the backlog may still hold outputs."""
-        return not len(self.ledger) and not self._flights
+        return not len(self.ledger) and not self._flights and self._stopped is None
 
     def take_backlog(self) -> list[RequestOutput]:
         outputs, self.backlog = self.backlog, []
@@ -93,6 +95,7 @@ class StepLoop:
             return
         started = time.perf_counter()
         parts.enter_inference()
+        self._take_back(outputs)
         self._commit(outputs, leave=max(1, self._ahead))
         if parts.weights_differ() if weights_changed is None else weights_changed:
             self._commit(outputs)
@@ -125,6 +128,7 @@ class StepLoop:
 
         Outputs come with the next step.
         """
+        self._take_back(self.backlog)
         self._commit(self.backlog)
         self.parts.finish_moves()
 
@@ -173,17 +177,27 @@ class StepLoop:
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             if self._ranks is not None:
                 self._ranks.step_failed(error, time.perf_counter() - started, fatal=is_of_collective(error))
+            self._stopped = plan
             self._commit(outputs)
-            self._fail(
-                plan, FailedStep(f"the forward of step {plan.step} raised {type(error).__name__}: {error}"), outputs
-            )
+            if self._stopped is not None:  # else it went with an earlier one that failed
+                self._stopped = None
+                what = f"the forward of step {plan.step} raised {type(error).__name__}: {error}"
+                self._fail(plan, FailedStep(what), outputs)
             return False
         except BaseException:  # an interrupt: the step is undone, its requests are computed anew later
-            self._commit(outputs)
-            self.parts.scheduler.cancel(plan)
+            self._stopped = plan
+            self._take_back(outputs)
             raise
         self._flights.append(flight)
         return True
+
+    def _take_back(self, outputs: list[RequestOutput]) -> None:
+        """Undo the step that was not launched, if there is one; a second interrupt leaves that to the next call."""
+        if self._stopped is not None:
+            self._commit(outputs)
+            stopped, self._stopped = self._stopped, None
+            if stopped is not None:
+                self.parts.scheduler.cancel(stopped)
 
     def _masks(self, plan: Plan, outputs: list[RequestOutput]) -> TokenMasks | None:
         """What the rows of structured output may draw; made while the device runs the step's forward.
@@ -256,7 +270,8 @@ class StepLoop:
         for flight in self._flights:
             self._read(flight)  # so that nothing of it runs on; what it drew from lost keys and values is dropped
         plan, *later = [flight.plan for flight in self._flights]
-        self._flights = []
+        later += [] if self._stopped is None else [self._stopped]
+        self._flights, self._stopped = [], None
         self._fail(plan, error, outputs, later)
 
     def _fail(

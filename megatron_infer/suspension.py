@@ -112,6 +112,10 @@ class Suspension:
             self._loop.stand_still(transit.tick)
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
+            moves = cache_leaves and not self._parts.runner.store.addresses_stable
+            if moves and self._parts.runner.graphs is not None:
+                # A failure's way back moves the cache of some ranks only; all capture again, or none.
+                transit.undo("the graphs", partial(self._parts.runner.graphs.pool.drop, "a suspend failed"))
             with self._parts.team.together("giving memory back"):
                 if WEIGHTS in fresh:
                     self._parts.lay_up_weights(transit)
@@ -123,9 +127,7 @@ class Suspension:
                 reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
             # From here on nothing fails.
             if GRAPHS in wanted:
-                reports[GRAPHS] = self._put_graphs_away(
-                    named=tags is not None, moves=cache_leaves and not self._parts.runner.store.addresses_stable
-                )
+                reports[GRAPHS] = self._put_graphs_away(named=tags is not None, moves=moves)
             if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._parts.derived.num_bytes):
                 reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
             if cache_leaves or not copies_stay or self._parts.device.is_cuda:

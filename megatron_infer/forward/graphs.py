@@ -13,11 +13,13 @@ whose capture fails or finds no memory left runs padded and uncaptured from then
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,21 +86,38 @@ class CudaRecorder:
     def capture(self, run: Callable[[], None]) -> Recorded:
         current = torch.cuda.current_stream(self._device.torch)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                run()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    run()
+        finally:  # whatever of it is enqueued reads the mirror that the next step is about to overwrite
+            current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device.torch)
         torch.cuda.empty_cache()
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             run()
         return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
 
     def reset(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage stays: the finalizer of an engine's cache, say, would wait for the device, which ends a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _CudaRecorded:
@@ -236,13 +255,13 @@ class GraphPool:
             reason = reason or "another rank has no memory for it"
         if reason is None:
             started = time.perf_counter()
-            self._step.prepare(shape)
             try:
+                self._step.prepare(shape)
                 self._graphs[shape] = self.recorder.capture(lambda: self._step.run(shape))
             except torch.OutOfMemoryError as error:
                 reason = f"no memory: {error}"
             except RuntimeError as error:  # GraphRefused, and what CUDA says of an operation it cannot capture
-                reason = str(error)
+                reason = str(error) or type(error).__name__
             else:
                 self.counts.captures += 1
                 self.counts.capture_s += time.perf_counter() - started
@@ -261,8 +280,11 @@ class GraphPool:
         graph.replay()
 
     def see_weights(self, addresses: Hashable) -> None:
-        """The weights are at these addresses: graphs of others are dropped."""
-        if self._weights is not None and addresses != self._weights:
+        """The weights are at these addresses: graphs of others are dropped. Every rank calls it when one does.
+
+        Where they moved on one rank all of them drop: to capture again, they have to be together.
+        """
+        if self._weights is not None and not self._all_ranks(addresses == self._weights):
             self.drop("weights moved")
         self._weights = addresses
 

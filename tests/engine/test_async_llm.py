@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_concurrent_streams_equal_one_at_a_time(engine):
             assert await collect(llm, prompts[0], stream="final") == [expected[0]]
 
     asyncio.run(main())
+
+
+def test_the_engines_thread_takes_the_engines_device(engine, monkeypatch):
+    """A thread begins with the first GPU, to which kernels of another one's tensors would go."""
+    names: list[str] = []
+    monkeypatch.setattr(engine.parts.device, "take_thread", lambda: names.append(threading.current_thread().name))
+    thread = EngineThread(engine)
+    assert thread.call(lambda: list(names)).result(10) == ["megatron-infer-engine"]
+    thread.stop()
 
 
 def test_leaving_the_loop_aborts_and_a_bad_prompt_raises_where_it_was_asked(engine):

@@ -12,6 +12,7 @@ from model_kinds import buffers, make_model, prefix_caching
 from megatron_infer.config import ConfigWarning, InferenceConfig
 from megatron_infer.embeddings import params_for
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import TransitionFailed
 from megatron_infer.forward.graphs import GraphPool
 from megatron_infer.schedule.params import SamplingParams
 
@@ -304,6 +305,21 @@ def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
     assert [found[str(i)] for i in range(len(expected))] == expected
     check_used(engine)
     assert sum(pool.counts.invalidated.values()) == (mode != "persist" and not static)
+
+
+def test_a_suspend_that_fails_drops_graphs_of_a_cache_that_other_ranks_may_have_moved(gpt, monkeypatch):
+    engine = make_engine(gpt, **GRAPHS)
+    expected, pool, store = answers(engine, work()), pool_of(engine), engine.parts.runner.store
+
+    def offload(*args, **kwargs):
+        raise MemoryError("no room on this rank; another is done already")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "offload", offload)
+        with pytest.raises(TransitionFailed):
+            engine.suspend("offload")
+    assert not pool.captured and pool.counts.invalidated == {"a suspend failed": 1}
+    assert answers(engine, work()) == expected
 
 
 def test_graphs_of_a_cache_that_moved_by_itself_are_dropped(gpt):

@@ -1,0 +1,323 @@
+"""Whole runs on a GPU's code paths over a device that is far behind: the tokens are those of a plain run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from late_device import LateDevice, LateGpu, LateStream
+from model_kinds import buffers, make_model, prefix_caching
+
+from megatron_infer.config import InferenceConfig
+from megatron_infer.context.copies import CopyPipeline
+from megatron_infer.context.store import StateStore
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.forward.batch import BatchBuilder
+from megatron_infer.forward.device import HostRead
+from megatron_infer.forward.graphs import CudaRecorder, GraphPool
+from megatron_infer.forward.pinned import PinnedPool
+from megatron_infer.forward.row_tensors import RowTensors
+from megatron_infer.forward.runner import ModelRunner
+from megatron_infer.forward.step_buffer import StepBuffer
+from megatron_infer.forward.step_graphs import PaddedStep
+from megatron_infer.kernels.static_torch import StaticScan
+from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.static import RowMirror
+from megatron_infer.schedule.params import SamplingParams
+
+VOCAB = 128
+SIZES: dict[str, Any] = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_sequence_length": 64,
+    "max_requests": 6,
+    "max_tokens": 48,
+    "enable_chunked_prefill": True,
+    "check_invariants": True,
+    "overlap": True,
+}
+GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24}
+SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
+KINDS = ("attention", "mamba")
+
+
+@pytest.fixture(autouse=True)
+def static_kernels(monkeypatch):
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, torch.nn.Module]:
+    return {kind: make_model(kind, vocab_size=VOCAB, max_sequence_length=64) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str, dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        return {kind: answers(make_engine(models[kind], overlap=False)) for kind in KINDS}
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    settings = {**SIZES, **settings}
+    if (blocks := settings.pop("blocks", None)) is not None:
+        settings |= buffers(model, blocks=blocks, block_size=16, max_requests=6)
+    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+
+
+def work(kind: str = "attention") -> list[tuple[list[int], SamplingParams]]:
+    """Greedy, drawn and filtered requests, siblings, and some that only the host can draw for; few of a slow kind."""
+    rng, made = random.Random(3), []
+    stem = [rng.randrange(4, VOCAB) for _ in range(20)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 1, "n": 2},
+        {"temperature": 0.8, "seed": 2, "top_k": 12, "logprobs": 1},
+        {"temperature": 1.1, "seed": 3, "top_p": 0.8},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3},
+    ]
+    for i in range(7 if kind == "attention" else 3):
+        prompt = stem[: rng.choice([0, 16, 20])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 18))]
+        made.append((prompt, SamplingParams(max_tokens=rng.randint(6, 24), ignore_eos=True, **ways[i % len(ways)])))
+    return made
+
+
+def answers(
+    engine: DynamicInferenceEngine, *, between: Callable[[DynamicInferenceEngine, int], object] = lambda *_: None
+) -> dict[str, list[list[int]]]:
+    """Tokens by request; between(engine, step) after each step. An interrupt of a step is answered with the next."""
+    kind = "attention" if engine.parts.adopted.specs else "mamba"
+    for i, (prompt, params) in enumerate(work(kind)):
+        engine.add_request(prompt, params, request_id=str(i))
+    found: dict[str, list[list[int]]] = {}
+    step = 0
+    while engine.has_unfinished():
+        assert step < 1000, "it goes on for ever"
+        step += 1
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            continue
+        for output in outputs:
+            if output.finished:
+                found[output.request_id] = [one.token_ids for one in output.outputs]
+        between(engine, step)
+    return found
+
+
+def late_answers(monkeypatch, model, *, between=lambda *_: None, keeps_up: float = 0.0, **settings: Any):
+    gpu = LateGpu(monkeypatch, keeps_up=keeps_up)
+    engine = make_engine(model, **settings)
+    with gpu.on():
+        found = answers(engine, between=between)
+    assert gpu.furthest > 200, "the device was never far behind"
+    if "num_cuda_graphs" in settings:
+        pool = engine.parts.runner.graphs.pool
+        assert gpu.counts["replays"] == pool.counts.replays > 10 and not pool.refused
+    return engine, found
+
+
+def suspends(*modes: str) -> Callable[[DynamicInferenceEngine, int], None]:
+    """Every five steps."""
+
+    def between(engine: DynamicInferenceEngine, step: int) -> None:
+        if step % 5 == 0:
+            engine.suspend(modes[step // 5 % len(modes)])
+            engine.resume()
+
+    return between
+
+
+def aborts(engine: DynamicInferenceEngine, step: int) -> None:
+    if step == 4:
+        engine.abort("3")
+        engine.add_request(*work()[3], request_id="3")
+
+
+# name -> (kind, settings, between the steps)
+RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "graphs": ("attention", GRAPHS, aborts),
+    "swap": ("attention", {**SWAP, **prefix_caching("attention"), "blocks": 6}, aborts),
+    "graphs and swap": ("attention", {**GRAPHS, **SWAP, "blocks": 6}, suspends("offload")),
+    "suspends": ("attention", GRAPHS, suspends("recompute", "offload", "persist")),
+    "static pointers": (
+        "attention",
+        {**GRAPHS, "static_kv_memory_pointers": True},
+        suspends("recompute", "offload", "persist"),
+    ),
+    "states": ("mamba", {**GRAPHS, **prefix_caching("mamba")}, suspends("offload")),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_device_far_behind_draws_the_same_tokens(name, models, expected, monkeypatch):
+    kind, settings, between = RUNS[name]
+    keeps_up = 0.02 if name == "swap" else 0.0
+    engine, found = late_answers(monkeypatch, models[kind], between=between, keeps_up=keeps_up, **settings)
+    assert found == expected[kind]
+    if "preemption_mode" in settings:
+        assert engine.stats().counters["swapped_in"]
+
+
+# ---------------------------------------------------------------------- what protects it: without, it goes wrong
+
+
+def uploads_from_where_it_is(patch) -> None:
+    patch.setattr(
+        LateDevice, "upload", lambda self, host, target: self.copy(flat(torch.from_numpy(host)), flat(target))
+    )
+
+
+def lends_buffers_at_once(patch) -> None:
+    patch.setattr(PinnedPool, "retire", PinnedPool.give_back)
+
+
+def reads_without_waiting(patch) -> None:
+    patch.setattr("late_device.LateEvent.synchronize", lambda self: None)
+
+
+def outputs_within_the_graph(patch) -> None:
+    patch.setattr(PaddedStep, "_put", lambda self, name, result, capacity: setattr(self.out, name, result))
+
+
+def parameters_of_the_start(patch) -> None:
+    patch.setattr(RowMirror, "refresh", lambda self: None)
+
+
+def staging_taken_again_at_once(patch) -> None:
+    patch.setattr("late_device.LateLane.hold", lambda self, mark, *, side: None)
+
+
+def graphs_of_a_cache_elsewhere(patch) -> None:
+    patch.setattr(GraphPool, "drop", lambda self, reason: 0)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+SABOTAGES = {
+    uploads_from_where_it_is: "graphs",
+    lends_buffers_at_once: "graphs",
+    reads_without_waiting: "graphs",
+    outputs_within_the_graph: "graphs",
+    parameters_of_the_start: "graphs",
+    staging_taken_again_at_once: "swap",
+    graphs_of_a_cache_elsewhere: "suspends",
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.__name__)
+def test_without_what_protects_it_tokens_are_wrong(sabotage, models, expected, monkeypatch):
+    kind, settings, between = RUNS[SABOTAGES[sabotage]]
+    gpu = LateGpu(monkeypatch)
+    engine = make_engine(models[kind], **settings)
+    sabotage(monkeypatch)
+    try:
+        with gpu.on():
+            found = answers(engine, between=between)
+    except (IndexError, RuntimeError, AssertionError):
+        return  # garbage is no index
+    assert found != expected[kind]
+
+
+# ---------------------------------------------------------------------- what stops in the middle
+
+
+SEAMS = (
+    *((BatchBuilder, name) for name in ("build", "derive")),
+    *((RowTensors, name) for name in ("put_writes", "apply_writes", "admit")),
+    *((StepBuffer, name) for name in ("upload", "advance_mirror")),
+    *((GraphPool, name) for name in ("ready", "launch")),
+    *((PaddedStep, name) for name in ("prepare", "run")),
+    *((StateStore, name) for name in ("run_moves", "copy_blocks")),
+    *((CopyPipeline, name) for name in ("save", "load")),
+    *((ModelRunner, name) for name in ("_set_rows", "_arrive", "sample")),
+    *((LateDevice, name) for name in ("upload", "begin_read")),
+    (RowMirror, "refresh"),
+    (Sampler, "sample"),
+    (HostRead, "wait"),
+)
+
+
+def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeypatch):
+    """Ctrl-C before and after whatever a step does on the device, one on the heels of another now and then."""
+    rng, gpu = random.Random(3), LateGpu(monkeypatch)
+    engine = make_engine(models["attention"], **GRAPHS, **SWAP, **prefix_caching("attention"), blocks=6)
+    stopped: list[str] = []
+
+    def maybe(where: str) -> None:
+        if gpu.captured is None and len(stopped) < 12 and rng.random() < 0.01:
+            stopped.append(where)
+            raise KeyboardInterrupt(where)
+
+    def seam(function: Any, name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            maybe(f"before {name}")
+            result = function(*args, **kwargs)
+            maybe(f"after {name}")
+            return result
+
+        return run
+
+    for owner, name in SEAMS:
+        monkeypatch.setattr(owner, name, seam(getattr(owner, name), name))
+    with gpu.on():
+        assert answers(engine) == expected["attention"], stopped
+    assert len(stopped) == 12
+
+
+def test_an_interrupt_of_the_wait_behind_an_interrupt_leaves_the_engine_whole(models, expected, monkeypatch):
+    engine = make_engine(models["attention"])
+    launches, waits = [], []
+    sample, wait = ModelRunner.sample, HostRead.wait
+
+    def sampled(self, *args):
+        launches.append(1)
+        if len(launches) == 6:
+            raise KeyboardInterrupt
+        return sample(self, *args)
+
+    def waited(self):
+        if len(launches) == 6 and not waits:
+            waits.append(1)
+            raise KeyboardInterrupt
+        return wait(self)
+
+    monkeypatch.setattr(ModelRunner, "sample", sampled)
+    monkeypatch.setattr(HostRead, "wait", waited)
+    assert answers(engine) == expected["attention"] and waits
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["", "not ordered"])
+def test_a_warm_up_that_raises_is_over_before_the_step_it_was_for(ordered, models, expected, monkeypatch):
+    """Its calls are enqueued beside the step's: late, they would find the step's rows in the mirror."""
+    gpu, run, calls = LateGpu(monkeypatch, keeps_up=0.03), StaticScan.run, [0]
+    engine = make_engine(models["mamba"], **GRAPHS)
+
+    def raising(self, *args):
+        if gpu.stream:
+            calls[0] += 1
+            if calls[0] % 5 == 0:
+                raise RuntimeError("no such kernel")
+        return run(self, *args)
+
+    monkeypatch.setattr(StaticScan, "run", raising)
+    if not ordered:
+        wait_stream, main = LateStream.wait_stream, 0
+        monkeypatch.setattr(
+            LateStream,
+            "wait_stream",
+            lambda self, other: wait_stream(self, other) if self.number != main else None,
+        )
+    try:
+        with gpu.on():
+            is_right = answers(engine) == expected["mamba"]
+    except IndexError:  # garbage is no index
+        is_right = False
+    assert is_right is ordered
+    assert set(engine.parts.runner.graphs.pool.refused.values()) == {"no such kernel"}
+    assert isinstance(engine.parts.runner.graphs.pool.recorder, CudaRecorder)
