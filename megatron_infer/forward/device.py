@@ -38,6 +38,9 @@ class Device:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self.torch = torch.device(name)
         self.is_cuda = self.torch.type == "cuda"
+        if self.is_cuda and self.torch.index is None and torch.cuda.is_available():
+            # "cuda" is whichever device a thread has as its own: the one that asks means its own, for all threads
+            self.torch = torch.device("cuda", torch.cuda.current_device())
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""
         self.pinned = PinnedPool(_pinned_buffer, lambda: self.event("upload"))
@@ -45,7 +48,7 @@ class Device:
 
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one."""
-        if self.is_cuda and self.torch.index is not None:
+        if self.is_cuda:
             torch.cuda.set_device(self.torch)
 
     def device_buffer(self, num_bytes: int) -> Tensor:
@@ -136,8 +139,8 @@ class Event:
         self._event: Any = torch.cuda.Event() if device.is_cuda else None
 
     def record(self) -> None:
-        if self._event is not None:
-            self._event.record()
+        if self._event is not None:  # the device's own stream, whichever device the calling thread has
+            self._event.record(torch.cuda.current_stream(self._device.torch))
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
