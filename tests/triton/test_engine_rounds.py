@@ -37,13 +37,17 @@ def requests() -> list[tuple[str, list[int], SamplingParams]]:
         ("first", STEM, SamplingParams(max_tokens=8, **greedy)),
         ("forks", [5, 9, 3], SamplingParams(n=2, seed=3, temperature=0.9, max_tokens=5, ignore_eos=True)),
         ("aborted", [4] * 9, SamplingParams(max_tokens=20, **greedy)),
-        ("same stem", [*STEM, 8, 1], SamplingParams(max_tokens=3, seed=1, top_k=9, ignore_eos=True)),
+        ("same stem", [*STEM, 8, 1], SamplingParams(max_tokens=3, seed=1, top_k=9, logprobs=1, ignore_eos=True)),
         ("late", STEM[:20], SamplingParams(max_tokens=3, **greedy)),
     ]
 
 
-def lived_through(engine: DynamicInferenceEngine) -> dict[str, list[list[int]]]:
-    """Two requests come late, one is aborted while its step is in flight, all see three suspends."""
+def lived_through(engine: DynamicInferenceEngine) -> tuple[dict[str, list[list[int]]], torch.Tensor]:
+    """Two requests come late, one is aborted while its step is in flight, all see three suspends.
+
+    -> (tokens, log probabilities of the request that goes on from a state that another one left: they show what a
+    token does not).
+    """
     todo, done = requests(), {}
     for name, prompt, params in todo[:3]:
         engine.add_request(prompt, params, request_id=name, stream="final")
@@ -64,7 +68,9 @@ def lived_through(engine: DynamicInferenceEngine) -> dict[str, list[list[int]]]:
     assert suspended == set(SUSPENDS)
     assert done["same stem"].num_cached_tokens == 32, "no prefix was found: nothing of captures is shown"
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
-    return {name: [s.token_ids for s in output.outputs] for name, output in done.items() if name != "aborted"}
+    tokens = {name: [s.token_ids for s in output.outputs] for name, output in done.items() if name != "aborted"}
+    sample = done["same stem"].outputs[0]
+    return tokens, torch.tensor([sample.logprobs[i][token].logprob for i, token in enumerate(sample.token_ids)])
 
 
 def engine_of(model, monkeypatch, backend: str, **settings: Any) -> DynamicInferenceEngine:
@@ -75,11 +81,13 @@ def engine_of(model, monkeypatch, backend: str, **settings: Any) -> DynamicInfer
 
 
 def test_forks_prefixes_aborts_and_suspends_change_no_token(model, device, monkeypatch):
-    want = lived_through(engine_of(model, monkeypatch, "torch"))
+    want, logprobs = lived_through(engine_of(model, monkeypatch, "torch"))
     assert len({token for samples in want.values() for tokens in samples for token in tokens}) > 6
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
-    assert lived_through(engine_of(model, monkeypatch, "triton", overlap=True)) == want
-    engine = engine_of(model, monkeypatch, "triton", overlap=True, num_cuda_graphs=3, cuda_graph_max_tokens=4)
-    assert lived_through(engine) == want
+    for graphs in ({}, {"num_cuda_graphs": 3, "cuda_graph_max_tokens": 4}):
+        engine = engine_of(model, monkeypatch, "triton", overlap=True, **graphs)
+        got, got_logprobs = lived_through(engine)
+        assert got == want
+        torch.testing.assert_close(got_logprobs, logprobs, rtol=0, atol=1e-4)
     assert engine.parts.runner.graphs.pool.counts.replays > 3

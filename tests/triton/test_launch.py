@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,14 @@ def test_a_grid_that_a_gpu_cannot_have_is_refused_by_name(device, double, grid):
         launching.launch(double, grid, x, x, 4, BLOCK=4)
 
 
+def test_a_number_that_the_compiler_does_not_take_is_refused_by_the_interpreter_too(device, double):
+    if device.type != "cpu":
+        pytest.skip("Triton says so itself")
+    x = torch.ones(4, device=device)
+    with pytest.raises(TypeError, match="double_kernel: n is a int32"):
+        launching.launch(double, (1,), x, x, np.int32(4), BLOCK=4)
+
+
 def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
     class Elsewhere:
         is_cuda = True
@@ -83,8 +92,7 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
             current.pop()
 
     class Kernel:
-        class fn:
-            pass
+        arg_names = ()
 
         def __getitem__(self, grid):
             return lambda *args, **options: ran.append(current[-1])

@@ -75,6 +75,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     for listener in _LISTENERS:
         listener(launch, kernel, grid, args, options)
     if interpreted():
+        _refuse_what_is_not_compiled(kernel, args)
         options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
     # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
     with _disable_current_modes() if _LISTENERS else _NOTHING, _device_of(args[0]):
@@ -95,6 +96,15 @@ def _has_programs(kernel: Any, grid: tuple[int, ...]) -> bool:
             f"its axes {MAX_GRID}; run fewer tokens or rows a step (max_tokens, max_requests)"
         )
     return True
+
+
+def _refuse_what_is_not_compiled(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Triton compiles for tensors, None and Python's own numbers; its interpreter also takes numpy's."""
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        if not isinstance(value, torch.Tensor | int | float | None):
+            raise TypeError(
+                f"{kernel.fn.__name__}: {name} is a {type(value).__name__}; give an int, a float or a tensor"
+            )
 
 
 def _device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
