@@ -38,7 +38,8 @@ class Device:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         self.torch = torch.device(name)
         self.is_cuda = self.torch.type == "cuda"
-        if self.is_cuda and self.torch.index is None:  # another thread's "cuda" would be another device
+        if self.is_cuda and self.torch.index is None and torch.cuda.is_available():
+            # "cuda" is whichever device a thread has as its own: the one that asks means its own, for all threads
             self.torch = torch.device("cuda", torch.cuda.current_device())
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""

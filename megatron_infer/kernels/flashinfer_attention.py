@@ -80,7 +80,7 @@ class _Wrappers:
     def __init__(self, make_wrapper: Any, device: torch.device) -> None:
         self._wrappers = [make_wrapper() for _ in range(NUM_TURNS)]
         self._planned = [torch.cuda.Event() for _ in self._wrappers] if device.type == "cuda" else None
-        self._turn = 0
+        self._device, self._turn = device, 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapper whose turn it is, planned."""
@@ -90,7 +90,7 @@ class _Wrappers:
             self._planned[self._turn].synchronize()  # of two steps ago: long past
         wrapper.plan(*args, **kwargs)
         if self._planned is not None:
-            self._planned[self._turn].record()
+            self._planned[self._turn].record(torch.cuda.current_stream(self._device))
         return wrapper
 
 

@@ -123,6 +123,33 @@ def test_a_wait_is_counted_once_and_reading_nothing_is_none(device):
     assert nothing.is_done() and nothing.wait() == () and device.syncs == {"read": 1}
 
 
+@pytest.fixture
+def second_of_two_gpus(monkeypatch):
+    """As torch behaves in a thread whose device is cuda:1, as far as a device is asked for -> streams recorded on."""
+    recorded = []
+
+    class Stamp:
+        def record(self, stream=None) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "Event", Stamp)
+    return recorded
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_without_a_number_is_that_of_the_thread_that_asks_and_of_no_other(second_of_two_gpus, name):
+    assert Device(name).torch == torch.device("cuda", 1)
+    assert Device("cuda:3").torch == torch.device("cuda", 3)
+
+
+def test_marks_are_made_in_the_work_of_their_own_device(second_of_two_gpus):
+    Device("cuda:3").event("read").record()
+    assert second_of_two_gpus == ["stream of cuda:3"]
+
+
 @pytest.mark.gpu
 def test_copies_on_a_gpu_carry_what_was_there_and_do_not_wait():
     device = Device("cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,3 +47,58 @@ def test_a_numpy_that_the_interpreter_does_not_stand_is_named(monkeypatch):
     monkeypatch.setenv(launching.INTERPRET_VARIABLE, "1")
     monkeypatch.setattr(launching.np, "__version__", "2.5.2")
     assert "numpy below 2.4" in launching.unavailable(torch.device("cpu"))
+
+
+def test_a_grid_without_programs_is_no_launch(device, double):
+    x, seen = torch.ones(0, device=device), []
+    with launching.listening(lambda *call: seen.append(call)):
+        for grid in ((0,), (3, 0), (0, 5, 1)):
+            launching.launch(double, grid, x, x, 0, BLOCK=4)
+    assert not seen
+
+
+@pytest.mark.parametrize("grid", [(2**31,), (1, 65536), (1, 1, 65536), (2**16, 2**15)])
+def test_a_grid_that_a_gpu_cannot_have_is_refused_by_name(device, double, grid):
+    x = torch.ones(4, device=device)
+    with pytest.raises(ValueError, match=r"double_kernel over a grid of .* at most"):
+        launching.launch(double, grid, x, x, 4, BLOCK=4)
+
+
+def test_a_number_that_the_compiler_does_not_take_is_refused_by_the_interpreter_too(device, double):
+    if device.type != "cpu":
+        pytest.skip("Triton says so itself")
+    x = torch.ones(4, device=device)
+    with pytest.raises(TypeError, match="double_kernel: n is a int32"):
+        launching.launch(double, (1,), x, x, np.int32(4), BLOCK=4)
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
+    class Elsewhere:
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 1
+
+    current = [0]
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *error) -> None:
+            current.pop()
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: ran.append(current[-1])
+
+    ran = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    launching.launch(Kernel(), (1,), Elsewhere())
+    assert ran == [1] and current == [0]

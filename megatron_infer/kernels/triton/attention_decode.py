@@ -199,9 +199,9 @@ def merge_kernel(
     CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Grid (NUM_HEADS, rows): the partial sums of one query head of a row of several splits -> its output."""
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    """Grid (rows, NUM_HEADS): the partial sums of one query head of a row of several splits -> its output."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, MAX_SPLITS, WINDOW)
     if num_splits == 1:
         return
@@ -330,7 +330,7 @@ def attend_decode(
     if splits > 1:
         launch(
             merge_kernel,
-            (num_heads, num_rows),
+            (num_rows, num_heads),
             out_TX,
             lse,
             sinks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ INTERPRETER_NEEDS_NUMPY_BELOW = (2, 4)
 """Triton 3.6's interpreter takes a loaded scalar as a bound of range(), which later numpy refuses."""
 COMPILER_OPTIONS = ("launch_pdl",)
 """Options of a launch that the interpreter does not know."""
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""Programs along each axis that CUDA takes."""
+MAX_PROGRAMS = 2**31 - 1
+"""Of a launch: Triton's launcher multiplies the axes in an int, and launches nothing where the product is negative."""
 
 Launch = Callable[..., None]
 
@@ -62,16 +67,51 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Run `kernel` over `grid`: every launch of the package goes through here, so that it can be seen and replayed.
 
     Numbers among `args` are those of this launch: a captured graph repeats them, only what tensors hold may change.
+    The first argument is a tensor, whose device it runs on, whichever the thread's own is. A grid without programs is
+    no launch; one that a GPU cannot have raises ValueError, in the interpreter too.
     """
+    if not _has_programs(kernel, grid):
+        return
     for listener in _LISTENERS:
         listener(launch, kernel, grid, args, options)
     if interpreted():
+        _refuse_what_is_not_compiled(kernel, args)
         options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
-    if _LISTENERS:  # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
-        with _disable_current_modes():
-            kernel[grid](*args, **options)
-    else:
+    # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
+    with _disable_current_modes() if _LISTENERS else _NOTHING, _device_of(args[0]):
         kernel[grid](*args, **options)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _has_programs(kernel: Any, grid: tuple[int, ...]) -> bool:
+    """Whether there is anything to launch; raises ValueError for what cannot be."""
+    programs = math.prod(grid)
+    if programs <= 0:
+        return False
+    if programs > MAX_PROGRAMS or any(size > limit for size, limit in zip(grid, MAX_GRID, strict=False)):
+        raise ValueError(
+            f"{kernel.fn.__name__} over a grid of {grid}: a launch has {MAX_PROGRAMS:,} programs at most, and along "
+            f"its axes {MAX_GRID}; run fewer tokens or rows a step (max_tokens, max_requests)"
+        )
+    return True
+
+
+def _refuse_what_is_not_compiled(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Triton compiles for tensors, None and Python's own numbers; its interpreter also takes numpy's."""
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        if not isinstance(value, torch.Tensor | int | float | None):
+            raise TypeError(
+                f"{kernel.fn.__name__}: {name} is a {type(value).__name__}; give an int, a float or a tensor"
+            )
+
+
+def _device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device's current stream: make that the device of x, where it is another."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.get_device())
+    return _NOTHING
 
 
 @contextlib.contextmanager

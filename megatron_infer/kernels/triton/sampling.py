@@ -340,8 +340,16 @@ def _variant(
 
 
 def aot_variants() -> list[AotVariant]:
-    """Each kernel for each dtype, with the cuts of a vocabulary of 131072."""
+    """Each kernel for each dtype, with the cuts of a vocabulary of 131072; those of a small and a larger one once."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
+    for chunks in (1, 64):
+        cuts = {"CHUNK": CHUNK, "CHUNKS": chunks, "GROUP": GROUP, "GROUPS": chunks * (CHUNK // GROUP), "TILE": TILE}
+        cuts |= {"HELD": HELD, "BLOCK": BLOCK, "SHIFT": 0}
+        absent = ("top_ptr", "cut_logit_ptr", "cut_id_ptr", "row_mass_ptr")
+        draws = {"STATIC": True, "MANY": MANY, **cuts}
+        name = f"{chunks}_chunks"
+        variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, absent, **draws))
+        variants.append(_variant(f"score_{name}", score_kernel, torch.float32, 8, (), **cuts))
     for rows in ((), ("rows_ptr",)):
         variants.append(_variant(f"forbid{'_all' * len(rows)}", forbid_kernel, torch.float32, 4, rows, BLOCK=BLOCK))
     for dtype in SHIFTS:
@@ -349,7 +357,7 @@ def aot_variants() -> list[AotVariant]:
         cuts = {"CHUNK": CHUNK, "CHUNKS": 32, "GROUP": GROUP}
         many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK}
         many |= {"SHIFT": SHIFTS[dtype], **cuts}
-        chunks = {"CHUNK": CHUNK, "CHUNKS": 32}
+        of_chunk = {"CHUNK": CHUNK, "CHUNKS": 32}
         variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, CHUNK=CHUNK, GROUP=GROUP))
         for static in (False, True):
             eager = ("top_ptr", "cut_logit_ptr", "cut_id_ptr", "row_mass_ptr")
@@ -357,13 +365,13 @@ def aot_variants() -> list[AotVariant]:
             name, absent = ("static", eager) if static else ("eager", of_rows)
             no_row = () if static else ("row_ptr",)
             variants.append(
-                _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, no_row, STATIC=static, **chunks)
+                _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, no_row, STATIC=static, **of_chunk)
             )
             variants.append(
                 _variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, STATIC=static, MANY=MANY, **many)
             )
         for known in (("known_ptr",), ()):
             name = "fresh" if known else "known"
-            variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **chunks))
+            variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))
             variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **many))
     return variants

@@ -208,16 +208,16 @@ def gather_candidates(
     others lie in other groups. held_ptr: [2, HELD] levels and ids, by id; of more than HELD only the number is told.
     """
     group_G = tl.arange(0, GROUPS)
-    here = group_G < num_groups
-    level_G = level_of(tl.load(maxima_ptr + group_G, mask=here, other=-float("inf")), SHIFT)
+    here_G = group_G < num_groups
+    level_G = level_of(tl.load(maxima_ptr + group_G, mask=here_G, other=-float("inf")), SHIFT)
     low = level_of(tl.full((), -float("inf"), tl.float32), SHIFT)
     high = tl.max(level_G, 0) + 1
     while low + 1 < high:  # the highest level that `wanted` groups reach
         middle = (low & high) + ((low ^ high) >> 1)
-        reach = tl.sum(((level_G >= middle) & here).to(tl.int32), 0) >= wanted
+        reach = tl.sum(((level_G >= middle) & here_G).to(tl.int32), 0) >= wanted
         low = tl.where(reach, middle, low)
         high = tl.where(reach, high, middle)
-    chosen = ((level_G >= low) & here).to(tl.int32)
+    chosen = ((level_G >= low) & here_G).to(tl.int32)
     tl.store(listed_ptr + tl.cumsum(chosen, 0) - 1, group_G, mask=chosen == 1)
     num_listed = tl.sum(chosen, 0)
     tl.debug_barrier()  # what some threads stored, all may load
