@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_infer.kernels.activations import form_of
+from megatron_infer.kernels.triton.activations import activate
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
 TILE = 1024
-"""Entries a program of narrow rows takes, and a program of an activation."""
-MAX_WIDTH = 1 << 17
-"""Of a row that is normed: 128 entries a thread of the largest program."""
+"""Entries a program of an activation takes."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -118,15 +119,6 @@ def _gated_rms_norm(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def row_tile(width: int) -> tuple[int, int, int]:
-    """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
-    if width > MAX_WIDTH:
-        raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
-    block = max(16, triton.next_power_of_2(width))
-    rows = max(1, TILE // block)
-    return rows, block, min(32, max(4, block // 512))
-
-
 class TritonOps:
     """Norms and activations as one launch each; linears by cuBLAS, whose bits may depend on the batch."""
 
@@ -134,6 +126,7 @@ class TritonOps:
 
     def __init__(self) -> None:
         self.experts = TritonExperts()
+        self.norms = TritonNorms()
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -197,7 +190,9 @@ class TritonOps:
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
-        return function(x_TX)
+        """One launch where the function is a known activation; in fp32, rounded once."""
+        form = form_of(function)
+        return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX)
 
 
 def aot_variants() -> list[AotVariant]:
