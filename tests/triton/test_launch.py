@@ -46,3 +46,15 @@ def test_a_numpy_that_the_interpreter_does_not_stand_is_named(monkeypatch):
     monkeypatch.setenv(launching.INTERPRET_VARIABLE, "1")
     monkeypatch.setattr(launching.np, "__version__", "2.5.2")
     assert "numpy below 2.4" in launching.unavailable(torch.device("cpu"))
+
+
+def test_launches_overlap_only_where_they_are_asked_to_and_the_device_can(monkeypatch):
+    where = torch.device("cuda")
+    monkeypatch.setattr(launching, "_can_overlap", lambda device: True)
+    monkeypatch.delenv(launching.PDL_VARIABLE, raising=False)
+    assert launching.overlapping(where) == {"PDL": False}
+    monkeypatch.setenv(launching.PDL_VARIABLE, "1")
+    assert launching.overlapping(where) == {"PDL": True, "launch_pdl": True}
+    assert launching.overlapping(torch.device("cpu")) == {"PDL": False}
+    monkeypatch.setattr(launching, "_can_overlap", lambda device: False)
+    assert launching.overlapping(where) == {"PDL": False}

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SILU, SQUARED_RELU, TANH_GELU, Form
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
 
 TILE = 1024
 """Entries a program takes."""
@@ -43,9 +43,11 @@ def _activated(x, KIND: tl.constexpr):
 @triton.jit
 def _activate(
     x_ptr, out_ptr, x_stride, width, clamp, offset,
-    KIND: tl.constexpr, GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """f(x), or of rows [gate, up] f(min(gate, clamp)) * (clip(up) + offset)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -58,6 +60,8 @@ def _activate(
         out = _activated(x, KIND) * (up + offset)
     else:
         out = _activated(x, KIND)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -73,7 +77,7 @@ def activate(form: Form, x_TX: Tensor) -> Tensor:
         launch(
             _activate, (num_tokens, triton.cdiv(width, block)), x_TX, out_TX, x_TX.stride(0), width, clamp,
             float(form.offset), KIND=form.kind, GATED=form.gated, HAS_CLAMP=form.clamp is not None, BLOCK=block,
-            num_warps=4,
+            num_warps=4, **overlapping(x_TX.device),
         )  # fmt: skip
     return out_TX
 
@@ -84,16 +88,15 @@ def aot_variants() -> list[AotVariant]:
     for dtype in DTYPES.values():
         for kind in KINDS.values():
             for gated, clamped in ((False, False), (True, False), (True, True)):
-                constexprs = {"KIND": kind, "GATED": gated, "HAS_CLAMP": clamped, "BLOCK": TILE}
+                constexprs = {"KIND": kind, "GATED": gated, "HAS_CLAMP": clamped, "BLOCK": TILE, "PDL": False}
                 numbers = {"x_stride": "i32", "width": "i32", "clamp": "fp32", "offset": "fp32"}
                 signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | numbers
-                variants.append(
-                    AotVariant(
-                        name=f"activate-{kind}-{'gated' if gated else 'plain'}{'-clamped' if clamped else ''}-{dtype}",
-                        kernel=_activate,
-                        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-                        constexprs=constexprs,
-                        options={"num_warps": 4},
-                    )
+                one = AotVariant(
+                    name=f"activate-{kind}-{'gated' if gated else 'plain'}{'-clamped' if clamped else ''}-{dtype}",
+                    kernel=_activate,
+                    signature=signature | dict.fromkeys(constexprs, "constexpr"),
+                    constexprs=constexprs,
+                    options={"num_warps": 4},
                 )
+                variants.extend((one, one.overlapping()) if (dtype, kind, gated) == ("bf16", GELU, False) else (one,))
     return variants

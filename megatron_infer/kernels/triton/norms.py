@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
 
 TILE = 1024
 """Entries a program of narrow rows takes."""
@@ -27,9 +27,11 @@ def _norm(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_1, num_2, stride_0, stride_1, stride_2, width,
     eps,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row r is x[r // (num_1 * num_2), r // num_2 % num_1, r % num_2]; those of out and residual are contiguous."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -52,6 +54,8 @@ def _norm(
         out = out * weight[None, :]
     if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -94,7 +98,7 @@ class TritonNorms:
         options |= {"HAS_BIAS": bias is not None, "ADD": residual is not None, "ROWS": rows, "BLOCK": block}
         launch(
             _norm, (triton.cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
-            **options, num_warps=warps,
+            **options, **overlapping(x.device), num_warps=warps,
         )  # fmt: skip
         return out
 
@@ -116,18 +120,21 @@ def aot_variants() -> list[AotVariant]:
         for name, (width, *flags) in cases.items():
             rows, block, warps = row_tile(width)
             names = ("CENTERED", "ZERO_CENTERED", "HAS_WEIGHT", "HAS_BIAS", "ADD")
-            constexprs: dict[str, Any] = dict(zip(names, flags, strict=True)) | {"ROWS": rows, "BLOCK": block}
+            constexprs: dict[str, Any] = dict(zip(names, flags, strict=True)) | {
+                "ROWS": rows,
+                "BLOCK": block,
+                "PDL": False,
+            }
             for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
                 pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
                 signature = {arg: pointers.get(arg, "i32") for arg in _norm.arg_names} | {"eps": "fp32"}
                 signature |= {"residual_ptr": f"*{residual}"} | dict.fromkeys(constexprs, "constexpr")
-                variants.append(
-                    AotVariant(
-                        name=f"norm-{name}-{residual}-{dtype}",
-                        kernel=_norm,
-                        signature=signature,
-                        constexprs=constexprs,
-                        options={"num_warps": warps},
-                    )
+                one = AotVariant(
+                    name=f"norm-{name}-{residual}-{dtype}",
+                    kernel=_norm,
+                    signature=signature,
+                    constexprs=constexprs,
+                    options={"num_warps": warps},
                 )
+                variants.extend((one, one.overlapping()) if dtype == "bf16" else (one,))
     return variants
