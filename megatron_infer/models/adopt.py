@@ -172,7 +172,7 @@ class AdoptedModel:
         made = [None if lean is None else compiled_layer(pieces, lean) for lean in self._whole]
         warm_up(made, width=self.shape.hidden_size, dtype=dtype, device=self.device, is_first=self.is_first_stage)
         self._lean = [one or lean for one, lean in zip(made, self._whole, strict=True)]
-        self.pieces = pieces
+        self.pieces, pieces.expects_more = pieces, False
         return pieces
 
     def keep_layers(self) -> None:

@@ -92,7 +92,7 @@ class _Attends:
             return step.attend(attention.layer, *out, attention.spec), residual_TD
         if attention.gather is not None:
             out = attention.gather.all_gather(out)
-        return attention.attend(step, out), residual_TD
+        return attention.attend(step, out.contiguous()), residual_TD  # which takes it as lying row by row
 
 
 class CompiledLayer(Compiled):

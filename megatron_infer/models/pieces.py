@@ -10,6 +10,7 @@ the kernels' `Ops`. Legend: kernels/base.py.
 
 from __future__ import annotations
 
+import logging
 import time
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from megatron_infer.kernels.activations import Activation, GatedActivation
 from megatron_infer.models.lean import L2, RMS, LeanAttention, LeanLinear, LeanNorm, Parameters
+
+log = logging.getLogger("megatron_infer")
 
 Live = tuple[Tensor | None, ...]
 Source = tuple[Parameters, str]
@@ -178,6 +181,8 @@ class PieceCompiler:
         self.num_compiles = 0
         """Times that a function was compiled: for a number of tokens, for one token, with and without a residual."""
         self.compile_s = 0.0
+        self.expects_more = True
+        """Until the start-up is over; a compile after it is told."""
 
     @property
     def num_functions(self) -> int:
@@ -198,8 +203,14 @@ class PieceCompiler:
 
         started = time.perf_counter()
         compiled: Callable[..., Any] = compile_fx(graph, inputs)
+        seconds = time.perf_counter() - started
         self.num_compiles += 1
-        self.compile_s += time.perf_counter() - started
+        self.compile_s += seconds
+        if not self.expects_more:
+            log.warning(
+                "a layer's code was compiled again within a step, in %.1f s: torch's or a tensor's kind changed",
+                seconds,
+            )
         return compiled
 
 
