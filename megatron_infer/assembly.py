@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from megatron_infer.compile_setup import compile_layers
 from megatron_infer.config import (
     InferenceConfig,
     ModelShape,
@@ -296,6 +297,7 @@ def assemble(
         conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
         ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
     )
+    compile_layers(adopted, config, chosen, any_rank=team.any_rank)
     parts = Assembly(
         adopted.live,
         adopted,

@@ -231,6 +231,11 @@ class InferenceConfig:
     """Every step that prefills hits a graph: graphs reach up to max_tokens, and requests are admitted, and prompts
     chunked, only as far as there is one. Steps that keep recurrent states for the prefix cache, or fork more samples
     than a graph has rows, run eagerly still. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
+    compile_layers: bool = False
+    """Compile what lies between a layer's attention, scan, experts and collectives with torch.compile, when the engine
+    is built (seconds to a minute). Fuses biases, norms and activations that no kernel here does in one launch; where
+    nothing compiles, layers run as they are and a warning says why. Answers agree within rounding. For GPUs: on a CPU
+    the layers lose their packed weights to it."""
     overlap: bool = False
     """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
     stay the same."""

@@ -95,6 +95,10 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError(
             "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"
         )
+    if config.batch_invariant and config.compile_layers:
+        raise ConfigError(
+            "compile_layers=True excludes batch_invariant=True: the order of compiled sums is the compiler's"
+        )
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
             "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "

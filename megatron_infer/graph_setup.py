@@ -101,6 +101,8 @@ def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | 
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is of the user's own, and nobody knows what it does"
+    if adopted.pieces is not None and not recorder.holds_compiled:
+        return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():
         backend = dist.get_backend(group)
         if recorder.collectives is not None and backend not in recorder.collectives:

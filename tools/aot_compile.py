@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import re
 import struct
 import sys
 import time
@@ -104,9 +105,11 @@ def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, q
     names = [(module, name) for module in modules for name in variants_of(module)]
     if only:
         names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
-    if quick:
-        return [Job(module, name, archs[i % len(archs)]) for i, (module, name) in enumerate(names)]
-    return [Job(module, name, arch) for module, name in names for arch in archs]
+    jobs = []
+    for i, (module, name) in enumerate(names):
+        fit = [arch for arch in archs if arch >= variants_of(module)[name].min_arch]
+        jobs += [Job(module, name, arch) for arch in (fit[i % len(fit) :][:1] if quick and fit else fit)]
+    return jobs
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -143,6 +146,13 @@ def is_wide(types: Iterable[str]) -> bool:
     return all(kind in WIDE for kind in types if kind.startswith("*"))
 
 
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel that may start early waits before its first access of global memory."""
+    access = re.search(r"\b(?:ld|st|atom|red|cp|prefetch)\.[\w.:]*global", ptx)
+    wait = ptx.find("griddepcontrol.wait")
+    return 0 <= wait < (len(ptx) if access is None else access.start())
+
+
 def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     """Figures of one kernel compiled for sm_`arch`; raises what the compiler raises."""
     import triton
@@ -160,6 +170,8 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
+    if variant.options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):
+        raise ValueError("touches global memory before it has waited for the launch before")
     cubin = compiled.asm["cubin"]
     num_registers, spill_bytes = resources(cubin)
     return {

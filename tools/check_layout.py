@@ -55,6 +55,7 @@ LAYERS: dict[str, int] = {
     "embeddings": 4,
     "parallel": 4,
     "graph_setup": 4,
+    "compile_setup": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
     "intake": 4,

@@ -47,6 +47,7 @@ VARIABLES = (
     "TRITON_INTERPRET",
     "LD_PRELOAD",
     "MEGATRON_INFER_BACKEND",
+    "MEGATRON_INFER_PDL",
 )
 COMPILERS = ("c++", "g++", "clang++", "nvcc", "ninja")
 PROBE_TIMEOUT_S = 20

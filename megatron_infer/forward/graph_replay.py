@@ -67,6 +67,7 @@ class ReplayRecorder:
 
     name = "replay (stand-in on a CPU)"
     collectives = ()
+    holds_compiled = False  # compiled code calls its kernels past torch's dispatcher
 
     def capture(self, run: Callable[[], None]) -> Tape:
         warm_up = Tape(None)

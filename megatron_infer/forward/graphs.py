@@ -62,6 +62,8 @@ class Recorder(Protocol):
     name: str
     collectives: tuple[str, ...] | None
     """Backends of torch.distributed whose calls it can hold; None: all."""
+    holds_compiled: bool
+    """Whether it can hold what torch.compile made."""
 
     def capture(self, run: Callable[[], None]) -> Recorded:
         """`run` may be called several times, and what it does then is done. Raises what it raises."""
@@ -77,6 +79,7 @@ class CudaRecorder:
 
     name = "CUDA graph"
     collectives = ("nccl",)
+    holds_compiled = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -133,6 +136,7 @@ class EagerRecorder:
 
     name = "eager (padded)"
     collectives = None
+    holds_compiled = True
 
     def capture(self, run: Callable[[], None]) -> Recorded:
         return _EagerRecorded(run)

@@ -51,12 +51,36 @@ class StateCaptures:
     state_slot: np.ndarray = field(default_factory=_none)
 
 
+class Norms(Protocol):
+    """Norms of every kind as one launch each."""
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centered: bool,
+        zero_centered: bool,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Norm over the last axis -> contiguous, in x's dtype. x is any view of up to 4 axes whose last is contiguous.
+
+        centered: a layer norm, else RMS. zero_centered: the factor is weight + 1. residual: contiguous, fp32 or x's
+        dtype; what is normed is x + residual, which is written there.
+        """
+        ...
+
+
 class Ops(Protocol):
     """Elementwise, norm and linear primitives of one backend. Never autograd; inputs are contiguous [T, *]."""
 
     name: str
     experts: ExpertsBackend | None
     """All experts of a mixture-of-experts layer at once; None: those that were chosen run one after the other."""
+    norms: Norms | None
+    """Norms that the methods below do not have; None: they are made of several calls."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

@@ -29,6 +29,7 @@ class TorchOps:
 
     name = "torch"
     experts = None
+    norms = None
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get

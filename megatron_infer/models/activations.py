@@ -6,30 +6,13 @@ length seconds again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.activations import Activation, GatedActivation, quick_gelu, squared_relu, tanh_gelu
 from megatron_infer.models import mcore_compat as mcore
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
 
 PLAIN: dict[Any, Activation] = {
     mcore.squared_relu: squared_relu,
@@ -38,21 +21,6 @@ PLAIN: dict[Any, Activation] = {
     mcore.openai_gelu: tanh_gelu,
 }
 """megatron-core's compiled function -> the same formula."""
-
-
-class GatedActivation:
-    """f(min(gate, c)) * (clip(up, -c, c) + offset), the general form of megatron-core's gated units."""
-
-    __slots__ = ("clamp", "function", "offset")
-
-    def __init__(self, function: Activation, clamp: float | None, offset: float) -> None:
-        self.function, self.clamp, self.offset = function, clamp, offset
-
-    def __call__(self, x_T2F: Tensor) -> Tensor:
-        gate, up = x_T2F.chunk(2, dim=-1)
-        if self.clamp is not None:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
-        return self.function(gate) * (up + self.offset if self.offset else up)
 
 
 def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activation | None:

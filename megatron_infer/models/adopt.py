@@ -18,9 +18,11 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.models.compiled import Compiled, compiled_layer, warm_up
 from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
-from megatron_infer.models.lean import LeanNorm
+from megatron_infer.models.lean import LeanBlock, LeanLayer, LeanNorm
 from megatron_infer.models.moe import routing_shape
+from megatron_infer.models.pieces import PieceCompiler
 from megatron_infer.models.plans import LayerPlan
 from megatron_infer.models.reduce import Reducer
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
@@ -104,7 +106,10 @@ class AdoptedModel:
         self.is_last_stage: bool = live.post_process
         """It has the final norm and the output layer."""
         self.device: torch.device = next(live.parameters()).device
-        self._lean = [layer.lean for layer in layers]
+        self._whole: list[LeanLayer | LeanBlock | None] = [layer.lean for layer in layers]
+        self._lean: list[LeanLayer | LeanBlock | Compiled | None] = list(self._whole)
+        self.pieces: PieceCompiler | None = None
+        """What of the layers is compiled; None: nothing."""
         self._drives_itself = all(lean is not None for lean in self._lean)
         self._experts = experts = [plan.experts for plan in layers if plan.experts is not None]
         self.routing = routing_shape(experts) if self._drives_itself else None
@@ -157,6 +162,22 @@ class AdoptedModel:
             decoder.set_input_tensor(x_TD.unsqueeze(1))
         out_TD = decoder(hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step).squeeze(1)
         return out_TD if self.is_last_stage else out_TD.float()
+
+    def compile_layers(self) -> PieceCompiler:
+        """Compile what lies between the layers' kernels (see `models.compiled`), now, whatever steps will come.
+
+        Layers of the user's own stay as they are. Raises what torch.compile raises; nothing has changed then.
+        """
+        pieces, dtype = PieceCompiler(), self._dtype
+        made = [None if lean is None else compiled_layer(pieces, lean) for lean in self._whole]
+        warm_up(made, width=self.shape.hidden_size, dtype=dtype, device=self.device, is_first=self.is_first_stage)
+        self._lean = [one or lean for one, lean in zip(made, self._whole, strict=True)]
+        self.pieces, pieces.expects_more = pieces, False
+        return pieces
+
+    def keep_layers(self) -> None:
+        """Take `compile_layers` back."""
+        self._lean, self.pieces = list(self._whole), None
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, by itself."""

@@ -82,6 +82,7 @@ class DifferentiableOps:
 
     name = "native, exact, differentiable"
     experts = None
+    norms = None
 
     def __init__(self, exact: ExactOps) -> None:
         self.exact = exact

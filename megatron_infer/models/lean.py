@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.base import AttendSpec, Ops, StepInputs
+from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
 from megatron_infer.models.foreign_modules import (
@@ -79,6 +79,8 @@ class LeanNorm:
         return self.kind == RMS and not self.zero_centered
 
     def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        if ops.norms is not None and (self.zero_centered or self.kind == L2):
+            return self._run_at_once(ops.norms, x_TD)
         if self.kind == L2:
             return ops.rms_norm(x_TD, x_TD.new_ones(x_TD.shape[-1]), self.eps)
         weight = self.parameters["weight"]
@@ -95,13 +97,26 @@ class LeanNorm:
             return self.run(ops, x_TD), x_TD.float()
         if self.kind == RMS and not self.zero_centered:
             return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
+        if ops.norms is not None:
+            return self._run_at_once(ops.norms, x_TD, residual_TD), residual_TD
         total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
         return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
 
     def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
         """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
+        if ops.norms is not None:
+            return self._run_at_once(ops.norms, x_THs)
         # reshape alone may give a strided view: rows of one head are evenly spaced in the projection
         return self.run(ops, x_THs.reshape(-1, x_THs.shape[-1]).contiguous()).view(x_THs.shape)
+
+    def _run_at_once(self, norms: Norms, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        weight, bias = None, None
+        if self.kind != L2:
+            weight = self.parameters["weight"]
+            bias = self.parameters["bias"] if self.kind == LAYER else None
+        centered = self.kind == LAYER
+        form = {"centered": centered, "zero_centered": self.zero_centered}
+        return norms.norm(x, weight, bias, self.eps, **form, residual=residual)
 
 
 class LeanLinear:

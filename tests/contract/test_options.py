@@ -44,6 +44,7 @@ OURS = {
     "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
+    "compile_layers": ("bool", False),
     "overlap": ("bool", False),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),

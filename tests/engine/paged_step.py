@@ -22,6 +22,7 @@ class PlainOps:
 
     name = "plain"
     experts = None
+    norms = None
 
     def linear(self, x, weight, bias=None):
         assert x.is_contiguous() and x.ndim == 2

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = """
+from dataclasses import replace
 import triton
 import triton.language as tl
 from megatron_infer.kernels.triton.launch import AotVariant
@@ -49,6 +50,8 @@ PLANTED = """
     variant("odd", scaled, scaled_types, N=48),
     variant("wide", product, product_types, N=32, K=2048),
     variant("spilling", product, product_types, {"maxnreg": 32}, N=64, K=64),
+    variant("hasty", scaled, scaled_types, {"launch_pdl": True}, N=32),
+    replace(variant("newer", scaled, scaled_types, N=128), min_arch=90),
 """
 
 
@@ -92,6 +95,22 @@ def test_a_kernel_with_more_shared_memory_than_the_gpu_fails_the_check(planted):
 def test_a_kernel_whose_registers_do_not_suffice_fails_the_check(planted):
     row = planted[1]["spilling"]
     assert row["num_registers"] <= 32 and f"spills {row['spill_bytes']} bytes" in row["failure"]
+
+
+def test_a_kernel_that_may_start_early_and_does_not_wait_first_fails_the_check(planted):
+    assert "before it has waited" in planted[1]["hasty"]["failure"]
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        from aot_compile import waits_first
+    finally:
+        sys.path.pop(0)
+    wait, load = "griddepcontrol.wait; // dummy\n", "@%p1 ld.global.v4.b32 {%r1}, [%rd1];\n"
+    assert waits_first("ld.param.b64 %rd1;\n" + wait + load)
+    assert not waits_first(load + wait)
+
+
+def test_a_kernel_is_compiled_for_no_architecture_that_it_is_not_for(planted):
+    assert "newer" not in planted[1]
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):

@@ -98,7 +98,7 @@ def test_each_is_one_launch_and_none_where_there_are_no_rows(ops, randn):
 
 
 def test_a_row_too_wide_for_a_program_is_refused_with_the_limit():
-    from megatron_infer.kernels.triton.elementwise import MAX_WIDTH, row_tile
+    from megatron_infer.kernels.triton.norms import MAX_WIDTH, row_tile
 
     with pytest.raises(ValueError, match="131,072"):
         row_tile(MAX_WIDTH + 1)

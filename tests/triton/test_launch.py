@@ -102,3 +102,15 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Guard)
     launching.launch(Kernel(), (1,), Elsewhere())
     assert ran == [1] and current == [0]
+
+
+def test_launches_overlap_only_where_they_are_asked_to_and_the_device_can(monkeypatch):
+    where = torch.device("cuda")
+    monkeypatch.setattr(launching, "_can_overlap", lambda device: True)
+    monkeypatch.delenv(launching.PDL_VARIABLE, raising=False)
+    assert launching.overlapping(where) == {"PDL": False}
+    monkeypatch.setenv(launching.PDL_VARIABLE, "1")
+    assert launching.overlapping(where) == {"PDL": True, "launch_pdl": True}
+    assert launching.overlapping(torch.device("cpu")) == {"PDL": False}
+    monkeypatch.setattr(launching, "_can_overlap", lambda device: False)
+    assert launching.overlapping(where) == {"PDL": False}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, Unavailable, check
+from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
 from megatron_infer.schedule.params import SamplingParams
 
 GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
@@ -90,6 +92,36 @@ def on_off(ctx: Context) -> Result:
                 compare.require(f"{kind} {dtype}: no step was replayed", pool.counts.replays > 0)
                 compare.require(f"{kind} {dtype}: refused {pool.refused}", not pool.refused)
     return compare.result(counts=counts)
+
+
+@check(
+    "pdl_on_off",
+    group="graphs",
+    promise="launches that begin while the one before ends (MEGATRON_INFER_PDL=1) change no bit; both times are told",
+    budget_s=30,
+)
+def overlapping_launches(ctx: Context) -> Result:
+    capability = ctx.cuda.get_device_capability()
+    if not ctx.rehearse and capability < PDL_CAPABILITY:
+        raise Unavailable(f"needs compute capability {PDL_CAPABILITY}, this is {capability}")
+    compare, times = Comparison("difference"), {}
+    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    model, work = make_model("attention", dtype, ctx.device), workload(ctx)
+    for way in ctx.pick((None, "eager"), ("eager",)):
+        found = []
+        for variable in (None, "1"):
+            with environment(PDL_VARIABLE, variable):
+                engine = graphed(ctx, model, way=way, kernels="triton")
+                if not ctx.rehearse:
+                    answers(engine, work)  # compiles and captures
+                ctx.wait()
+                started = time.perf_counter()
+                found.append(answers(engine, work))
+                ctx.wait()
+                mode, launches = "replayed" if way is None else "eager", "plain" if variable is None else "overlapping"
+                times[f"{mode}, {launches}"] = round((time.perf_counter() - started) * 1e3, 3)
+        _same(compare, way or "replayed", found[1], found[0])
+    return compare.result(milliseconds=times)
 
 
 @check(

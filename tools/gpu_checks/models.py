@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -150,3 +152,31 @@ def scheduling(ctx: Context) -> Result:
             got = answers(make_engine(model, ctx.device, **options, **cached), work)
             ties += compare_tokens(compare, f"{kind}, {name}", got, wanted)
     return compare.result(near_ties=ties)
+
+
+@check(
+    "compiled_layers",
+    group="models",
+    promise="greedy fp32 tokens with compile_layers equal those without, in graphs too, and no step compiles anything",
+    budget_s=120,
+    long=True,
+)
+def compiled_layers(ctx: Context) -> Result:
+    """A rehearsal runs what torch.compile found without compiling it."""
+    compare, ties, compiled = Comparison("difference"), 0, {}
+    rehearsed = mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph)
+    with rehearsed if ctx.rehearse else contextlib.nullcontext():
+        for kind in ctx.pick(("attention", "hybrid"), ("hybrid",)):
+            model, work = make_model(kind, torch.float32, ctx.device), workload(ctx, logprobs=CHOICES)
+            wanted = answers(make_engine(model, ctx.device), work)
+            for graphs in ctx.pick(({}, {"num_cuda_graphs": 4}), ({},)):
+                engine = make_engine(model, ctx.device, compile_layers=True, **graphs)
+                pieces, label = engine.parts.adopted.pieces, f"{kind} {graphs}"
+                compare.require(f"{label}: {engine.parts.chosen.table()}", pieces is not None)
+                if pieces is None:
+                    continue
+                at_start = pieces.num_compiles
+                ties += compare_tokens(compare, label, answers(engine, work), wanted)
+                compare.require(f"{label}: compiled in a step", pieces.num_compiles == at_start)
+                compiled[label] = {"compiles": at_start, "seconds": round(pieces.compile_s, 2)}
+    return compare.result(near_ties=ties, compiled=compiled)

@@ -12,6 +12,7 @@ from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import error_of
 from megatron_infer.kernels import accelerated
+from megatron_infer.kernels.activations import KINDS, GatedActivation
 from megatron_infer.kernels.torch_ref import ReferenceOps
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -63,6 +64,52 @@ def elementwise(ctx: Context) -> Result:
                             compare.require(f"{label}: gives {part.dtype}", part.dtype == reference.dtype)
                             compare.add(label, error_of(part, reference), TOLERANCE[dtype])
     return compare.result()
+
+
+@check(
+    "norms_activations",
+    group="operations",
+    promise="layer, zero-centered and head norms (where the projection left the heads) and all activations likewise",
+    budget_s=20,
+)
+def norms_activations(ctx: Context) -> Result:
+    compare, generator = Comparison("error over the largest entry"), torch.Generator().manual_seed(5)
+
+    def randn(*shape: int, kind: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(kind).to(ctx.device)
+
+    for dtype in ctx.dtypes():
+        for backend in ctx.backends(accelerated.OPS, dtype):
+            if backend.norms is None:
+                continue
+            for dim, width in ctx.pick(((128, 4096), (80, 5120), (64, 1000)), ((20, 48),)):
+                heads = randn(ctx.pick(300, 3), 2, 6, dim, kind=dtype)[:, :, :4]
+                rows, weight = randn(ctx.pick(300, 3), width, kind=dtype), randn(width, kind=dtype)
+                residual, bias = randn(*rows.shape, kind=torch.float32), randn(width, kind=dtype)
+                total = rows.double() + residual.double()
+                for centered in (False, True):
+                    form = {"centered": centered, "zero_centered": True}
+                    label = f"{backend.name} {dtype} {form}"
+                    got = backend.norms.norm(heads, weight[:dim], None, 1e-5, **form)
+                    compare.add(
+                        f"{label} heads of {dim}", error_of(got, _normed(heads, weight[:dim], **form)), TOLERANCE[dtype]
+                    )
+                    got = backend.norms.norm(rows, weight, bias, 1e-5, **form, residual=residual.clone())
+                    wanted = _normed(total, weight, **form) + bias.double().cpu()
+                    compare.add(f"{label} a sum of {width}", error_of(got, wanted), TOLERANCE[dtype])
+                for function in KINDS:
+                    for act in (function, GatedActivation(function, None, 0.0), GatedActivation(function, 1.5, 1.0)):
+                        label = f"{backend.name} {dtype} {function.__name__} {act is not function} {width}"
+                        compare.add(
+                            label, error_of(backend.rowwise(act, rows), act(rows.double()).cpu()), TOLERANCE[dtype]
+                        )
+    return compare.result()
+
+
+def _normed(x: Tensor, weight: Tensor, *, centered: bool, zero_centered: bool) -> Tensor:
+    x = x.double()
+    x = x - x.mean(-1, keepdim=True) if centered else x
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (weight.double() + zero_centered)).cpu()
 
 
 def _experts_case(

@@ -49,7 +49,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     precision,
     variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
 
 CHUNK = 256
 """Keys of a split of a row that is not very long."""
@@ -163,7 +163,7 @@ def decode_kernel(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
 
@@ -172,6 +172,8 @@ def decode_kernel(
     GROUP_TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(0) // GROUP_TILES
     group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     left, row, split = _share(kv_len, num_rows, CHUNK, MAX_SPLITS, WINDOW)
     while left > 0:
         num_keys = tl.load(kv_len + row)
@@ -190,6 +192,8 @@ def decode_kernel(
         left -= stop - split
         split = left * 0
         row += 1
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
@@ -197,9 +201,11 @@ def merge_kernel(
     out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
     CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (rows, NUM_HEADS): the partial sums of one query head of a row of several splits -> its output."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, MAX_SPLITS, WINDOW)
@@ -218,6 +224,8 @@ def merge_kernel(
     total = tl.sum(tl.load(total_part + part, mask=there, other=0.0) * weight, 0)
     if HAS_SINKS:
         total += tl.exp2(sink - top)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     for first_dim in tl.static_range(0, HEAD_PAD, DIMS):
         dim = first_dim + tl.arange(0, DIMS)
         where = acc_part + part[:, None] * HEAD_DIM + dim[None, :]
@@ -300,6 +308,7 @@ def attend_decode(
         acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
         top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
     decode, merge = _constexprs(layer, tiles)
+    overlap = overlapping(out_TX.device)
     lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])
     sinks = out_TX if spec.sinks_N is None else spec.sinks_N
     lse = out_TX if lse_TN is None else lse_TN
@@ -324,6 +333,7 @@ def attend_decode(
         num_rows,
         spec.scale * LOG2E,
         **decode,
+        **overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -340,6 +350,7 @@ def attend_decode(
             step.kv_len_R,
             splits,
             **merge,
+            **overlap,
             num_warps=MERGE_WARPS,
             num_stages=1,
         )
@@ -350,7 +361,9 @@ def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes)
     decode, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [
-        variant(f"decode_{name}", decode_kernel, decode, options, dtype),
-        variant(f"merge_{name}", merge_kernel, merge, {"num_warps": MERGE_WARPS, "num_stages": 1}, dtype),
+    merging = {"num_warps": MERGE_WARPS, "num_stages": 1}
+    made = [
+        variant(f"decode_{name}", decode_kernel, decode | {"PDL": False}, options, dtype),
+        variant(f"merge_{name}", merge_kernel, merge | {"PDL": False}, merging, dtype),
     ]
+    return made + [one.overlapping() for one in made] if dtype == "bf16" else made

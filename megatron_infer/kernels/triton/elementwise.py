@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_infer.kernels.activations import form_of
+from megatron_infer.kernels.triton.activations import activate
 from megatron_infer.kernels.triton.experts import TritonExperts
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
+from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
 TILE = 1024
-"""Entries a program of narrow rows takes, and a program of an activation."""
-MAX_WIDTH = 1 << 17
-"""Of a row that is normed: 128 entries a thread of the largest program."""
+"""Entries a program of an activation takes."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -48,9 +49,11 @@ def _silu(x):
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, width, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) * weight; with ADD the norm of x + residual as it is stored, which is written to residual."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -64,14 +67,18 @@ def _rms_norm(
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     out = x * scale[:, None] * weight[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _layer_norm(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width, eps,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -84,25 +91,33 @@ def _layer_norm(
     out = centred * scale[:, None] * weight[None, :]
     if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr):
+def _silu_mul(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + row * width + column, (_silu(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm(
     y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one group of one token."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, group = row // num_groups, row % num_groups
     column = tl.arange(0, BLOCK)
@@ -115,16 +130,9 @@ def _gated_rms_norm(
     if HAS_WEIGHT:
         scale = tl.rsqrt(tl.sum(y * y, axis=1) / width + eps)
         y = y * scale[:, None] * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def row_tile(width: int) -> tuple[int, int, int]:
-    """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
-    if width > MAX_WIDTH:
-        raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
-    block = max(16, triton.next_power_of_2(width))
-    rows = max(1, TILE // block)
-    return rows, block, min(32, max(4, block // 512))
 
 
 class TritonOps:
@@ -134,6 +142,7 @@ class TritonOps:
 
     def __init__(self) -> None:
         self.experts = TritonExperts()
+        self.norms = TritonNorms()
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -157,7 +166,7 @@ class TritonOps:
             return
         rows, block, warps = row_tile(width)
         grid = (triton.cdiv(num_rows, rows),)
-        options = {"ADD": add, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+        options = {"ADD": add, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(x_TD.device)
         launch(_rms_norm, grid, x_TD, residual_TD, weight.contiguous(), out_TD, num_rows, width, eps, **options)
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -166,7 +175,9 @@ class TritonOps:
         if num_rows:
             rows, block, warps = row_tile(width)
             given = weight.contiguous(), weight if bias is None else bias.contiguous()
-            options = {"HAS_BIAS": bias is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            options = {"HAS_BIAS": bias is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(
+                x_TD.device
+            )
             launch(_layer_norm, (triton.cdiv(num_rows, rows),), x_TD, *given, out_TD, num_rows, width, eps, **options)
         return out_TD
 
@@ -178,7 +189,8 @@ class TritonOps:
         if num_tokens:
             block = min(TILE, max(16, triton.next_power_of_2(width)))
             grid = (num_tokens, triton.cdiv(width, block))
-            launch(_silu_mul, grid, x_T2F, out_TF, x_T2F.stride(0), width, BLOCK=block, num_warps=4)
+            options = {"BLOCK": block, "num_warps": 4} | overlapping(x_T2F.device)
+            launch(_silu_mul, grid, x_T2F, out_TF, x_T2F.stride(0), width, **options)
         return out_TF
 
     def gated_rms_norm(
@@ -192,12 +204,19 @@ class TritonOps:
             rows, block, warps = row_tile(group_size)
             given = y_TM, gate_TM, y_TM if weight is None else weight.contiguous(), out_TM, gate_TM.stride(0)
             sizes = num_rows, y_TM.shape[1] // group_size, group_size, eps
-            options = {"HAS_WEIGHT": weight is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+            options = {
+                "HAS_WEIGHT": weight is not None,
+                "ROWS": rows,
+                "BLOCK": block,
+                "num_warps": warps,
+            } | overlapping(y_TM.device)
             launch(_gated_rms_norm, (triton.cdiv(num_rows, rows),), *given, *sizes, **options)
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
-        return function(x_TX)
+        """One launch where the function is a known activation; in fp32, rounded once."""
+        form = form_of(function)
+        return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX)
 
 
 def aot_variants() -> list[AotVariant]:
@@ -206,15 +225,15 @@ def aot_variants() -> list[AotVariant]:
 
     def add(kernel: Any, name: str, pointers: dict[str, str], numbers: dict[str, str], **constexprs: Any) -> None:
         warps = constexprs.pop("num_warps")
-        variants.append(
-            AotVariant(
-                name=name,
-                kernel=kernel,
-                signature={k: f"*{v}" for k, v in pointers.items()} | numbers | dict.fromkeys(constexprs, "constexpr"),
-                constexprs=constexprs,
-                options={"num_warps": warps},
-            )
+        constexprs["PDL"] = False
+        one = AotVariant(
+            name=name,
+            kernel=kernel,
+            signature={k: f"*{v}" for k, v in pointers.items()} | numbers | dict.fromkeys(constexprs, "constexpr"),
+            constexprs=constexprs,
+            options={"num_warps": warps},
         )
+        variants.extend((one, one.overlapping()) if "bf16-4096" in name or "silu_mul-bf16" in name else (one,))
 
     counts = {"num_rows": "i32", "width": "i32", "eps": "fp32"}
     for dtype in DTYPES.values():

@@ -7,11 +7,12 @@ tests. The interpreter is right in float32 and float16 only, and knows neither a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ MIN_CAPABILITY = (8, 0)
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 INTERPRETER_NEEDS_NUMPY_BELOW = (2, 4)
 """Triton 3.6's interpreter takes a loaded scalar as a bound of range(), which later numpy refuses."""
+PDL_VARIABLE = "MEGATRON_INFER_PDL"
+"""For debugging only, off until it has been measured: 1 lets a kernel's programs start while those of the one before
+end (programmatic dependent launch)."""
+PDL_CAPABILITY = (9, 0)
 COMPILER_OPTIONS = ("launch_pdl",)
 """Options of a launch that the interpreter does not know."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -54,6 +59,22 @@ def unavailable(device: torch.device) -> str | None:
             f"Triton's interpreter needs numpy below {_dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
         )
     return None
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Options of a launch on this device whether it may begin before the one before has ended.
+
+    A kernel that takes PDL waits before it touches memory, so that its own programs' start is all that overlaps; what
+    comes before may be anybody's kernel.
+    """
+    if os.environ.get(PDL_VARIABLE) != "1" or device.type != "cuda" or not _can_overlap(device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -138,3 +159,15 @@ class AotVariant:
     constexprs: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
     """num_warps, num_stages, ... as the launch gives them."""
+    min_arch: int = 80
+    """Older architectures lack an instruction of it."""
+
+    def overlapping(self) -> AotVariant:
+        """The same with programmatic dependent launch."""
+        return replace(
+            self,
+            name=f"{self.name}-pdl",
+            constexprs=self.constexprs | {"PDL": True},
+            options=self.options | {"launch_pdl": True},
+            min_arch=10 * PDL_CAPABILITY[0],
+        )

@@ -1,0 +1,140 @@
+"""Norms of every kind in one launch: layer and RMS, with weights around 0 or none, of heads inside a projection.
+
+A row of a view is found by its numbers along up to three axes, so that heads are normed where the projection left
+them. Otherwise as in `elementwise`, whose rows have a single axis. Not yet run on a GPU. Legend: kernels/base.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+
+TILE = 1024
+"""Entries a program of narrow rows takes."""
+MAX_WIDTH = 1 << 17
+"""Of a row that is normed: 128 entries a thread of the largest program."""
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride_0"])
+def _norm(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_1, num_2, stride_0, stride_1, stride_2, width,
+    eps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Row r is x[r // (num_1 * num_2), r // num_2 % num_1, r % num_2]; those of out and residual are contiguous."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    begin = row // (num_1 * num_2) * stride_0 + row // num_2 % num_1 * stride_1 + row % num_2 * stride_2
+    x = tl.load(x_ptr + begin[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, axis=1) / width
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    out = x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
+        out = out * weight[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def row_tile(width: int) -> tuple[int, int, int]:
+    """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
+    block = max(16, triton.next_power_of_2(width))
+    rows = max(1, TILE // block)
+    return rows, block, min(32, max(4, block // 512))
+
+
+class TritonNorms:
+    """kernels.base.Norms."""
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centered: bool,
+        zero_centered: bool,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        width = x.shape[-1]
+        if not x.numel():
+            return out
+        num_rows = x.numel() // width
+        assert 2 <= x.ndim <= 4 and (residual is None or residual.is_contiguous())
+        rows, block, warps = row_tile(width)
+        given = x if residual is None else residual, x if weight is None else weight, x if bias is None else bias
+        sizes = (*x.shape[:-1], 1, 1)[1:3]
+        strides = (*x.stride()[:-1], 0, 0)[:3]
+        options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": weight is not None}
+        options |= {"HAS_BIAS": bias is not None, "ADD": residual is not None, "ROWS": rows, "BLOCK": block}
+        launch(
+            _norm, (triton.cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
+            **options, **overlapping(x.device), num_warps=warps,
+        )  # fmt: skip
+        return out
+
+
+def aot_variants() -> list[AotVariant]:
+    """Heads under a norm, a zero-centered norm and a layer norm behind a sum, in each dtype."""
+    variants = []
+    cases: dict[str, tuple[int, bool, bool, bool, bool, bool]] = {
+        # width, centered, zero_centered, weight, bias, add
+        "heads": (128, False, False, True, False, False),
+        "heads_layer": (80, True, False, True, True, False),
+        "l2": (64, False, False, False, False, False),
+        "zero_centered": (4096, False, True, True, False, False),
+        "add_zero_centered": (4096, False, True, True, False, True),
+        "add_layer": (8192, True, False, True, True, True),
+        "add_layer_no_bias": (20480, True, True, True, False, True),
+    }
+    for dtype in DTYPES.values():
+        for name, (width, *flags) in cases.items():
+            rows, block, warps = row_tile(width)
+            names = ("CENTERED", "ZERO_CENTERED", "HAS_WEIGHT", "HAS_BIAS", "ADD")
+            constexprs: dict[str, Any] = dict(zip(names, flags, strict=True)) | {
+                "ROWS": rows,
+                "BLOCK": block,
+                "PDL": False,
+            }
+            for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
+                pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+                signature = {arg: pointers.get(arg, "i32") for arg in _norm.arg_names} | {"eps": "fp32"}
+                signature |= {"residual_ptr": f"*{residual}"} | dict.fromkeys(constexprs, "constexpr")
+                one = AotVariant(
+                    name=f"norm-{name}-{residual}-{dtype}",
+                    kernel=_norm,
+                    signature=signature,
+                    constexprs=constexprs,
+                    options={"num_warps": warps},
+                )
+                variants.extend((one, one.overlapping()) if dtype == "bf16" else (one,))
+    return variants
