@@ -100,6 +100,11 @@ class Assembly:
     def shape(self) -> ModelShape:
         return self.adopted.shape
 
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.config.kv_dtype_of(self.shape)
+
     def root(self) -> bytes:
         """Root of the prefix-hash chain: KV of another model or of earlier weights can never match.
 
@@ -285,7 +290,11 @@ def assemble(
     sizes = agreed.sizes
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
-    asked = {"attention": config.attention_backend.value, "fused_rope": config.use_flashinfer_fused_rope}
+    asked = {
+        "attention": config.attention_backend.value,
+        "fused_rope": config.use_flashinfer_fused_rope,
+        "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
+    }
     chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
         where.torch,
         getattr(torch, shape.dtype),
@@ -448,7 +457,7 @@ def make_runner(
         block_size=config.block_size_tokens,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=getattr(torch, config.kv_dtype_of(shape)),
         device=where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,

@@ -100,13 +100,14 @@ def variants_of(module: str) -> dict[str, Any]:
 
 
 def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, quick: bool) -> list[Job]:
-    """Every variant for every architecture; with `quick` each variant for one of them, in turn."""
+    """Every variant for every architecture that it is for; with `quick` each variant for one of them, in turn."""
     names = [(module, name) for module in modules for name in variants_of(module)]
     if only:
         names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
+    fitting = [(pair, [arch for arch in archs if arch >= variants_of(pair[0])[pair[1]].min_arch]) for pair in names]
     if quick:
-        return [Job(module, name, archs[i % len(archs)]) for i, (module, name) in enumerate(names)]
-    return [Job(module, name, arch) for module, name in names for arch in archs]
+        return [Job(*pair, some[i % len(some)]) for i, (pair, some) in enumerate(fitting) if some]
+    return [Job(*pair, arch) for pair, some in fitting for arch in some]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -161,6 +161,7 @@ def _choose_attention(
     reasons: dict[str, str],
     forced: str | None,
     asked: str,
+    kv_dtype: torch.dtype | None,
 ) -> tuple[BackendChoice, AttentionBackend]:
     """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name."""
     reasons, by = dict(reasons), BACKEND_VARIABLE
@@ -172,7 +173,8 @@ def _choose_attention(
         return BackendChoice("attention", "reference", reasons), ReferenceAttention()
 
     def refuses(backend: AttentionBackend) -> str | None:
-        found = (backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs)
+        asked_of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
+        found = (backend.supports(spec, **asked_of) for spec in specs)
         return next((reason for reason in found if reason is not None), None)
 
     best, missing, refused = accelerated.first(accelerated.ATTENTION, device, dtype, forced=forced, refuses=refuses)
@@ -340,11 +342,12 @@ def choose(
     ssm_dtype: torch.dtype | None = None,
     attention: str = AUTO,
     fused_rope: bool | None = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
-    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. attention and fused_rope:
-    the options attention_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
+    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. kv_dtype: of the KV cache;
+    None: the activations'. attention and fused_rope: the options attention_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
     ConfigError if an option or the debugging variable asks for a backend that cannot run.
     """
     device = torch.device(device)
@@ -369,7 +372,9 @@ def choose(
     else:
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
-    attends, backend = _choose_attention(library, device, dtype, specs, block_size, reasons, forced, attention)
+    attends, backend = _choose_attention(
+        library, device, dtype, specs, block_size, reasons, forced, attention, kv_dtype
+    )
     rows = [attends] if specs or not ssm_specs else []
     if specs and fused_rope is not False:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)

@@ -242,8 +242,13 @@ class DecodeTiles:
 
 
 @functools.cache
-def decode_tiles(num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
-    """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32."""
+def decode_tiles(
+    num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK, *, fp8: bool = False
+) -> DecodeTiles:
+    """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
+
+    fp8: as many keys in half or a quarter of the bytes; more tiles are loaded ahead, so that as much is on its way.
+    """
     head_pad = padded(head_dim)
     keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
     return DecodeTiles(
@@ -251,7 +256,7 @@ def decode_tiles(num_kv: int, head_dim: int, element_bytes: int, chunk: int = CH
         keys=max(MIN_DOT, min(keys, chunk)),
         max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
         num_warps=4,
-        num_stages=3 if element_bytes == 2 else 2,
+        num_stages=(3 if element_bytes == 2 else 2) + (2 if fp8 else 0),
     )
 
 
@@ -347,10 +352,10 @@ def attend_decode(
 
 def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes)
+    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes, fp8=layer.fp8)
     decode, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return [
-        variant(f"decode_{name}", decode_kernel, decode, options, dtype),
+        variant(f"decode_{name}", decode_kernel, decode, options, dtype, fp8=layer.fp8),
         variant(f"merge_{name}", merge_kernel, merge, {"num_warps": MERGE_WARPS, "num_stages": 1}, dtype),
     ]

@@ -98,3 +98,5 @@ class AotVariant:
     constexprs: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
     """num_warps, num_stages, ... as the launch gives them."""
+    min_arch: int = 0
+    """Compute capability, in tenths, of the least GPU that it is for; 0: all."""
