@@ -290,20 +290,7 @@ def assemble(
     sizes = agreed.sizes
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
-    asked = {
-        "attention": config.attention_backend.value,
-        "fused_rope": config.use_flashinfer_fused_rope,
-        "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
-    }
-    chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
-        where.torch,
-        getattr(torch, shape.dtype),
-        specs=adopted.specs,
-        block_size=config.block_size_tokens,
-        ssm_specs=adopted.ssm_specs,
-        conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
-        ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
-    )
+    chosen = kernels_for(adopted, config, where)
     parts = Assembly(
         adopted.live,
         adopted,
@@ -352,6 +339,25 @@ def assemble(
         seed = (seed + groups.dp_rank) % 2**64
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> Chosen:
+    """The backends that run the model. Raises ConfigError where an option asks for what cannot."""
+    shape = adopted.shape
+    asked = {
+        "attention": config.attention_backend.value,
+        "fused_rope": config.use_flashinfer_fused_rope,
+        "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
+    }
+    return (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
+        where.torch,
+        getattr(torch, shape.dtype),
+        specs=adopted.specs,
+        block_size=config.block_size_tokens,
+        ssm_specs=adopted.ssm_specs,
+        conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
+        ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
+    )
 
 
 def num_groups_of(groups: ParallelGroups, config: InferenceConfig) -> int:

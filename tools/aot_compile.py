@@ -36,8 +36,8 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 MAX_SPILL = 256
 """Bytes of a thread's registers that may live in memory instead."""
 FP32_FACTOR = 8
-"""So many times that in kernels all of whose pointers are to fp32 or integers: those are for exactness, not speed."""
-WIDE = ("*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
+"""So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""
+WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
 ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4

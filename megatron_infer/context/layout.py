@@ -503,8 +503,9 @@ def _how_blocks(shape: ModelShape, ask: SizingRequest, num_blocks: int, paused: 
         beside = ""
     unit = "(block_bytes + state_slot_bytes)" if shape.state is not None and not beside else "block_bytes"
     return {
-        "block_bytes": f"{_element_bytes(shape, ask)} B ({ask.kv_dtype or shape.dtype}) x 2 (K, V) x {shape.num_attention_layers} attention layers "
-        f"x {ask.block_size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
+        "block_bytes": f"{_element_bytes(shape, ask)} B ({ask.kv_dtype or shape.dtype}) x 2 (K, V) "
+        f"x {shape.num_attention_layers} attention layers x {ask.block_size} tokens x {shape.num_kv_heads} kv heads "
+        f"x {shape.head_dim}",
         "num_blocks": f"{ask.buffer_bytes:,} bytes{beside} // {unit}"
         + (f" + {paused:,} of the paused buffer (unified memory)" if ask.unified_memory else "")
         + ", the last is the dummy block"

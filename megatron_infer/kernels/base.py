@@ -157,7 +157,7 @@ class AttentionBackend(Protocol):
     def supports(
         self, spec: AttendSpec, *, dtype: object, block_size: int, kv_dtype: object | None = None
     ) -> str | None:
-        """None when it can run the layer, else the reason it cannot. kv_dtype: the cache's; None: as the activations."""
+        """None when it can run the layer, else the reason it cannot. kv_dtype: the cache's; None: as activations."""
         ...
 
     def plan(self, step: StepMetadata) -> None:

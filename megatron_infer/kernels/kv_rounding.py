@@ -3,8 +3,8 @@
 FP8 is e4m3 (4 exponent bits, 3 of mantissa; no infinity): normal from 2**-6 = 0.0156 to 448, where a number moves by at
 most 2**-4 of itself; in steps of 2**-9 below, where it moves by at most 2**-10; everything above 448 becomes 448. Keys
 are rounded after they were turned, from the activations' dtype. There is no scale: a scale derived from content would
-tie a position's bits to others', and a power of two would only shift the range. Keys and values that come out of
-normed inputs lie well inside it; a model with values beyond 448 is not for this cache.
+tie a position's bits to others', and a power of two would only shift the range. SmolLM2's keys and values reach 20 and
+2.4 % of them lie below 2**-6; a model with some beyond 448 is not for this cache.
 
 Every query, those of the step that appends them too, sees keys and values as they are kept: an answer does not depend
 on how its prompt was cut. Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
@@ -20,7 +20,7 @@ FP8_MAX = 448.0
 
 
 def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the cache's dtype, to the nearest (ties to even), saturating; NaN stays NaN. x itself where that is its own.
+    """x in the cache's dtype, to the nearest (ties to even), saturating; NaN stays NaN. x itself where it has that.
 
     Example in FP8: 1.0625 -> 1.0, 1.1875 -> 1.25, -1e9 -> -448, 2**-11 -> 0.
     """
@@ -35,7 +35,7 @@ def movable(x: Tensor) -> Tensor:
 
 
 def append(pages: Tensor, kv_pos_T: Tensor, x_TKH: Tensor) -> Tensor:
-    """Write x to places kv_pos of keys or values [blocks, B, K, H] -> x as whoever reads it there sees it, in its dtype.
+    """Write x to places kv_pos of keys or values [blocks, B, K, H] -> x as its readers see it, in its dtype.
 
     x itself where the cache keeps it as it is.
     """

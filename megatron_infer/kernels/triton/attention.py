@@ -25,10 +25,14 @@ from megatron_infer.kernels.triton.rotary_append import rotary_append
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_FP8_FP32_DIM = 128
+"""Wider tiles of keys that were widened from 8 to 32 bits do not fit the registers."""
 LARGE_KIB, SMALL_KIB = 227, 99
 """Shared memory a block may take: Hopper's and datacentre Blackwell's, the least from Ampere on."""
-FP8_VARIANTS = ("h128_g4", "h64_g8_window_sinks", "h256_g8", "h80_g1")
-"""Layers that are compiled ahead of time for a cache of 8 bits, too; merging splits never sees the cache."""
+FP8_VARIANTS = {"h128_g4": ("bf16", "fp16", "fp32")} | dict.fromkeys(
+    ("h64_g8_window_sinks", "h256_g8", "h80_g1"), ("bf16",)
+)
+"""Layers, and dtypes of queries, compiled ahead of time for a cache of 8 bits, too; merging never sees the cache."""
 PROGRAMS_PER_CORE = 2
 """Decode programs for each multiprocessor, which has room for two and more: all run at once, with even shares."""
 
@@ -93,6 +97,8 @@ class TritonPagedAttention:
             return reason
         if kv_dtype is FP8 and self._arch < FP8_ARCH:
             return f"reads FP8 from compute capability {FP8_ARCH / 10} on, this is {self._arch / 10}"
+        if kv_dtype is FP8 and dtype is torch.float32 and spec.head_dim > MAX_FP8_FP32_DIM:
+            return f"needs head_dim up to {MAX_FP8_FP32_DIM} for FP8 with {dtype}, got {spec.head_dim}"
         if not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
             return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
@@ -175,7 +181,7 @@ def aot_variants() -> list[AotVariant]:
             kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
             variants += attention_decode.layer_variants(kind, name, dtype)
             variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
-        for dtype in ("bf16", "fp16", "fp32") if name in FP8_VARIANTS else ():
+        for dtype in FP8_VARIANTS.get(name, ()):
             kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
             decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype)
             variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]

@@ -247,16 +247,17 @@ def decode_tiles(
 ) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
 
-    fp8: as many keys in half or a quarter of the bytes; more tiles are loaded ahead, so that as much is on its way.
+    fp8: as many keys in half of the bytes for queries in 16 bit; more tiles are loaded ahead, so that as much is on its
+    way. For queries in fp32 half as many, since what they become is in registers.
     """
     head_pad = padded(head_dim)
-    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
+    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, (2048 if fp8 else 4096) // head_pad)
     return DecodeTiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
         max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
         num_warps=4,
-        num_stages=(3 if element_bytes == 2 else 2) + (2 if fp8 else 0),
+        num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
     )
 
 
