@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "ceiling": asdict(ceiling),
         "engines": {name: summarize(results, workload) for name, results in rounds.items()},
     }
-    work = least_work(shape, workload)
+    work = least_work(shape, workload, kv_dtype_bytes=llm.engine.parts.runner.store.kv_cache.itemsize)
     report["least_work"] = {**asdict(work), "best_seconds": work.best_seconds(ceiling)}
     for summary in report["engines"].values():
         seconds = summary["seconds"]["median"]

