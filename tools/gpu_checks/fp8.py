@@ -39,7 +39,7 @@ def _in_fp8(case: AttentionCase) -> AttentionCase:
     "fp8_attention",
     group="fp8",
     promise="attention over keys and values of eight bits equals its definition on the same codes; codes are torch's",
-    budget_s=40,
+    budget_s=90,
 )
 def attention(ctx: Context) -> Result:
     _reads_fp8(ctx)
@@ -71,7 +71,7 @@ def attention(ctx: Context) -> Result:
     "fp8_engine",
     group="fp8",
     promise="an engine on Triton's kernels with a cache of eight bits gives the CPU's greedy tokens in fp32",
-    budget_s=30,
+    budget_s=60,
 )
 def engine(ctx: Context) -> Result:
     _reads_fp8(ctx)
@@ -91,7 +91,7 @@ def engine(ctx: Context) -> Result:
     "fp8_decode_rate",
     group="fp8",
     promise="decode attention over eight bits is faster than over bfloat16, and draws keys at the rate of a copy",
-    budget_s=30,
+    budget_s=60,
 )
 def rate(ctx: Context) -> Result:
     _reads_fp8(ctx)
