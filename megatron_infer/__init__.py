@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_infer.config import AttentionChoice as AttentionChoice
     from megatron_infer.config import GraphSizing as GraphSizing
     from megatron_infer.config import InferenceConfig as InferenceConfig
+    from megatron_infer.config import KVCacheDtype as KVCacheDtype
     from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
     from megatron_infer.config import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config import PreemptionMode as PreemptionMode
@@ -41,6 +42,7 @@ _HOMES = {
     "DynamicInferenceEngine": "engine",
     "EngineState": "lifecycle",
     "InferenceConfig": "config",
+    "KVCacheDtype": "config",
     "KVCacheManagementMode": "config",
     "LLM": "llm",
     "LoadReport": "durable.snapshot",

@@ -101,6 +101,11 @@ class Assembly:
     def shape(self) -> ModelShape:
         return self.adopted.shape
 
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.config.kv_dtype_of(self.shape)
+
     def root(self) -> bytes:
         """Root of the prefix-hash chain: KV of another model or of earlier weights can never match.
 
@@ -287,16 +292,7 @@ def assemble(
     sizes = agreed.sizes
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
-    asked = {"attention": config.attention_backend.value, "fused_rope": config.use_flashinfer_fused_rope}
-    chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
-        where.torch,
-        getattr(torch, shape.dtype),
-        specs=adopted.specs,
-        block_size=config.block_size_tokens,
-        ssm_specs=adopted.ssm_specs,
-        conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
-        ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
-    )
+    chosen = kernels_for(adopted, config, where)
     compile_layers(adopted, config, chosen, any_rank=team.any_rank)
     parts = Assembly(
         adopted.live,
@@ -346,6 +342,25 @@ def assemble(
         seed = (seed + groups.dp_rank) % 2**64
     parts.intake = Intake(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> Chosen:
+    """The backends that run the model. Raises ConfigError where an option asks for what cannot."""
+    shape = adopted.shape
+    asked = {
+        "attention": config.attention_backend.value,
+        "fused_rope": config.use_flashinfer_fused_rope,
+        "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
+    }
+    return (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
+        where.torch,
+        getattr(torch, shape.dtype),
+        specs=adopted.specs,
+        block_size=config.block_size_tokens,
+        ssm_specs=adopted.ssm_specs,
+        conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
+        ssm_dtype=None if shape.state is None else getattr(torch, shape.state.ssm_dtype),
+    )
 
 
 def num_groups_of(groups: ParallelGroups, config: InferenceConfig) -> int:
@@ -451,7 +466,7 @@ def make_runner(
         block_size=config.block_size_tokens,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=getattr(torch, config.kv_dtype_of(shape)),
         device=where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,

@@ -99,6 +99,11 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError(
             "compile_layers=True excludes batch_invariant=True: the order of compiled sums is the compiler's"
         )
+    if config.batch_invariant and config.kv_cache_dtype.value != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
+            'not round keys and values; leave it "auto"'
+        )
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
             "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "

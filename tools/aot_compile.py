@@ -37,8 +37,8 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 MAX_SPILL = 256
 """Bytes of a thread's registers that may live in memory instead."""
 FP32_FACTOR = 8
-"""So many times that in kernels all of whose pointers are to fp32 or integers: those are for exactness, not speed."""
-WIDE = ("*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
+"""So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""
+WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
 ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
@@ -101,15 +101,14 @@ def variants_of(module: str) -> dict[str, Any]:
 
 
 def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, quick: bool) -> list[Job]:
-    """Every variant for every architecture; with `quick` each variant for one of them, in turn."""
+    """Every variant for every architecture that it is for; with `quick` each variant for one of them, in turn."""
     names = [(module, name) for module in modules for name in variants_of(module)]
     if only:
         names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
-    jobs = []
-    for i, (module, name) in enumerate(names):
-        fit = [arch for arch in archs if arch >= variants_of(module)[name].min_arch]
-        jobs += [Job(module, name, arch) for arch in (fit[i % len(fit) :][:1] if quick and fit else fit)]
-    return jobs
+    fitting = [(pair, [arch for arch in archs if arch >= variants_of(pair[0])[pair[1]].min_arch]) for pair in names]
+    if quick:
+        return [Job(*pair, some[i % len(some)]) for i, (pair, some) in enumerate(fitting) if some]
+    return [Job(*pair, arch) for pair, some in fitting for arch in some]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

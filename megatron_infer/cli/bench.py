@@ -21,6 +21,7 @@ from megatron_infer.cli.bench_workload import (
     run_engine,
 )
 from megatron_infer.cli.loading import add_model_options, describe, load_llm, note
+from megatron_infer.context.layout import KV_DTYPE_BYTES
 from megatron_infer.errors import InferenceError
 from megatron_infer.schedule.params import SamplingParams
 
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "ceiling": asdict(ceiling),
         "engines": {name: summarize(results, workload) for name, results in rounds.items()},
     }
-    work = least_work(shape, workload)
+    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[llm.engine.parts.kv_dtype])
     report["least_work"] = {**asdict(work), "best_seconds": work.best_seconds(ceiling)}
     for summary in report["engines"].values():
         seconds = summary["seconds"]["median"]

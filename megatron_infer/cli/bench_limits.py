@@ -57,19 +57,20 @@ def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int 
     return Ceiling(read_gb_s=large.nbytes / read_s / 1e9, gemm_gflop_s=2 * size**3 / gemm_s / 1e9)
 
 
-def least_work(shape: Any, workload: Workload) -> Work:
+def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = None) -> Work:
     """Floating-point operations and bytes of a workload on a dense model of `shape` (a ModelShape).
 
     A token costs 2 operations a parameter and 4 * N * H for each key it sees, in every attention layer; a prompt token
     that draws nothing skips the vocabulary projection. Decoding in steps of `concurrency` rows reads the weights once
     a step and each row's keys and values once. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
     A recurrent state costs 5 operations an entry and token (decay, step, C h), and is read and written once a decoded
-    token, written once a prompt.
+    token, written once a prompt. kv_dtype_bytes: of a number in the KV cache; None: the model's.
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
     weights = shape.num_parameters * width
-    kv_token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
+    kv_bytes = kv_dtype_bytes or shape.kv_dtype_bytes
+    kv_token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * kv_bytes
     per_key = 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
     prompts = [len(prompt) for prompt in workload.prompts]
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)

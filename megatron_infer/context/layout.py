@@ -33,6 +33,9 @@ DEFAULT_MAX_TOKENS = 16384
 TOKEN_ID_BYTES = 4
 CACHE_LINE = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_E4M3 = "float8_e4m3fn"
+"""A dtype of keys and values alone."""
+KV_DTYPE_BYTES = DTYPE_BYTES | {FP8_E4M3: 1}
 MIN_POOL_BLOCKS = 2
 """One block to use and the dummy block."""
 MIN_STATE_SLOTS = 2
@@ -92,8 +95,10 @@ class ModelShape:
     max_position: int | None
     """Positions the model can tell apart; None if unbounded."""
     kv_dtype_bytes: int
+    """Of `dtype`."""
     dtype: str
-    """"float32" or "bfloat16": the dtype of parameters, activations and cache."""
+    """"float32" or "bfloat16": the dtype of parameters and activations, and of the cache unless kv_cache_dtype says
+    otherwise."""
     num_parameters: int
     state: StateShape | None = None
     """None: no layer of this rank keeps a recurrent state."""
@@ -305,13 +310,15 @@ class SizingRequest:
     """Share of the buffers for recurrent states."""
     snapshot_bytes: int | None = None
     """For states that the prefix cache keeps, on top of the buffers; None: it keeps none."""
+    kv_dtype: str | None = None
+    """What keys and values are kept in; None: the model's dtype."""
 
 
 def resolve_sizes(shape: ModelShape, ask: SizingRequest) -> ResolvedSizes:
     """Derive every size. Raises CapacityError or ConfigError with the figures when the pieces do not fit together."""
     if shape.num_attention_layers == 0 and shape.state is None and not shape.is_stage:
         raise ConfigError("the model has neither attention nor Mamba layers: there is nothing to keep of a sequence")
-    size, block_bytes = ask.block_size, _block_bytes(shape, ask.block_size)
+    size, block_bytes = ask.block_size, _block_bytes(shape, ask)
     slot_bytes = 0 if shape.state is None else shape.state.slot_bytes
     if shape.is_stage and not slot_bytes:
         ask = replace(ask, state_ratio=None)  # the share of states is for the stages that keep some
@@ -392,13 +399,17 @@ def host_places(
     return (swap_bytes - num_states * slot_bytes) // block_bytes, num_states
 
 
-def _block_bytes(shape: ModelShape, block_size: int) -> int:
+def _element_bytes(shape: ModelShape, ask: SizingRequest) -> int:
+    return shape.kv_dtype_bytes if ask.kv_dtype in (None, shape.dtype) else KV_DTYPE_BYTES[ask.kv_dtype]
+
+
+def _block_bytes(shape: ModelShape, ask: SizingRequest) -> int:
     return kv_block_bytes(
         num_layers=shape.num_attention_layers,
-        block_size=block_size,
+        block_size=ask.block_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype_bytes=shape.kv_dtype_bytes,
+        dtype_bytes=_element_bytes(shape, ask),
     )
 
 
@@ -492,8 +503,9 @@ def _how_blocks(shape: ModelShape, ask: SizingRequest, num_blocks: int, paused: 
         beside = ""
     unit = "(block_bytes + state_slot_bytes)" if shape.state is not None and not beside else "block_bytes"
     return {
-        "block_bytes": f"{shape.kv_dtype_bytes} B x 2 (K, V) x {shape.num_attention_layers} attention layers "
-        f"x {ask.block_size} tokens x {shape.num_kv_heads} kv heads x {shape.head_dim}",
+        "block_bytes": f"{_element_bytes(shape, ask)} B ({ask.kv_dtype or shape.dtype}) x 2 (K, V) "
+        f"x {shape.num_attention_layers} attention layers x {ask.block_size} tokens x {shape.num_kv_heads} kv heads "
+        f"x {shape.head_dim}",
         "num_blocks": f"{ask.buffer_bytes:,} bytes{beside} // {unit}"
         + (f" + {paused:,} of the paused buffer (unified memory)" if ask.unified_memory else "")
         + ", the last is the dummy block"

@@ -23,6 +23,7 @@ from megatron_infer.context.pool_memory import PoolMemory, Tick
 from megatron_infer.context.store_content import PoolContent
 from megatron_infer.context.store_layout import StateTensors as StateTensors
 from megatron_infer.context.store_layout import StoreLayout
+from megatron_infer.kernels.kv_rounding import movable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class StateStore(PoolContent):
             kv = PoolMemory(
                 "blocks",
                 layout.block_shape,
-                dtype,
+                movable(torch.empty(0, dtype=dtype)).dtype,
                 num_places=num_blocks,
                 dummy=self.dummy_block,
                 device=device,
@@ -230,7 +231,7 @@ class StateStore(PoolContent):
                 self._state_tensors = StateTensors(slots_SX, self.state)
             cache = self._layout.cache(region)
             if self._blocks is not None:
-                self._blocks.bind(cache.permute(2, 0, 1, 3, 4, 5))
+                self._blocks.bind(movable(cache).permute(2, 0, 1, 3, 4, 5))
             self._kv_cache = cache
 
     def _drop_staging(self) -> None:

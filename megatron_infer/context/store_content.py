@@ -14,6 +14,7 @@ from megatron_infer.context.copies import MAX_INDEX, CopyPipeline
 from megatron_infer.context.host import Move
 from megatron_infer.context.pool_memory import PoolMemory
 from megatron_infer.errors import StateReleased
+from megatron_infer.kernels.kv_rounding import movable
 
 MAX_PAIRS = MAX_INDEX // 2
 
@@ -104,17 +105,17 @@ class PoolContent:
         """A copy of blocks on the host, [len(blocks), layers, 2, B, K, H]."""
         self._check_held()
         assert self._blocks is not None, "blocks of a model without attention layers hold nothing"
-        return self._blocks.read(blocks)
+        return self._blocks.read(blocks).view(self.kv_cache.dtype)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
         """Put what `read_blocks` gave (same layout) into `blocks`."""
         self._check_held()
         assert self._blocks is not None, "blocks of a model without attention layers hold nothing"
-        self._blocks.write(blocks, content)
+        self._blocks.write(blocks, movable(content))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
-        cache = self.kv_cache
+        cache = movable(self.kv_cache)
         if not pairs or self._blocks is None:
             return
         for first in range(0, len(pairs), MAX_PAIRS):

@@ -35,10 +35,15 @@ _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads
 _ROTARY_POSITIONS = 64
 
 
-def describe(shape: ModelShape) -> dict[str, Any]:
-    """What the saved memory of one rank depends on, as JSON values; of the recurrent state where there is one."""
+def describe(shape: ModelShape, *, kv_dtype: str | None = None) -> dict[str, Any]:
+    """What the saved memory of one rank depends on, as JSON values; of the recurrent state where there is one.
+
+    kv_dtype: of the cache; named where it is not the model's.
+    """
     fields = asdict(shape)
     named = {name: fields[name] for name in _SHAPE}
+    if kv_dtype not in (None, shape.dtype) and shape.num_attention_layers:
+        named["kv_dtype"] = kv_dtype
     state = fields["state"]
     if state is not None:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
@@ -46,9 +51,12 @@ def describe(shape: ModelShape) -> dict[str, Any]:
     return named
 
 
-def difference(shape: ModelShape, saved: Mapping[str, Any]) -> str | None:
+def difference(shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | None = None) -> str | None:
     """How a model of `shape` differs from the one described in a file; None when it does not."""
-    here = describe(shape)
+    here = describe(shape, kv_dtype=kv_dtype)
+    kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
+    if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
+        return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
     for name in [*here, *(name for name in saved if name not in here)]:
         if here.get(name) != saved.get(name):
             return f"the model's {name} is {here.get(name)}, it was {saved.get(name)}"

@@ -176,7 +176,7 @@ class Archive:
     def _describe(self, memory: Memory) -> dict[str, Any]:
         """What saved memory of this rank depends on, and how much of it there is."""
         return {
-            "shape": describe(self._parts.shape),
+            "shape": describe(self._parts.shape, kv_dtype=self._parts.kv_dtype),
             "content": self._content(),
             "block_size": self._parts.runner.store.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
@@ -355,7 +355,7 @@ class Archive:
         """Why saved memory cannot be used; None when it can."""
         if content.kv is None:
             return content.no_memory
-        differs = difference(self._parts.shape, content.kv["shape"])
+        differs = difference(self._parts.shape, content.kv["shape"], kv_dtype=self._parts.kv_dtype)
         if differs is not None:
             return differs
         if content.kv["content"] != self._content():

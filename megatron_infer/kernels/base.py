@@ -178,8 +178,10 @@ class AttentionBackend(Protocol):
     """What `plan` and `run` do is a function of the step's shape (its num_ and max_ fields) and of what its device
     tensors hold when it runs: it can be captured once and replayed. Host arrays are not read, nobody waits."""
 
-    def supports(self, spec: AttendSpec, *, dtype: object, block_size: int) -> str | None:
-        """None when it can run the layer, else the reason it cannot."""
+    def supports(
+        self, spec: AttendSpec, *, dtype: object, block_size: int, kv_dtype: object | None = None
+    ) -> str | None:
+        """None when it can run the layer, else the reason it cannot. kv_dtype: the cache's; None: as activations."""
         ...
 
     def plan(self, step: StepMetadata) -> None:
@@ -194,6 +196,8 @@ class AttentionBackend(Protocol):
         All slices' keys and values are in the cache before any row attends: a slice may read blocks that another slice
         of the same step fills (a shared prefix). Only a decode row (the first num_decode) is read by itself alone.
         q, k, v may be strided views of one fused projection (last dim contiguous); they may be overwritten.
+        A cache of another dtype than theirs holds what `kernels.kv_rounding` makes of keys and values, and every query
+        sees them so, those of this step included.
         Query i of row r sits at position kv_len[r] - q_len[r] + i and sees keys 0 .. that position (within `window`).
         The native backend attends prompt positions one way and output positions another, whatever row they come in, so
         that a position's answer has the same bits however the work was cut; the others agree within rounding.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
 
 LINEAR_TOKENS = 32
@@ -268,11 +269,15 @@ class NativePagedAttention:
         self._kinds: dict[int, _LayerKind] = {}
         self._num_padding = 0
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         if dtype not in SUFFIXES:
             return f"needs float32 or bfloat16, got {dtype}"
         if dtype is not self._dtype:
             return f"built for {self._dtype}, got {dtype}"
+        if (reason := only_own_dtype(dtype, kv_dtype)) is not None:
+            return reason
         if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
             return f"needs head_dim a multiple of 16 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:

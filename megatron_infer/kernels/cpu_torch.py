@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
 MAX_SCORES = 1 << 24
@@ -136,7 +137,9 @@ class TorchPagedAttention:
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._workspace: Tensor | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         return None
 
     def plan(self, step: StepMetadata) -> None:
@@ -154,8 +157,8 @@ class TorchPagedAttention:
             q_TKGH = apply_rotary(q_TKGH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
             k_TKH = apply_rotary(k_TKH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
         keys, values = kv_cache[layer, 0], kv_cache[layer, 1]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, step.kv_pos_T, k_TKH)
-        values.view(-1, *values.shape[2:]).index_copy_(0, step.kv_pos_T, v_TKH)
+        k_TKH = append(keys, step.kv_pos_T, k_TKH)
+        v_TKH = append(values, step.kv_pos_T, v_TKH)
         out_TNH = torch.empty(
             q_TKGH.shape[0],
             spec.num_kv_heads * spec.group_size,
@@ -183,7 +186,10 @@ class TorchPagedAttention:
         out_TNH: Tensor,
         spec: AttendSpec,
     ) -> None:
-        """Attention of one row of several queries; q and k are rotated and this step's keys are in `layer_cache`."""
+        """Attention of one row of several queries; q and k are rotated and this step's keys are in `layer_cache`.
+
+        k and v as the cache has them.
+        """
         step = self._step
         assert step is not None, "attend_slice() before plan()"
         kv_len, first, stop = int(step.kv_len[row]), int(step.cu_q[row]), int(step.cu_q[row + 1])
@@ -195,7 +201,8 @@ class TorchPagedAttention:
         else:
             num_blocks = -(-kv_len // layer_cache.shape[2])
             block_ids = step.block_table[int(step.table_row[row]), :num_blocks]
-            gathered = layer_cache.index_select(1, block_ids).flatten(1, 2)
+            gathered = movable(layer_cache).index_select(1, block_ids).view(layer_cache.dtype).flatten(1, 2)
+            gathered = gathered.to(q_TKGH.dtype)
             key_PKH, value_PKH = gathered[0, :kv_len], gathered[1, :kv_len]
         # The group is a batch axis of stride 0 over keys and values: nothing is repeated in memory.
         shape = (spec.group_size, spec.num_kv_heads, kv_len, spec.head_dim)
@@ -230,6 +237,8 @@ class TorchPagedAttention:
         num_kv, head_dim, block_size = spec.num_kv_heads, spec.head_dim, keys.shape[1]
         longest = max(group.block_ids.shape[0] for group in groups)
         needed = 2 * longest * block_size * num_kv * head_dim
+        kept = keys.dtype
+        keys, values = movable(keys), movable(values)
         if self._workspace is None or self._workspace.numel() < needed or self._workspace.dtype != keys.dtype:
             self._workspace = torch.empty(needed, dtype=keys.dtype, device=keys.device)
         for group in groups:
@@ -239,6 +248,7 @@ class TorchPagedAttention:
             value = self._workspace[size : 2 * size].view(-1, block_size, num_kv, head_dim)
             torch.index_select(keys, 0, group.block_ids, out=key)
             torch.index_select(values, 0, group.block_ids, out=value)
+            key, value = key.view(kept).to(q_TKGH.dtype), value.view(kept).to(q_TKGH.dtype)
             query_RKGH = q_TKGH.index_select(0, group.rows)
             key_RKPH = key.view(rows, length, num_kv, head_dim).transpose(1, 2)
             value_RKPH = value.view(rows, length, num_kv, head_dim).transpose(1, 2)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packages import missing, not_on_gpu
 
 PACKAGE, MIN_VERSION, MODULE = "flash-attn", (2, 7, 3), "flash_attn"
@@ -191,9 +192,13 @@ class FlashAttention:
         self._cu_q_R1: Tensor | None = None
         self._nobody_T11: Tensor | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         if dtype not in DTYPES:
             return f"needs float16 or bfloat16, got {dtype}"
+        if (reason := only_own_dtype(dtype, kv_dtype)) is not None:
+            return reason
         if block_size % self._kernels.block:
             return (
                 f"version {self._kernels.version} needs blocks of a multiple of {self._kernels.block} tokens, "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packages import missing, not_on_gpu
 
 PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7)
@@ -124,9 +125,13 @@ class FlashInferAttention:
         self._meta: StepMetadata | None = None
         self._step: _Step | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         if dtype not in DTYPES:
             return f"needs float16 or bfloat16, got {dtype}"
+        if (reason := only_own_dtype(dtype, kv_dtype)) is not None:
+            return reason
         if spec.head_dim not in HEAD_DIMS:
             return f"needs head_dim {', '.join(map(str, HEAD_DIMS))}, got {spec.head_dim}"
         if spec.sinks_N is not None:

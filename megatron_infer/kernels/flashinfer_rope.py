@@ -40,8 +40,12 @@ class FlashInferRope:
         self._unrotated: dict[int, tuple[AttendSpec, AttendSpec]] = {}
         """By identity: equal specs may have different sinks."""
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
-        return refusal(spec, dtype) or self._behind.supports(spec, dtype=dtype, block_size=block_size)
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        return refusal(spec, dtype) or self._behind.supports(
+            spec, dtype=dtype, block_size=block_size, kv_dtype=kv_dtype
+        )
 
     def plan(self, step: StepMetadata) -> None:
         self._step = step

@@ -155,15 +155,17 @@ def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *
 def _choose_attention(
     library: ctypes.CDLL | None,
     device: torch.device,
-    dtype: torch.dtype,
     specs: Sequence[AttendSpec],
-    block_size: int,
+    of: dict[str, Any],
     reasons: dict[str, str],
     forced: str | None,
     asked: str,
 ) -> tuple[BackendChoice, AttentionBackend]:
-    """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name."""
-    reasons, by = dict(reasons), BACKEND_VARIABLE
+    """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name.
+
+    of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`).
+    """
+    reasons, by, dtype = dict(reasons), BACKEND_VARIABLE, of["dtype"]
     if asked != AUTO:
         if forced not in (None, asked):
             raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {ATTENTION_OPTION}={asked}; unset one of them")
@@ -172,7 +174,7 @@ def _choose_attention(
         return BackendChoice("attention", "reference", reasons), ReferenceAttention()
 
     def refuses(backend: AttentionBackend) -> str | None:
-        found = (backend.supports(spec, dtype=dtype, block_size=block_size) for spec in specs)
+        found = (backend.supports(spec, **of) for spec in specs)
         return next((reason for reason in found if reason is not None), None)
 
     best, missing, refused = accelerated.first(accelerated.ATTENTION, device, dtype, forced=forced, refuses=refuses)
@@ -340,12 +342,13 @@ def choose(
     ssm_dtype: torch.dtype | None = None,
     attention: str = AUTO,
     fused_rope: bool | None = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
-    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. attention and fused_rope:
-    the options attention_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
-    ConfigError if an option or the debugging variable asks for a backend that cannot run.
+    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. kv_dtype: of the KV cache;
+    None: theirs. attention, fused_rope: options attention_backend, use_flashinfer_fused_rope. Never fails for lack of a
+    compiler or a library. Raises ConfigError if an option or the debugging variable asks for what cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
@@ -355,21 +358,20 @@ def choose(
         reasons["native"] = why_not or f"{BACKEND_VARIABLE}={forced}"
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
-
     linear_row, packed = _choose_linear(device, dtype, forced, library)
     argmax: Callable[[Tensor], Tensor] = lowest_argmax
     others, missing = accelerated.available(accelerated.OPS, device, dtype, forced=forced)
+    ops: Ops
     if forced == "reference":
         reasons["torch"] = f"{BACKEND_VARIABLE}=reference"
-        ops: Ops = ReferenceOps()
-    elif others:
-        ops = others[0]
-    elif library is None:
-        ops = TorchOps(packed)
+        ops = ReferenceOps()
+    elif others or library is None:
+        ops = others[0] if others else TorchOps(packed)
     else:
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
-    attends, backend = _choose_attention(library, device, dtype, specs, block_size, reasons, forced, attention)
+    of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
+    attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention)
     rows = [attends] if specs or not ssm_specs else []
     if specs and fused_rope is not False:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 
@@ -34,7 +35,9 @@ class StaticAttention:
     def __init__(self) -> None:
         self._step: StepMetadata | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         return None
 
     def plan(self, step: StepMetadata) -> None:
@@ -50,14 +53,14 @@ class StaticAttention:
             q_TKGH = apply_rotary(q_TKGH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
             k_TKH = apply_rotary(k_TKH, step.cos_TR, step.sin_TR, dim=dim, interleaved=interleaved)
         keys, values = kv_cache[layer, 0], kv_cache[layer, 1]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, step.kv_pos_T, k_TKH)
-        values.view(-1, *values.shape[2:]).index_copy_(0, step.kv_pos_T, v_TKH)
+        append(keys, step.kv_pos_T, k_TKH)
+        append(values, step.kv_pos_T, v_TKH)
         row_T, has_row_T = rows_of_tokens(step)
         block_TW = step.block_table.index_select(0, step.table_row_R.index_select(0, row_T))
         num_tokens, width = block_TW.shape
         shape = (num_tokens, width * keys.shape[1], spec.num_kv_heads, spec.head_dim)
-        key_TPKH = keys.index_select(0, block_TW.flatten()).view(shape).float()
-        value_TPKH = values.index_select(0, block_TW.flatten()).view(shape).float()
+        key_TPKH = select(keys, block_TW.flatten()).view(shape).float()
+        value_TPKH = select(values, block_TW.flatten()).view(shape).float()
         position_P = torch.arange(shape[1], device=keys.device)
         seen_TP = position_P <= step.positions_T[:, None]
         if spec.window is not None:

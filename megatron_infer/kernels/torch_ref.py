@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.kv_rounding import as_kept
 
 
 class ReferenceOps:
@@ -91,7 +92,9 @@ class ReferenceAttention:
     def __init__(self) -> None:
         self._step: StepMetadata | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         return None
 
     def plan(self, step: StepMetadata) -> None:
@@ -107,6 +110,7 @@ class ReferenceAttention:
             q_TKGH = rotate(q_TKGH, step.cos_TR, step.sin_TR, **turn)
             k_TKH = rotate(k_TKH, step.cos_TR, step.sin_TR, **turn)
         block_size = kv_cache.shape[3]
+        k_TKH, v_TKH = as_kept(k_TKH, kv_cache.dtype), as_kept(v_TKH, kv_cache.dtype)
         for token, position in enumerate(step.kv_pos_T.tolist()):
             kv_cache[layer, 0, position // block_size, position % block_size] = k_TKH[token]
             kv_cache[layer, 1, position // block_size, position % block_size] = v_TKH[token]
@@ -117,8 +121,8 @@ class ReferenceAttention:
             if not q_len:
                 continue  # pads the step
             blocks = step.block_table[int(step.table_row[row]), : -(-kv_len // block_size)].tolist()
-            keys_PKH = torch.cat([kv_cache[layer, 0, block] for block in blocks])[:kv_len].double()
-            values_PKH = torch.cat([kv_cache[layer, 1, block] for block in blocks])[:kv_len].double()
+            keys_PKH = torch.cat([kv_cache[layer, 0, block].double() for block in blocks])[:kv_len]
+            values_PKH = torch.cat([kv_cache[layer, 1, block].double() for block in blocks])[:kv_len]
             for i in range(q_len):
                 stop = kv_len - q_len + i + 1
                 start = 0 if spec.window is None else max(0, stop - spec.window)

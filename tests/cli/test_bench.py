@@ -148,6 +148,7 @@ def test_least_work_is_the_sum_over_tokens_and_keys():
     assert (work.prefill_flops, work.decode_flops) == (prefill, decode)
     kv_token = 2 * 2 * 2 * 8 * 2
     assert work.decode_bytes == 2 * 20_000 + kv_token * keys_read  # 4 decoded tokens, 2 at once: 2 steps
+    assert least_work(SHAPE, load, kv_dtype_bytes=1).decode_bytes == 2 * 20_000 + kv_token // 2 * keys_read
     assert work.prefill_bytes == 20_000 + kv_token * 8
 
 
@@ -187,6 +188,7 @@ def bench_llm(llm):
     forgotten = []
     llm.engine.parts = SimpleNamespace(
         shape=SHAPE,
+        kv_dtype="bfloat16",
         model=SimpleNamespace(parameters=lambda: iter([weight])),
     )
     llm.engine.reset_prefix_cache = lambda: forgotten.append(True)

@@ -41,6 +41,7 @@ SEED_PAGE = {
 }
 OURS = {
     "attention_backend": ("AttentionChoice", config.AttentionChoice.AUTO),
+    "kv_cache_dtype": ("KVCacheDtype", config.KVCacheDtype.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
@@ -75,6 +76,7 @@ ENUMS = {
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
     config.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
+    config.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
     config.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }

@@ -229,7 +229,7 @@ def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(
     class Kernels(TorchPagedAttention):
         name = "flashinfer"
 
-        def supports(self, spec, *, dtype, block_size):
+        def supports(self, spec, *, dtype, block_size, kv_dtype):
             return "needs head_dim 128" if spec.head_dim == 64 else None
 
     absent = ModuleType("absent")

@@ -24,7 +24,7 @@ class NoAttention:
 
     name = "none"
 
-    def supports(self, spec: object, *, dtype: object, block_size: int) -> str | None:
+    def supports(self, spec: object, *, dtype: object, block_size: int, kv_dtype: object = None) -> str | None:
         return None
 
     def plan(self, step: StepMetadata) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 GROUPS: dict[str, str] = {
     "attention": "gpu_checks.attention",
+    "fp8": "gpu_checks.fp8",
     "scan": "gpu_checks.scan",
     "operations": "gpu_checks.operations",
     "sampling": "gpu_checks.sampling",

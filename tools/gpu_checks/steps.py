@@ -210,8 +210,11 @@ def _rotated(x_TXH: Tensor, step: StepMetadata, spec: AttendSpec) -> Tensor:
     return torch.cat((turn * cos + other * sin, x_TXH[..., dim:]), dim=-1)
 
 
-def attention_oracle(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """(out [T, N*H], cache afterwards) in float64 on the CPU, by definition; tokens of nobody are zeros."""
+def attention_oracle(case: AttentionCase, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [T, N*H], cache afterwards) in float64 on the CPU, by definition; tokens of nobody are zeros.
+
+    kept: attend to this cache as it is after the step; None: to the exact one.
+    """
     spec, step = case.spec, case.step
     q, k, v = (part.cpu().double() for part in case.parts(case.fused))
     q, k = _rotated(q, step, spec), _rotated(k, step, spec)
@@ -220,6 +223,8 @@ def attention_oracle(case: AttentionCase) -> tuple[Tensor, Tensor]:
     positions = step.kv_pos_T.cpu()
     # Keys are rounded where they are kept.
     flat[0, positions], flat[1, positions] = k.to(case.fused.dtype).double(), v
+    if kept is not None:
+        flat = kept[1].cpu().double().flatten(1, 2)
     out_TKGH = torch.zeros_like(q)
     table, block_size = step.block_table.cpu().long(), case.kv_cache.shape[3]
     for row in range(step.num_rows):

@@ -15,17 +15,24 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
 from megatron_infer.kernels.triton.attention_decode import CHUNK, attend_decode, decode_tiles
 from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
-from megatron_infer.kernels.triton.attention_tiles import Layer, padded
+from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_FP8_FP32_DIM = 128
+"""Wider tiles of keys that were widened from 8 to 32 bits do not fit the registers."""
 LARGE_KIB, SMALL_KIB = 227, 99
 """Shared memory a block may take: Hopper's and datacentre Blackwell's, the least from Ampere on."""
+FP8_VARIANTS = {"h128_g4": ("bf16", "fp16", "fp32")} | dict.fromkeys(
+    ("h64_g8_window_sinks", "h256_g8", "h80_g1"), ("bf16",)
+)
+"""Layers, and dtypes of queries, compiled ahead of time for a cache of 8 bits, too; merging never sees the cache."""
 PROGRAMS_PER_CORE = 2
 """Decode programs for each multiprocessor, which has room for two and more: all run at once, with even shares."""
 
@@ -47,9 +54,11 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
         return TritonPagedAttention(num_cores=2, shared_kib=LARGE_KIB)
     about = torch.cuda.get_device_properties(device)
     shared = getattr(about, "shared_memory_per_block_optin", None)
+    major, minor = torch.cuda.get_device_capability(device)
     return TritonPagedAttention(
         num_cores=about.multi_processor_count,
-        shared_kib=shared // 1024 if shared else _shared_kib(torch.cuda.get_device_capability(device)),
+        shared_kib=shared // 1024 if shared else _shared_kib((major, minor)),
+        arch=10 * major + minor,
     )
 
 
@@ -65,22 +74,31 @@ class TritonPagedAttention:
 
     num_cores: multiprocessors of the device; how many programs share decode rows' keys follows from it, no bit does.
     shared_kib: shared memory a block may take; the tiles of prefill follow from it.
-    chunk: keys of a split of a decode row; bits follow from it.
+    chunk: keys of a split of a decode row; bits follow from it. arch: compute capability in tenths.
     """
 
     name = "triton"
     graph_safe = True
 
-    def __init__(self, *, num_cores: int, shared_kib: int, chunk: int = CHUNK) -> None:
+    def __init__(self, *, num_cores: int, shared_kib: int, chunk: int = CHUNK, arch: int = FP8_ARCH) -> None:
         self._programs = PROGRAMS_PER_CORE * num_cores
         self._shared_kib = shared_kib
         self._chunk = chunk
+        self._arch = arch
         self._step: StepMetadata | None = None
 
-    def supports(self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int) -> str | None:
+    def supports(
+        self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         """Blocks may have any size; powers of two from 16 on are looked up once a tile of keys or once a key."""
         if dtype not in DTYPES:
             return f"needs bfloat16, float16 or float32, got {dtype}"
+        if kv_dtype is not FP8 and (reason := only_own_dtype(dtype, kv_dtype)) is not None:
+            return reason
+        if kv_dtype is FP8 and self._arch < FP8_ARCH:
+            return f"reads FP8 from compute capability {FP8_ARCH / 10} on, this is {self._arch / 10}"
+        if kv_dtype is FP8 and dtype is torch.float32 and spec.head_dim > MAX_FP8_FP32_DIM:
+            return f"needs head_dim up to {MAX_FP8_FP32_DIM} for FP8 with {dtype}, got {spec.head_dim}"
         if not 1 <= spec.head_dim <= MAX_HEAD_DIM or spec.head_dim % 8:
             return f"needs head_dim a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.scale <= 0:
@@ -114,7 +132,7 @@ class TritonPagedAttention:
         """
         step = self._step
         assert step is not None, "run() before plan()"
-        assert kv_cache.dtype == q_TKGH.dtype and kv_cache.is_contiguous(), (kv_cache.dtype, q_TKGH.dtype)
+        assert kv_cache.dtype in (q_TKGH.dtype, FP8) and kv_cache.is_contiguous(), (kv_cache.dtype, q_TKGH.dtype)
         num_tokens, num_kv, group, head_dim = q_TKGH.shape
         assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
         q_TKGH, k_TKH, v_TKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TKGH, k_TKH, v_TKH))
@@ -134,9 +152,9 @@ class TritonPagedAttention:
         )
         out_TX = q_TKGH.new_empty(num_tokens, num_kv * group * head_dim)
         size, has_lse = q_TKGH.element_size(), lse_TN is not None
-        of = Layer.of(spec, block_size=keys.shape[1], element_bytes=size, has_lse=has_lse)
+        of = Layer.of(spec, block_size=keys.shape[1], element_bytes=size, has_lse=has_lse, fp8=keys.dtype is FP8)
         if step.num_decode:
-            tiles = decode_tiles(num_kv, head_dim, size, self._chunk)
+            tiles = decode_tiles(num_kv, head_dim, size, self._chunk, fp8=of.fp8)
             attend_decode(q_TKGH, keys, values, out_TX, step, spec, of, tiles, lse_TN, programs=self._programs)
         if num_tokens > step.num_decode:
             cut = prefill_tiles(padded(head_dim), size, self._shared_kib)
@@ -145,7 +163,7 @@ class TritonPagedAttention:
 
 
 def aot_variants() -> list[AotVariant]:
-    """Head dims, groups, block sizes, windows, sinks and lse, in each dtype; tiles for large and small memory."""
+    """Head dims, groups, block sizes, windows, sinks and lse, in each dtype; tiles for large and small memory; FP8."""
     layers = {
         "h128_g4": Layer(8, 4, 128, 16, 2),
         "h128_g4_block256": Layer(8, 4, 128, 256, 2),
@@ -163,6 +181,11 @@ def aot_variants() -> list[AotVariant]:
             kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
             variants += attention_decode.layer_variants(kind, name, dtype)
             variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
+        for dtype in FP8_VARIANTS.get(name, ()):
+            kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
+            decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype)
+            variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]
+            variants += attention_prefill.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
         if layer.head_dim >= 128:
             variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
     return variants

@@ -250,16 +250,22 @@ class DecodeTiles:
 
 
 @functools.cache
-def decode_tiles(num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK) -> DecodeTiles:
-    """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32."""
+def decode_tiles(
+    num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK, *, fp8: bool = False
+) -> DecodeTiles:
+    """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
+
+    fp8: as many keys in half of the bytes for queries in 16 bit; more tiles are loaded ahead, so that as much is on its
+    way. For queries in fp32 half as many, since what they become is in registers.
+    """
     head_pad = padded(head_dim)
-    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, 4096 // head_pad)
+    keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, (2048 if fp8 else 4096) // head_pad)
     return DecodeTiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
         max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
         num_warps=4,
-        num_stages=3 if element_bytes == 2 else 2,
+        num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
     )
 
 
@@ -358,12 +364,12 @@ def attend_decode(
 
 def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
-    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes)
+    tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes, fp8=layer.fp8)
     decode, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     merging = {"num_warps": MERGE_WARPS, "num_stages": 1}
     made = [
-        variant(f"decode_{name}", decode_kernel, decode | {"PDL": False}, options, dtype),
+        variant(f"decode_{name}", decode_kernel, decode | {"PDL": False}, options, dtype, fp8=layer.fp8),
         variant(f"merge_{name}", merge_kernel, merge | {"PDL": False}, merging, dtype),
     ]
     return made + [one.overlapping() for one in made] if dtype == "bf16" else made

@@ -239,4 +239,4 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype)]
+    return [variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)]

@@ -20,6 +20,8 @@ from megatron_infer.kernels.triton.launch import AotVariant
 LOG2E = 1.4426950408889634
 MIN_DOT = 16
 """Least length of each axis of a `tl.dot`."""
+FP8_ARCH = 89
+"""Compute capability, in tenths, from which on the compiler converts FP8."""
 LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
 """Arguments read an element at a time: the compiler is not to make another kernel where they are aligned otherwise."""
 
@@ -88,13 +90,16 @@ def attend_tile(
 
     acc: values weighted by exp2(score - top), total: the sum of these weights, top: the greatest score, in base 2.
     Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
-    Keys from num_keys on are not loaded: what lies there may be anything, NaN too.
+    Keys from num_keys on are not loaded: what lies there may be anything, NaN too. Keys and values of 8 bits become q's
+    dtype, which holds every one of them.
     """
     at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
     key = start + tl.arange(0, BLOCK_N)
     exists = key < num_keys
     k = load_tile(k_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
     v = load_tile(v_cache, at, exists, HEAD_DIM, HEAD_PAD, MASKED)
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         seen = key[None, :] <= last_key[:, None]
@@ -138,13 +143,15 @@ class Layer:
     window: int = 0
     has_sinks: bool = False
     has_lse: bool = False
+    fp8: bool = False
+    """The cache keeps 8 bits of each key and value."""
 
     @classmethod
-    def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, has_lse: bool) -> Layer:
+    def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, has_lse: bool, fp8: bool) -> Layer:
         """That of a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
         sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
-        return cls(*sizes, block_size, element_bytes, window, sinks, has_lse)
+        return cls(*sizes, block_size, element_bytes, window, sinks, has_lse, fp8)
 
 
 def precision(element_bytes: int) -> str:
@@ -152,12 +159,18 @@ def precision(element_bytes: int) -> str:
     return "ieee" if element_bytes > 2 else "tf32"
 
 
-def variant(name: str, kernel: Any, constexprs: dict[str, Any], options: dict[str, int], dtype: str) -> AotVariant:
+def variant(
+    name: str, kernel: Any, constexprs: dict[str, Any], options: dict[str, int], dtype: str, *, fp8: bool = False
+) -> AotVariant:
     """An attention kernel for elements of `dtype` ("bf16"): argument names say which types the others have."""
-    of_dtype = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    of_dtype = dict.fromkeys(("q", "out"), f"*{dtype}")
+    of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
     of_fp32 = dict.fromkeys(("lse", "sinks", "acc_part", "top_part", "total_part"), "*fp32")
     of_int = dict.fromkeys(("cu_q", "kv_len", "table_row", "block_table"), "*i32")
     types = of_dtype | of_fp32 | of_int | {"scale2": "fp32"} | dict.fromkeys(constexprs, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     name = f"{name}_{dtype}"
-    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
+    arch = FP8_ARCH if fp8 else 0
+    return AotVariant(
+        name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options, min_arch=arch
+    )

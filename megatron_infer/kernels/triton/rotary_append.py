@@ -4,6 +4,9 @@ A program does some heads of one token: query heads are turned in place, key hea
 cache, value heads are copied there. What moves is read once and written once; for T tokens of N + 2K heads of H
 elements that is 2*T*(N + 2K)*H elements, plus the cos and sin of each token, which stay in the cache near the core.
 
+A cache of 8 bits gets the bits of `kernels.kv_rounding`, computed here in integers: the same on every GPU, and in the
+interpreter, whose own conversion rounds some numbers wrongly.
+
 Pairs that turn together are loaded by one thread and written by it: in place is safe. Arithmetic is in fp32 and rounded
 once, as the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. Legend: `kernels/base.py`.
 """
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.kernels.triton.attention_tiles import cdiv, power_of_2
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 
@@ -38,6 +42,31 @@ def _load_head(base, at, mask, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constex
 
 
 @triton.jit
+def to_e4m3(x):
+    """The e4m3 code (uint8) nearest to x (fp32), ties to even; beyond 448 that of 448; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Normal: keep 3 bits of the mantissa, a carry goes to the exponent, whose bias is 7 instead of 127.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2**-6: adding 2**14 leaves multiples of 2**-9, which are the codes.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _as_kept(x, source, target):
+    """x, rounded to what `source` points to and then to what `target` points to: bytes are e4m3."""
+    x = x.to(source.dtype.element_ty)
+    if target.dtype.element_ty == tl.uint8:
+        kept = to_e4m3(x.to(tl.float32))
+    else:
+        kept = x.to(target.dtype.element_ty)
+    return kept
+
+
+@triton.jit
 def _turn(
     source, target, heads_mask, cos, sin, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
@@ -53,21 +82,22 @@ def _turn(
     a, b = _load_head(source, at[None, :], mask, ROTARY_DIM, INTERLEAVED)
     turned_a = a * cos_a[None, :] - b * sin_a[None, :]
     turned_b = b * cos_b[None, :] + a * sin_b[None, :]
-    dtype = target.dtype.element_ty
+    turned_a = _as_kept(turned_a, source, target)
+    turned_b = _as_kept(turned_b, source, target)
     if INTERLEAVED:
-        tl.store(target + 2 * at[None, :], turned_a.to(dtype), mask=mask)
-        tl.store(target + 2 * at[None, :] + 1, turned_b.to(dtype), mask=mask)
+        tl.store(target + 2 * at[None, :], turned_a, mask=mask)
+        tl.store(target + 2 * at[None, :] + 1, turned_b, mask=mask)
     else:
-        tl.store(target + at[None, :], turned_a.to(dtype), mask=mask)
-        tl.store(target + ROTARY_DIM // 2 + at[None, :], turned_b.to(dtype), mask=mask)
+        tl.store(target + at[None, :], turned_a, mask=mask)
+        tl.store(target + ROTARY_DIM // 2 + at[None, :], turned_b, mask=mask)
 
 
 @triton.jit
 def _copy(source, target, heads_mask, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Dims BEGIN .. HEAD_DIM - 1 of heads at `source` [HEADS, 1], unchanged, to `target` [HEADS, 1]."""
+    """Dims BEGIN .. HEAD_DIM - 1 of heads at `source` [HEADS, 1], as they are kept, to `target` [HEADS, 1]."""
     at = BEGIN + tl.arange(0, HEAD_PAD)[None, :]
     mask = heads_mask & (at < HEAD_DIM)
-    tl.store(target + at, tl.load(source + at, mask=mask).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + at, _as_kept(tl.load(source + at, mask=mask), source, target), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["kv_pos"])
@@ -155,8 +185,8 @@ def rotary_append(
         q_TKGH,
         k_TKH,
         v_TKH,
-        keys,
-        values,
+        movable(keys),
+        movable(values),
         kv_pos_T,
         cos,
         sin,
@@ -190,7 +220,7 @@ def _constexprs(num_kv: int, group: int, head_dim: int, rotary_dim: int, interle
 
 
 def aot_variants() -> list[AotVariant]:
-    """Halves and pairs, whole and part of a head, none; in each dtype."""
+    """Halves and pairs, whole and part of a head, none; in each dtype, and into a cache of 8 bits."""
     shapes = [
         ("h128_rotary", (8, 4, 128, 128, False)),
         ("h128_plain", (8, 4, 128, 0, False)),
@@ -199,15 +229,18 @@ def aot_variants() -> list[AotVariant]:
         ("h256_partial_interleaved", (1, 8, 256, 64, True)),
     ]
     variants = []
-    for dtype in ("bf16", "fp16", "fp32"):
-        for name, shape in shapes:
+    kinds = [(dtype, f"*{dtype}", dtype) for dtype in ("bf16", "fp16", "fp32")]
+    kinds += [(dtype, "*u8", f"fp8_{dtype}") for dtype, _, _ in kinds]
+    for dtype, kept, label in kinds:
+        for name, shape in shapes if kept != "*u8" else [shapes[0], shapes[3]]:
             constexprs = _constexprs(*shape)
-            pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "cos", "sin"), f"*{dtype}")
+            pointers = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"*{dtype}")
+            pointers |= dict.fromkeys(("k_cache", "v_cache"), kept)
             types = pointers | {"kv_pos": "*i64"} | dict.fromkeys(constexprs, "constexpr")
             signature = {argument: types.get(argument, "i32") for argument in rotary_append_kernel.arg_names}
             variants.append(
                 AotVariant(
-                    name=f"rotary_append_{name}_{dtype}",
+                    name=f"rotary_append_{name}_{label}",
                     kernel=rotary_append_kernel,
                     signature=signature,
                     constexprs=constexprs,
