@@ -124,6 +124,8 @@ def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int
     if count is not None:
         if count < 1:
             return set()
+        if len(decode) > 2 and not options.all_prefills:
+            decode = decode[:-1]  # few shapes leave room for several prompts rather than for a last row
         num_decode = min(len(decode), max(1, math.isqrt(count)))
         # The largest number of decode rows covers all others, none is the step of a lone prompt.
         decode = _spread(decode, num_decode)

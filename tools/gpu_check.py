@@ -17,8 +17,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +33,9 @@ from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, ne
 
 REPORTS = ROOT / "docs" / "results"
 TIME_LIMIT_S = 480.0
+ALONE = ("sync", "memory", "speed")
+"""Groups that have the device to themselves: the others share it, each check in a process of its own."""
+MOST_JOBS = 6
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,6 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="nothing begins later"
     )
+    parser.add_argument("--jobs", type=int, help="checks at a time; 0: all in one process (a rehearsal's default)")
     parser.add_argument("--checks", action="append", metavar="GROUP=MODULE", help="other groups than the tool's own")
     parser.add_argument("--worker", nargs="*", metavar="NAME", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -63,10 +69,8 @@ def chosen(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
     ]
 
 
-def groups_of(checks: Sequence[Check], *, together: bool) -> list[list[Check]]:
-    """What shares a process: a group, or everything in a rehearsal, where nothing can poison a device."""
-    if together:
-        return [list(checks)] if checks else []
+def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
+    """In order, by group."""
     names = list(dict.fromkeys(one.group for one in checks))
     return [[one for one in checks if one.group == name] for name in names]
 
@@ -83,10 +87,12 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
 def run(checks: Sequence[Check], options: argparse.Namespace) -> list[tuple[Check, Result]]:
     """Run them, a line each as they end."""
     rows: list[tuple[Check, Result]] = []
+    lock = threading.Lock()
 
     def tell(check: Check, result: Result) -> None:
-        rows.append((check, result))
-        print(report.line_of(check, result), flush=True)
+        with lock:
+            rows.append((check, result))
+            print(report.line_of(check, result), flush=True)
 
     def command(names: Sequence[str]) -> list[str]:
         switches = [f"--{name}" for name in ("quick", "rehearse") if getattr(options, name)]
@@ -94,9 +100,27 @@ def run(checks: Sequence[Check], options: argparse.Namespace) -> list[tuple[Chec
         return [sys.executable, str(Path(__file__).resolve()), *switches, *planted, "--worker", *names]
 
     deadline = time.monotonic() + options.time_limit
-    for group in groups_of(checks, together=options.rehearse):
-        worker.run_group(group, command, environment_of(options), tell, deadline=deadline, patience=options.patience)
-    return rows
+    jobs = options.jobs if options.jobs is not None else default_jobs(options.rehearse)
+
+    def run_unit(unit: Sequence[Check]) -> None:
+        worker.run_group(unit, command, environment_of(options), tell, deadline=deadline, patience=options.patience)
+
+    if not jobs:
+        run_unit(checks)
+        return rows
+    alone = [one for one in checks if one.group in ALONE]
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(run_unit, [one]) for one in checks if one not in alone]:
+            future.result()
+    for group in groups_of(alone):
+        run_unit(group)
+    order = {one.name: number for number, one in enumerate(checks)}
+    return sorted(rows, key=lambda row: order[row[0].name])
+
+
+def default_jobs(rehearse: bool) -> int:
+    """Checks at a time: most of their time goes into compiling kernels. 0: all in one process, one after the other."""
+    return 0 if rehearse else max(1, min(MOST_JOBS, (os.cpu_count() or 2) // 2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,12 +47,13 @@ def run_stages(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_two_ranks_pad_and_capture_alike_and_answer_as_one_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+def test_two_ranks_pad_and_capture_alike_and_answer_as_one_process(tmp_path):
     expected = {}
-    for name in NAMES:
-        model = stage_case.MODELS[name]()
-        stage_case.save_checkpoint(model, tmp_path / name)
-        expected[name] = stage_case.generate(stage_case.make_engine(model))
+    with pytest.MonkeyPatch.context() as patch:  # not while ranks are started: others' would have it, too
+        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        for name in NAMES:
+            model = stage_case.MODELS[name]()
+            stage_case.save_checkpoint(model, tmp_path / name)
+            expected[name] = stage_case.generate(stage_case.make_engine(model))
     stage_case.write_json(tmp_path / "expected.json", expected)
     ranks.run_on_ranks(run_stages, 2, tmp_path)

@@ -96,12 +96,20 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+@pytest.fixture(scope="module", params=[0, 3], ids=["in one process", "three at a time"])
+def planted(request, tmp_path_factory):
     """(the finished process, check -> its row of the JSON, the Markdown)."""
     folder = tmp_path_factory.mktemp("planted")
     (folder / "planted_checks.py").write_text(PLANTED)
-    options = ("--rehearse", "--checks", "planted=planted_checks", "--out", str(folder / "out.json"))
+    options = (
+        "--rehearse",
+        "--checks",
+        "planted=planted_checks",
+        "--out",
+        str(folder / "out.json"),
+        "--jobs",
+        str(request.param),
+    )
     process = ran(*options, seconds=120, folder=folder)
     rows = {row["name"]: row for row in json.loads((folder / "out.json").read_text())["checks"]}
     return process, rows, (folder / "out.md").read_text()

@@ -101,11 +101,6 @@ class Context:
         self.cuda.empty_cache()
         return int(self.cuda.mem_get_info()[0])
 
-    def used_bytes(self) -> int:
-        self.cuda.synchronize()
-        free, total = self.cuda.mem_get_info()
-        return int(total - free)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, whatever makes the host wait for the device raises."""

@@ -20,21 +20,22 @@ CPU = torch.device("cpu")
 Work = list[tuple[list[int], SamplingParams]]
 
 
-def make_model(kind: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The same weights for every device: drawn on the CPU in fp32, then rounded and moved."""
-    model = _drawn(kind, dtype)
+def make_model(kind: str, dtype: torch.dtype, device: torch.device, **sizes: Any) -> Any:
+    """The same weights for every device: drawn on the CPU in fp32, rounded and moved. sizes: fields of its config."""
+    model = _drawn(kind, dtype, sizes)
     if dtype != torch.float32:  # other dtypes take other numbers from the generator
-        model.load_state_dict(_drawn(kind, torch.float32).state_dict())
+        model.load_state_dict(_drawn(kind, torch.float32, sizes).state_dict())
     return model.to(device)
 
 
-def _drawn(kind: str, dtype: torch.dtype) -> Any:
+def _drawn(kind: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Any:
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "max_sequence_length": 512,
         "init_method_std": 0.2,
         "use_cpu_initialization": True,
         "params_dtype": dtype,
+        **sizes,
     }
     if kind == "hybrid":
         return tiny_hybrid("M*-ME*M", position_embedding_type="rope", **settings)
@@ -43,7 +44,7 @@ def _drawn(kind: str, dtype: torch.dtype) -> Any:
     if kind == "experts":
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
         return tiny_gpt(moe_router_load_balancing_type="none", **experts, **settings)
-    return tiny_gpt(**({"window_size": (24, 0)} if kind == "windows" else {}), kv_channels=64, **settings)
+    return tiny_gpt(**({"window_size": (24, 0)} if kind == "windows" else {}), **({"kv_channels": 64} | settings))
 
 
 def make_engine(model: Any, device: torch.device, **options: Any) -> DynamicInferenceEngine:

@@ -126,15 +126,13 @@ def new_weights(ctx: Context) -> Result:
 )
 def cost(ctx: Context) -> Result:
     engine = graphed(ctx, make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device))
-    used = ctx.used_bytes()
     answers(engine, workload(ctx))
     pool = engine.parts.runner.graphs.pool
-    taken = ctx.used_bytes() - used
     captured, seconds = len(pool.captured), pool.counts.capture_s
     compare = Comparison("difference")
     compare.require("nothing was captured", captured > 0)
     compare.require(f"refused {pool.refused}", not pool.refused)
-    result = compare.result(captured=captured, seconds=seconds, bytes=pool.num_bytes, device_bytes=taken)
+    result = compare.result(captured=captured, seconds=seconds, bytes=pool.num_bytes)
     result.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
     return result
 

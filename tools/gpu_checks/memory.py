@@ -153,7 +153,8 @@ def rate(ctx: Context) -> Result:
 
     ceilings = measure(ctx.device)
     pool = ctx.pick(4.0, 0.06)
-    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+    sizes = ctx.pick({"num_layers": 16, "kv_channels": 128}, {})  # a MiB a block
+    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device, **sizes)
     options = {"max_requests": ctx.pick(256, 4), "max_sequence_length": 500, "max_tokens": ctx.pick(8192, 256)}
     engine = make_engine(model, ctx.device, buffer_size_gb=pool, block_size_tokens=64, **options)
     from megatron_infer.schedule.params import SamplingParams

@@ -19,7 +19,7 @@ GROUPS: dict[str, str] = {
     "backends": "gpu_checks.backends",
     "speed": "gpu_checks.speed",
 }
-"""Group -> module that registers its checks, in the order they run; a group is a process of its own."""
+"""Group -> module that registers its checks, in the order they are told of."""
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 
 

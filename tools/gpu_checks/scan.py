@@ -113,7 +113,7 @@ def _hold(
     "scan_decode",
     group="scan",
     promise="one token of convolution and state update a row equals the recurrence; other slots keep their bits",
-    budget_s=20,
+    budget_s=60,
 )
 def decode(ctx: Context) -> Result:
     compare = Comparison("error over the largest entry")
@@ -129,7 +129,7 @@ def decode(ctx: Context) -> Result:
     "scan_mixed",
     group="scan",
     promise="ragged chunks, with states kept on the way, equal the recurrence; padding is harmless",
-    budget_s=30,
+    budget_s=90,
 )
 def mixed(ctx: Context) -> Result:
     compare = Comparison("error over the largest entry")

@@ -22,6 +22,8 @@ def _targets(rows: list[Any], name: str) -> list[Target]:
     for row in rows:
         if row.get("batch", 1000) <= 64 and "share" in row and row["what"].startswith("decode"):
             targets.append(Target(f"{name} {row['what']}, share of copy bandwidth", row["share"], DECODE_SHARE))
+        if row.get("mode") == "offload" and "share" in row:
+            targets.append(Target(f"{name} {row['what']}, share of a pinned copy", row["share"], DECODE_SHARE))
         if row["what"].startswith("idle"):
             targets.append(
                 Target(f"{name} {row['what']}, share of the trace", row["share"], IDLE_SHARE, at_least=False)
