@@ -229,7 +229,8 @@ class InferenceConfig:
     """Tokens of the largest graph that prefills; larger steps run eagerly. Acts only with CUDA graphs."""
     cuda_graph_all_prefills: bool = False
     """Every step that prefills hits a graph: graphs reach up to max_tokens, and requests are admitted, and prompts
-    chunked, only as far as there is one. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
+    chunked, only as far as there is one. Steps that keep recurrent states for the prefix cache, or fork more samples
+    than a graph has rows, run eagerly still. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
     overlap: bool = False
     """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
     stay the same."""

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.parallel.links import Link, LinkClosed, connect
 from megatron_infer.parallel.lockstep import Lockstep
+from megatron_infer.schedule.plan import Plan
 
 
 def play(size: int, act: Callable[[Lockstep], Any], *, timeout_s: float = 5.0) -> list[Any]:
@@ -205,3 +207,13 @@ def test_a_stranger_at_the_port_is_sent_away():
         socket.create_connection(("127.0.0.1", offers[0]["port"]), timeout=1.0)  # the port is closed by now
     for end in ends:
         end.close()
+
+
+def test_ranks_that_would_pad_a_step_differently_are_told_so():
+    def act(lockstep: Lockstep) -> Any:
+        lockstep.planned(Plan(step=3), check=True, shape=GraphShape(8, 0, 8))
+        lockstep.planned(Plan(step=4), check=True, shape=GraphShape(8 << lockstep.rank, 0, 8 << lockstep.rank))
+
+    for error in play(2, act):
+        assert isinstance(error, LockstepError), error
+        assert "step 4" in str(error) and "padded to" in str(error)

@@ -114,7 +114,7 @@ def experts(ctx: Context) -> Result:
             for num_tokens in ctx.pick((1, 5, 64, 777), (3,)):
                 for shape in ctx.pick(((8, 2, (256, 512)), (60, 4, (512, 352))), ((3, 2, (16, 32)),)):
                     weights, inputs, wanted = _experts_case(num_tokens, *shape, dtype, ctx.device)
-                    reason = grouped.supports(weights, inputs[0])
+                    reason = grouped.supports(weights, dtype)
                     label = f"{backend.name} {dtype} {num_tokens} tokens, {shape[0]} experts"
                     compare.require(f"{label}: refused, {reason}", reason is None)
                     x, chosen, probs, out = inputs
