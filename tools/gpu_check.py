@@ -80,6 +80,7 @@ def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
     """A worker's environment. One thread in a rehearsal; the interpreter must be asked for before kernels exist."""
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else every process starts one helper a core
     environment.pop("TRITON_INTERPRET", None)
     if options.rehearse:
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -340,7 +340,7 @@ def _variant(
 
 
 def aot_variants() -> list[AotVariant]:
-    """Each kernel for each dtype, with the cuts of a vocabulary of 131072."""
+    """Each kernel for each dtype, with the cuts of a vocabulary of 131072; those that gather, of 8192 in fp32 too."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
     for rows in ((), ("rows_ptr",)):
         variants.append(_variant(f"forbid{'_all' * len(rows)}", forbid_kernel, torch.float32, 4, rows, BLOCK=BLOCK))
@@ -366,4 +366,10 @@ def aot_variants() -> list[AotVariant]:
             name = "fresh" if known else "known"
             variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **chunks))
             variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **many))
+    few = {**many, "SHIFT": SHIFTS[torch.float32], "GROUPS": 128, "CHUNKS": 2}
+    variants.append(_variant("score_few_fp32", score_kernel, torch.float32, 8, **few))
+    absent = ("top_ptr", "cut_logit_ptr", "cut_id_ptr", "row_mass_ptr")
+    variants.append(
+        _variant("draw_few_fp32", draw_kernel, torch.float32, DRAW_WARPS, absent, STATIC=True, MANY=MANY, **few)
+    )
     return variants
