@@ -69,12 +69,12 @@ class PromptPlanner:
         self._waited: dict[Request, int] = {}
         """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
 
-    def begin(self, num_decode: int, *, in_flight: int) -> Draft:
-        """The prompt part of a step beside so many decode rows.
+    def begin(self, left: int, *, num_decode: int, in_flight: int) -> Draft:
+        """The prompt part of a step that may take `left` tokens beside so many decode rows.
 
         Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
-        left, most_slices = self._max_tokens - num_decode, None
+        most_slices = None
         if self.room is not None:
             room, most_slices = self.room(num_decode)
             left = min(left, room)

@@ -274,7 +274,9 @@ class Scheduler:
         if roster.paused or context.num_free_blocks < len(roster.decoding):
             self.pressure.settle()
         decode, starts = self._decodes.plan(self.max_tokens, num_in_flight=self._num_uncommitted)
-        draft = self.prompts.begin(len(decode), in_flight=self._prompt_tokens_in_flight)
+        draft = self.prompts.begin(
+            self.max_tokens - len(decode), num_decode=len(decode), in_flight=self._prompt_tokens_in_flight
+        )
         if draft.left and roster.prefilling:
             self.prompts.go_on(draft)
         # An admission takes a block at least, and one that a late hit has just freed is for those who are paused.
