@@ -1,6 +1,7 @@
 """Everything that can only be known on a GPU, in one command: parity, graphs, waiting, memory, speed.
 
     python tools/gpu_check.py [--quick] [--out report.json]      a GPU; under 8 minutes, no network, no model files
+    python tools/gpu_check.py --tests                            a GPU; the tests of the repository that need one
     python tools/gpu_check.py --rehearse                         a CPU: every line of it, at tiny shapes
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
@@ -28,7 +29,7 @@ for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from gpu_checks import report, worker
+from gpu_checks import report, suite, worker
 from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, never_run, not_yet
 
 REPORTS = ROOT / "docs" / "results"
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print what has never been run on a GPU")
     parser.add_argument("--rehearse", action="store_true", help="run every check on the CPU at tiny shapes")
+    parser.add_argument("--tests", action="store_true", help="run the tests marked triton and gpu, and no check")
     parser.add_argument("--only", action="append", metavar="NAME", help="checks whose name contains this")
     parser.add_argument("--group", action="append", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--patience", type=float, default=worker.PATIENCE, help="times its budget a check may take")
@@ -78,6 +80,7 @@ def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
     """A worker's environment. One thread in a rehearsal; the interpreter must be asked for before kernels exist."""
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else every process starts one helper a core
     environment.pop("TRITON_INTERPRET", None)
     if options.rehearse:
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -125,6 +128,9 @@ def default_jobs(rehearse: bool) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.tests:
+        jobs = options.jobs if options.jobs is not None else default_jobs(options.rehearse)
+        return suite.run(ROOT, jobs, environment_of(options))
     groups = dict(given.split("=", 1) for given in options.checks) if options.checks else GROUPS
     absent = worker.refuse_absent() if options.worker is not None and options.rehearse else None
     checks = load(groups)

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_infer.kernels.triton import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_check.py"
@@ -72,6 +75,14 @@ def elsewhere(ctx):
 def last(ctx):
     return Result(OK, "reached")
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(launch.INTERPRET_VARIABLE, "1")
+        if (reason := launch.unavailable(torch.device("cpu"))) is not None:
+            pytest.skip(f"rehearsals need Triton's interpreter: {reason}")
 
 
 def ran(*options: str, seconds: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -140,3 +151,23 @@ def test_what_cannot_be_made_is_skipped_with_its_reason_and_a_missed_target_is_n
 def test_without_a_gpu_nothing_is_called_checked():
     result = ran("--only", "attention_decode", seconds=60)
     assert result.returncode == 1 and "no CUDA device" in result.stdout and "nothing was run" in result.stdout
+
+
+@pytest.mark.triton
+def test_the_tests_for_a_gpu_are_found_where_what_other_tests_import_is_missing(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu_checks import suite
+
+    (tmp_path / "absent_plugin.py").write_text("from gpu_checks import worker\nworker.refuse_absent()\n")
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(TOOL.parent), str(ROOT)))
+    for mark, known in (("gpu", "test_cuda_regions.py"), ("triton", "test_attention.py")):
+        command = [*suite.command_for(mark, ROOT, 1), "--collect-only", "-p", "absent_plugin"]
+        found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert found.returncode == 0 and known in found.stdout, found.stdout + found.stderr
+
+
+@pytest.mark.triton
+def test_tests_for_a_gpu_are_not_called_run_without_one():
+    result = ran("--tests", seconds=60)
+    assert result.returncode == 1 and "no CUDA device" in result.stdout

@@ -227,10 +227,10 @@ def gather_candidates(
         place = start + at // GROUP
         group = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
         ids = group * GROUP + at % GROUP
-        here = (place < num_listed) & (ids < vocab)
-        x = tl.load(x_ptr + ids, mask=here, other=-float("inf")).to(tl.float32)
+        inside = (place < num_listed) & (ids < vocab)
+        x = tl.load(x_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
         level = level_of(x, SHIFT)
-        hit = ((level >= low) & here).to(tl.int32)
+        hit = ((level >= low) & inside).to(tl.int32)
         to = num_held + tl.cumsum(hit, 0) - 1
         tl.store(held_ptr + to, level, mask=(hit == 1) & (to < HELD))
         tl.store(held_ptr + HELD + to, ids, mask=(hit == 1) & (to < HELD))
