@@ -60,11 +60,10 @@ rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 
-# What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90, sm_100
-# (each specialisation for one of the three in turn; `python tools/aot_compile.py` alone does all of them, in three times the time).
+# What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
 	$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m triton --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python tools/aot_compile.py --quick --jobs $(TEST_WORKERS)
+	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -171,7 +171,7 @@ def test_a_save_that_fails_leaves_the_old_file(source, model, tmp_path, monkeypa
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((file_format, "save_file") if fails == "save_file" else (os, fails)), broken)
+    monkeypatch.setattr(*((safetensors.torch, "save_file") if fails == "save_file" else (os, fails)), broken)
     with pytest.raises(OSError, match="No space left"):
         source.save_requests(path)
     monkeypatch.undo()
