@@ -30,7 +30,7 @@ from megatron_infer.context.layout import (
     resolve_sizes,
 )
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.graph_shapes import ShapeOptions, largest_live_bytes, make_shapes
+from megatron_infer.graph_shapes import ShapeOptions, ends_of_shapes, largest_live_bytes, make_shapes
 from megatron_infer.state_config import MambaInferenceStateConfig
 
 if TYPE_CHECKING:
@@ -385,8 +385,8 @@ class InferenceConfig:
         if not shapes:
             return sizes
         how = {
-            "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}: {len(shapes)} of (tokens, prefill, decode), "
-            f"{self.cuda_graph_sizing_distribution.value}; captured when first needed",
+            "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}, {self.cuda_graph_sizing_distribution.value}; "
+            f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
             "graph_bytes": "estimate: activations and logits of the largest, whose pool all share; measured as they "
             "are captured",
         }

@@ -244,20 +244,21 @@ def _classes(values: Iterable[int]) -> list[int]:
     return table
 
 
-def shown_shapes(shapes: Sequence[GraphShape]) -> str:
-    """How many there are, the least and the largest of those that decode only and of the others."""
-    if not shapes:
-        return "none"
-    parts = []
-    for noun, group in (
-        ("decode", [shape for shape in shapes if shape.is_decode_only]),
-        ("mixed", [shape for shape in shapes if not shape.is_decode_only]),
-    ):
-        if group:
-            ends = dict.fromkeys((min(group), max(group)))
-            told = " .. ".join(f"({s.num_tokens}, {s.num_prefill}, {s.num_decode})" for s in ends)
-            parts.append(f"{len(group)} {noun} {told}")
-    return ", ".join(parts)
+def counted_shapes(shapes: Sequence[GraphShape]) -> str:
+    """How many decode only and how many do not, for a table's column of figures."""
+    return ", ".join(f"{len(group)} {noun}" for noun, group in _kinds(shapes)) or "none"
+
+
+def ends_of_shapes(shapes: Sequence[GraphShape]) -> str:
+    """The least and the largest of those that decode only and of the others, as (tokens, prefill, decode)."""
+    ends = [dict.fromkeys((min(group), max(group))) for _, group in _kinds(shapes)]
+    return ", ".join(" .. ".join(f"({s.num_tokens}, {s.num_prefill}, {s.num_decode})" for s in pair) for pair in ends)
+
+
+def _kinds(shapes: Sequence[GraphShape]) -> list[tuple[str, list[GraphShape]]]:
+    decode = [shape for shape in shapes if shape.is_decode_only]
+    mixed = [shape for shape in shapes if not shape.is_decode_only]
+    return [(noun, group) for noun, group in (("decode", decode), ("mixed", mixed)) if group]
 
 
 def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape) -> int:

@@ -43,15 +43,14 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def config_from(args: argparse.Namespace, shape: ModelShape | None = None) -> InferenceConfig:
-    """The config a command line describes: its flags over what suits the device of --device and the model.
+def config_from(
+    args: argparse.Namespace, shape: ModelShape | None, *, is_cuda: bool, available_bytes: int
+) -> InferenceConfig:
+    """The config a command line describes: its flags over what suits a device with so much free memory and the model.
 
     Raises ConfigError or NotImplementedError, as InferenceConfig does.
     """
-    from megatron_infer.forward.device import Device  # torch loads here, not for --help
-
-    device = Device(getattr(args, "device", "auto"))
-    return machine_config(given(args), shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
+    return machine_config(given(args), shape, is_cuda=is_cuda, available_bytes=available_bytes)
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     plan = open_source(args.model).config()
     dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
-    config = config_from(args, shape)
     available = int(args.memory_gb * GIB) if args.memory_gb is not None else device.available_bytes()
+    config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available)
     sizes = config.resolve(shape, tensor_parallel_size=args.tensor_parallel_size, available_bytes=available)
     if args.json:
         print(json.dumps(as_dict(config, shape, sizes), indent=2))

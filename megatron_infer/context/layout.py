@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from megatron_infer.errors import CapacityError, ConfigError
-from megatron_infer.graph_shapes import GraphShape, shown_shapes
+from megatron_infer.graph_shapes import GraphShape, counted_shapes
 
 GIB = 1 << 30
 REQUEST_ROUNDER = 4
@@ -161,7 +161,7 @@ class ResolvedSizes:
                 continue
             value = getattr(self, item.name)
             if item.name == "graph_shapes":
-                value = shown_shapes(value)
+                value = counted_shapes(value)
             rows.append(SizeRow(item.name, value, item.metadata["unit"], self.how[item.name]))
         return rows
 

@@ -36,7 +36,10 @@ class Device:
     def __init__(self, name: str | torch.device = "auto") -> None:
         if str(name) == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        self.torch = torch.device(name)
+        try:
+            self.torch = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(f"device {str(name)!r} is not one: auto, cpu, cuda or cuda:N") from None
         self.is_cuda = self.torch.type == "cuda"
         if self.is_cuda and self.torch.index is None and torch.cuda.is_available():
             # "cuda" is whichever device a thread has as its own: the one that asks means its own, for all threads
@@ -49,7 +52,18 @@ class Device:
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one, and kernels go to the thread's."""
         if self.is_cuda:
+            self._check_there()
             torch.cuda.set_device(self.torch)
+
+    def _check_there(self) -> None:
+        """Raise ConfigError where this process has no such GPU."""
+        if not torch.cuda.is_available():
+            build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+            raise ConfigError(
+                f"{self.torch}: torch {torch.__version__} ({build}) finds no GPU here; take the device cpu"
+            )
+        if self.torch.index >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"{self.torch}: there are {count} GPUs here, cuda:0 to cuda:{count - 1}")
 
     def device_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch)
@@ -118,8 +132,9 @@ class Device:
             _MALLOC_TRIM(0)
 
     def available_bytes(self) -> int:
-        """Memory that can still be taken, by the system's own account."""
+        """Memory that can still be taken, by the system's own account. Raises ConfigError without such a GPU."""
         if self.is_cuda:
+            self._check_there()
             return int(torch.cuda.mem_get_info(self.torch)[0])
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_infer.errors import ConfigError
 from megatron_infer.forward import pinned
 from megatron_infer.forward.device import Device
 
@@ -137,6 +138,18 @@ def second_of_two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "Event", Stamp)
     return recorded
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_is(second_of_two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for ask in (Device("cuda:2").available_bytes, Device("cuda:2").take_thread):
+        with pytest.raises(ConfigError, match="cuda:2: there are 2 GPUs here, cuda:0 to cuda:1"):
+            ask()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="finds no GPU here"):
+        Device("cuda").available_bytes()
+    with pytest.raises(ConfigError, match="device 'tpu' is not one: auto, cpu, cuda or cuda:N"):
+        Device("tpu")
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])

@@ -36,10 +36,7 @@ def product(x, out, N: tl.constexpr, K: tl.constexpr):
 
 def variant(name, kernel, signature, options={}, **constexprs):
     signature |= dict.fromkeys(constexprs, "constexpr")
-    newer = 90 if name == "newer" else 0
-    return AotVariant(
-        name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options, min_arch=newer
-    )
+    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
 
 
 def aot_variants():
@@ -50,7 +47,6 @@ def aot_variants():
 PLANTED = """
     variant("double", scaled, scaled_types, N=64),
     variant("dot", product, product_types, N=16, K=16),
-    variant("newer", scaled, scaled_types, N=64),
     variant("odd", scaled, scaled_types, N=48),
     variant("wide", product, product_types, N=32, K=2048),
     variant("spilling", product, product_types, {"maxnreg": 32}, N=64, K=64),
@@ -84,10 +80,6 @@ def test_kernels_that_compile_pass_with_their_figures(planted):
     assert rows["double"]["failure"] is None and rows["dot"]["failure"] is None
     assert rows["double"]["num_registers"] > 0 and rows["double"]["spill_bytes"] == 0
     assert rows["double"]["shared_bytes"] == 0 and rows["dot"]["shared_bytes"] > 0
-
-
-def test_a_kernel_for_newer_gpus_is_not_compiled_for_an_older_one(planted):
-    assert "newer" not in planted[1]
 
 
 def test_a_kernel_the_compiler_refuses_fails_the_check_and_is_named(planted):
