@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from megatron_infer.context.layout import ModelShape
 
 EXPONENTIAL, LINEAR = "exponential", "linear"
-DISTRIBUTIONS = (EXPONENTIAL, LINEAR)
 SMALLEST_PREFILL = 16
 """Tokens of the smallest prefill shape: below it a step costs the same."""
 LINEAR_PREFILL_STEP = 64

@@ -1,6 +1,6 @@
 """Everything that can only be known on a GPU, in one command: parity, graphs, waiting, memory, speed.
 
-    python tools/gpu_check.py [--quick] [--out report.json]      a GPU; under 8 minutes, no network, no model files
+    python tools/gpu_check.py [--quick] [--out report.json]      a GPU; no network, no model files, 8 minutes
     python tools/gpu_check.py --tests                            a GPU; the tests of the repository that need one
     python tools/gpu_check.py --rehearse                         a CPU: every line of it, at tiny shapes
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet

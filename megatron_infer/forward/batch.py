@@ -73,11 +73,6 @@ class Batch:
         return len(self.sample_rows)
 
     @property
-    def first_prefill_token(self) -> int:
-        """Where the first slice's tokens begin."""
-        return self.meta.num_decode
-
-    @property
     def num_tokens(self) -> int:
         return self.meta.num_tokens
 

@@ -25,6 +25,7 @@ from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packages import missing, not_on_gpu
+from megatron_infer.kernels.uploads import upload
 
 PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7)
 MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.page", "flashinfer.rope")
@@ -227,7 +228,7 @@ def _lay_out(meta: StepMetadata, block_size: int) -> _Step:
     whole = _part(meta, rows, block_size, decode=False)
     parts = [_part(meta, some, block_size, decode=some is decode) for some in (decode, slices) if len(some)]
     device = meta.block_table.device
-    batch_T = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), meta.q_len[rows])).to(device)
+    batch_T = upload(np.repeat(np.arange(len(rows), dtype=np.int32), meta.q_len[rows]), device)
     position_T = meta.positions_T[: len(batch_T)].int()
     whole.kv_indptr, whole.last_page_len = whole.kv_indptr.to(device), whole.last_page_len.to(device)
     return _Step(meta, block_size, parts, batch_T, position_T, whole)
@@ -242,7 +243,7 @@ def _part(meta: StepMetadata, rows: np.ndarray, block_size: int, *, decode: bool
     entries = np.arange(kv_indptr[-1], dtype=np.int64)
     entries += np.repeat(meta.table_row[rows].astype(np.int64) * meta.block_table.shape[1] - kv_indptr[:-1], counts)
     device = meta.block_table.device
-    pages_P = meta.block_table.flatten().index_select(0, torch.from_numpy(entries).to(device))
+    pages_P = meta.block_table.flatten().index_select(0, upload(entries, device))
     return _Part(
         decode=decode,
         first_token=int(meta.cu_q[rows[0]]) if len(rows) else 0,

@@ -22,6 +22,8 @@ def refusal(spec: AttendSpec, dtype: torch.dtype) -> str | None:
     """Why FlashInfer cannot rotate this layer's heads; None: it can, or there is nothing to rotate."""
     if dtype not in DTYPES:
         return f"needs float16 or bfloat16, got {dtype}"
+    if not spec.rotary_dim:
+        return None
     if spec.rotary_dim % 16 or spec.head_dim not in (64, 128, 256):
         return f"needs head_dim 64, 128 or 256 and rotary dims in sixteens, got {spec.head_dim} and {spec.rotary_dim}"
     return None

@@ -26,11 +26,12 @@ from torch import Tensor
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.packages import first_line, import_below, missing, not_on_gpu, numbers, version
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.uploads import upload
 
-PACKAGE, MIN_VERSION = "mamba-ssm", (2, 2)
+PACKAGE, MIN_VERSION = "mamba-ssm", (2, 2, 6)
 OPERATIONS = ("ops.triton.selective_state_update", "ops.triton.ssd_combined")
 """Its own `__init__` needs CUDA extensions that these do without."""
-CONV_PACKAGE, CONV_MODULE, CONV_MIN_VERSION = "causal-conv1d", "causal_conv1d", (1, 4)
+CONV_PACKAGE, CONV_MODULE, CONV_MIN_VERSION = "causal-conv1d", "causal_conv1d", (1, 5, 3)
 CONV_WIDTHS = (2, 3, 4)
 CONV_CHANNELS = 8
 """Channels come in multiples of it."""
@@ -169,7 +170,7 @@ class MambaSsmScan:
 
 
 def _index(indices: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(device)
+    return upload(indices.astype(np.int64, copy=False), device)
 
 
 def _group(step: StepMetadata, rows: np.ndarray, width: int) -> list[_Group]:
@@ -202,7 +203,7 @@ def _make_group(step: StepMetadata, rows: np.ndarray, width: int) -> _Group:
     owner, end, slot = np.array(tails, dtype=np.int64).T
     return _Group(
         slot_Q=_index(slots, device),
-        fresh_Q=torch.from_numpy(step.kv_len[rows] == step.q_len[rows]).to(device),
+        fresh_Q=upload(step.kv_len[rows] == step.q_len[rows], device),
         token_QL=_index(tokens, device),
         tail_EW=_index((owner * (width + longest) + end)[:, None] + np.arange(width), device),
         tail_slot_E=_index(slot, device),
@@ -239,7 +240,7 @@ def _rounds(
             _Round(
                 slice_Q=_index(np.array(having), device),
                 token_QL=_index(owner * longest + at, device),
-                absent_QL1=torch.from_numpy(~inside).to(device).unsqueeze(-1),
+                absent_QL1=upload(~inside, device).unsqueeze(-1),
                 present=_index(np.flatnonzero(inside), device),
                 step_token=_index((first[owner] + at)[inside], device),
                 end_E=_index(end, device),

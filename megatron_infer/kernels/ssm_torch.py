@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.uploads import upload
 
 CHUNK = 64
 """Tokens of a chunk: short ones waste less in the masked products, long ones pass fewer states on."""
@@ -41,7 +42,7 @@ Pick = slice | Tensor
 
 
 def _index(indices: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(device)
+    return upload(indices.astype(np.int64, copy=False), device)
 
 
 def _pick(indices: np.ndarray, device: torch.device) -> Pick:

@@ -22,8 +22,6 @@ from megatron_infer.schedule.plan import Plan
 
 HEAD_DIM = 4
 SHAPES = [GraphShape(tokens + decode, prefill, decode) for decode in (1, 4, 8) for prefill, tokens in ((0, 0), (8, 32))]
-ROW_FIELDS = ("q_len", "kv_len", "table_row", "cu_q")
-SAMPLE_FIELDS = ("sample_token", "sample_row", "sample_position")
 
 
 class Planner:
@@ -112,7 +110,7 @@ class BatchWorld(World):
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         places = list(range(len(pieces)))
         pieces += [(piece.request, piece.start, piece.n) for piece in plan.prefill]
-        offset = batch.first_prefill_token
+        offset = batch.meta.num_decode
         for piece in plan.prefill:
             places.append(offset)
             offset += piece.n

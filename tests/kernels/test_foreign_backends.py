@@ -119,8 +119,9 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason(make):
     sinks = dataclasses.replace(spec, sinks_N=torch.zeros(6))
     asked = {"dtype": torch.bfloat16, "block_size": block_size}
     if isinstance(backend, flashinfer_rope.FlashInferRope):
-        rotating = dataclasses.replace(spec, rotary_dim=20)
-        assert "rotary dims in sixteens" in backend.supports(rotating, **asked)
+        assert backend.supports(dataclasses.replace(spec, head_dim=80), **asked) is None, "nothing to rotate"
+        assert "rotary dims in sixteens" in backend.supports(dataclasses.replace(spec, rotary_dim=20), **asked)
+        spec = dataclasses.replace(spec, rotary_dim=32)
     else:
         assert "sinks" in backend.supports(sinks, **asked)
     assert "float16 or bfloat16" in backend.supports(spec, dtype=torch.float32, block_size=block_size)

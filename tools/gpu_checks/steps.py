@@ -6,7 +6,7 @@ Legend: `megatron_infer/kernels/base.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -146,9 +146,6 @@ class AttentionCase:
         spec = self.spec
         heads = fused.view(fused.shape[0], spec.num_kv_heads, spec.group_size + 2, spec.head_dim)
         return heads[:, :, : spec.group_size], heads[:, :, -2], heads[:, :, -1]
-
-    def with_step(self, step: StepMetadata) -> AttentionCase:
-        return replace(self, step=step)
 
 
 def attention_case(
