@@ -126,6 +126,12 @@ def default_jobs(rehearse: bool) -> int:
     return 0 if rehearse else max(1, min(MOST_JOBS, (os.cpu_count() or 2) // 2))
 
 
+def has_gpu() -> bool:
+    import torch  # takes a second, which --list and a mistyped name need not wait for
+
+    return torch.cuda.is_available()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.tests:
@@ -146,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not wanted:
         print(f"gpu_check: no check matches; there are {', '.join(one.name for one in checks)}")
         return 2
+    if not options.rehearse and not has_gpu():
+        print("gpu_check: torch finds no CUDA device, nothing was run; --rehearse runs every check on a CPU")
+        return 1
     start = time.monotonic()
     rows = run(wanted, options)
     seconds = time.monotonic() - start
