@@ -52,10 +52,10 @@ class Device:
     def take_thread(self) -> None:
         """Make it the calling thread's device: a new thread has the first one, and kernels go to the thread's."""
         if self.is_cuda:
-            self._check_there()
+            self.check_there()
             torch.cuda.set_device(self.torch)
 
-    def _check_there(self) -> None:
+    def check_there(self) -> None:
         """Raise ConfigError where this process has no such GPU."""
         if not torch.cuda.is_available():
             build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
@@ -134,7 +134,7 @@ class Device:
     def available_bytes(self) -> int:
         """Memory that can still be taken, by the system's own account. Raises ConfigError without such a GPU."""
         if self.is_cuda:
-            self._check_there()
+            self.check_there()
             return int(torch.cuda.mem_get_info(self.torch)[0])
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:

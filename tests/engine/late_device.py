@@ -260,6 +260,9 @@ class LateDevice(Device):
         self._gpu, self.is_cuda = gpu, True
         self.pinned = PinnedPool(gpu.pinned, lambda: self.event("upload"))
 
+    def check_there(self) -> None:
+        """It is, whatever torch was built for."""
+
     def device_buffer(self, num_bytes: int) -> Tensor:
         with self._gpu.aside():
             return super().device_buffer(num_bytes)
