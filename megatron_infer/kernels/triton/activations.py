@@ -6,17 +6,15 @@ Computed in fp32 and rounded once, at the store; torch's own in 16 bit round aft
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SILU, SQUARED_RELU, TANH_GELU, Form
-from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
 
 TILE = 1024
 """Entries a program takes."""
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SILU, _GELU, _TANH_GELU = tl.constexpr(SILU), tl.constexpr(GELU), tl.constexpr(TANH_GELU)
 _QUICK_GELU, _RELU, _SQUARED_RELU = tl.constexpr(QUICK_GELU), tl.constexpr(RELU), tl.constexpr(SQUARED_RELU)
 

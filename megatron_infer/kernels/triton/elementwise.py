@@ -20,13 +20,12 @@ from torch import Tensor
 from megatron_infer.kernels.activations import form_of
 from megatron_infer.kernels.triton.activations import activate
 from megatron_infer.kernels.triton.experts import TritonExperts
-from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
 TILE = 1024
 """Entries a program of an activation takes."""
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import Ops
 from megatron_infer.kernels.experts import ExpertWeights
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 COUNT_TOKENS = 256
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What kernels compute in, by Triton's names."""
 MIN_CAPABILITY = (8, 0)
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 INTERPRETER_NEEDS_NUMPY_BELOW = (2, 4)

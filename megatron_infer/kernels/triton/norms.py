@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
 
 TILE = 1024
 """Entries a program of narrow rows takes."""
 MAX_WIDTH = 1 << 17
 """Of a row that is normed: 128 entries a thread of the largest program."""
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_0"])

@@ -24,12 +24,11 @@ from torch import Tensor
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.scan_kernels import scan_decode, scan_slices
 
 MAX_STATE_DIM = 256
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DECODE_TILE = 4096
 """Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
 
