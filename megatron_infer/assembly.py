@@ -476,6 +476,7 @@ def make_runner(
         num_state_slots=sizes.num_state_slots,
         num_host_states=num_host_states,
         dummy_state_slot=sizes.max_requests if shape.state is not None else None,
+        layer_order=adopted.cache_order,
     )
     builder = BatchBuilder(
         device=where,
@@ -492,6 +493,7 @@ def make_runner(
         dtype=dtype,
         scan=chosen.scan,
         states=lambda: store.states,
+        arrival=store.arrival,
         shapes=sizes.graph_shapes,
         gather=chosen.gather,
     )

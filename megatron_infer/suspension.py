@@ -32,6 +32,9 @@ class TagReport:
     """What the tag still occupies now, host copies included."""
     copy_s: float = 0.0
     """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
+    bytes_under_way: int = 0
+    """Of bytes_copied, those whose copies still ran when the command returned: steps wait for them on the device, layer
+    by layer. How long they took is known later (`StateStore.arrived_s`)."""
 
     @property
     def gb_per_s(self) -> float | None:
@@ -65,7 +68,9 @@ class MemoryReport:
         ]
         lines += [
             f"  {tag:<9} freed {_mib(r.bytes_freed):>9}  copied {_mib(r.bytes_copied):>9}  "
-            f"resident {_mib(r.bytes_resident):>9} MiB" + ("" if r.gb_per_s is None else f"  {r.gb_per_s:.1f} GB/s")
+            f"resident {_mib(r.bytes_resident):>9} MiB"
+            + ("" if r.gb_per_s is None else f"  {r.gb_per_s:.1f} GB/s")
+            + (f"  of it under way {_mib(r.bytes_under_way)} MiB" if r.bytes_under_way else "")
             for tag, r in self.tags.items()
         ]
         return "\n".join(lines)
@@ -313,6 +318,7 @@ def _cache_report(done: StoreReport, store: StateStore) -> TagReport:
         bytes_copied=done.bytes_copied,
         bytes_resident=_resident(store),
         copy_s=done.copy_s,
+        bytes_under_way=done.bytes_under_way,
     )
 
 

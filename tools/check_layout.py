@@ -46,6 +46,8 @@ LAYERS: dict[str, int] = {
     "context.modes": 3,
     "context.regions": 3,
     "context.copies": 3,
+    "context.arrival": 3,
+    "context.layer_copy": 3,
     "context.pool_memory": 3,
     "engine": 4,
     "outputs": 4,

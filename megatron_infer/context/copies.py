@@ -1,13 +1,12 @@
 """Copies between a pool on a GPU and pinned host memory, in pieces, so that the bus never waits for the kernels.
 
-    main stream   gather 1 | gather 2 |          | gather 3 |  ...              the caller's: in order with steps
+    steps    gather 1 | gather 2 |          | gather 3 |  ...          the caller's stream: in order with steps
                        \\         \\       free 1 /
-    side stream         copy 1 ------| copy 2 ------| copy 3 ------|            all copies of a pool, in order
+    bus             copy 1 ------| copy 2 ------| copy 3 ------|       all copies of a pool, in order
+                                 \\              \\
+    scatter         (back)     scatter 1 |     scatter 2 |             of a restore: steps need not wait for all of it
 
-Two staging buffers take turns. Back it is the other way round: copy, then scatter. Pieces are whole blocks, every layer
-of them, not layers of all blocks: a place is one run of bytes on the host, so that a swap and an offload share slots,
-and a restore is complete or undone before a step begins. The first step after it could begin earlier by at most its own
-length if layers came one after the other.
+Two staging buffers take turns. What comes back from a swap is scattered among the steps, which have to find it there.
 """
 
 from __future__ import annotations
@@ -15,42 +14,58 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.context.regions.cuda import wait
-from megatron_infer.context.regions.pinned import PinnedPool, machine_share
+from megatron_infer.context.regions.pinned import PinnedPool
+from megatron_infer.forward.device import Device
 
-MAX_INDEX = 8192
-"""Places of a piece at most: their numbers go through pinned memory of this size."""
-NUM_UPLOADS = 8
 NUM_STAGING = 2
 WORD_BYTES = 8
 
 
+class Stream(Enum):
+    """Where work is enqueued."""
+
+    STEPS = "steps"
+    """The caller's current stream."""
+    BUS = "bus"
+    SCATTER = "scatter"
+
+
 class Lane(Protocol):
-    """Two streams of a device. Marks are points on either, to be waited for."""
+    """Three streams of a device. Marks are points on one of them, to be waited for."""
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers on the device, for work on the main stream; nothing waits for the device."""
+        """Numbers on the device, for work behind what STEPS has by now; nothing waits for the device.
+
+        To be kept until that is done, where the work is on another stream.
+        """
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Device memory, [num_bytes] uint8, free for the main stream to use."""
+        """Device memory, [num_bytes] uint8, free for STEPS to use."""
         ...
 
-    def run(self, work: Callable[[], object], *, side: bool) -> None:
-        """Enqueue `work` on the side stream or on the main one, the caller's."""
+    def run(self, work: Callable[[], object], on: Stream) -> None:
+        """Enqueue `work`."""
         ...
 
-    def mark(self, *, side: bool) -> Any:
+    def mark(self, on: Stream) -> Any:
         """Everything enqueued there so far."""
         ...
 
-    def hold(self, mark: Any, *, side: bool) -> None:
+    def hold(self, mark: Any, on: Stream) -> None:
         """What is enqueued there from now on waits for `mark`."""
+        ...
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether the device is past it; does not wait."""
         ...
 
     def seconds(self, first: Any, last: Any) -> float:
@@ -59,50 +74,43 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """The current stream and one of its own."""
+    """The current stream and two of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
-        self._ring = [torch.empty(MAX_INDEX, dtype=torch.int64, pin_memory=True) for _ in range(NUM_UPLOADS)]
-        self._read: list[Any] = [None] * NUM_UPLOADS
-        self._turn = 0
+        self._own = {on: torch.cuda.Stream(device.torch) for on in Stream if on is not Stream.STEPS}
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_UPLOADS
-        if self._read[turn] is not None:
-            self._read[turn].synchronize()  # eight uploads ago
-        staged = self._ring[turn][: len(numbers)]
-        staged.copy_(torch.tensor(numbers, dtype=torch.int64))
-        index = staged.to(self._device, non_blocking=True)
-        self._read[turn] = self.mark(side=False)
-        return index
+        return self._device.stage(np.array(numbers, dtype=np.int64))
 
     def buffer(self, num_bytes: int) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch)
 
-    def run(self, work: Callable[[], object], *, side: bool) -> None:
-        if not side:
+    def run(self, work: Callable[[], object], on: Stream) -> None:
+        if on is Stream.STEPS:
             work()
             return
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._own[on]):
             work()
 
-    def mark(self, *, side: bool) -> Any:
+    def mark(self, on: Stream) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream(side))
+        event.record(self._stream(on))
         return event
 
-    def hold(self, mark: Any, *, side: bool) -> None:
-        self._stream(side).wait_event(mark)
+    def hold(self, mark: Any, on: Stream) -> None:
+        self._stream(on).wait_event(mark)
+
+    def is_done(self, mark: Any) -> bool:
+        return bool(mark.query())
 
     def seconds(self, first: Any, last: Any) -> float:
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def _stream(self, side: bool) -> Any:
-        return self._side if side else torch.cuda.current_stream(self._device)
+    def _stream(self, on: Stream) -> Any:
+        return torch.cuda.current_stream(self._device.torch) if on is Stream.STEPS else self._own[on]
 
 
 @dataclass(slots=True)
@@ -113,7 +121,7 @@ class _Staging:
 
 
 class CopyPipeline:
-    """Moves places of a pool to host slots and back. Calls only enqueue; `finish` waits.
+    """Moves places of a pool to host slots and back. Calls only enqueue.
 
     The current stream must be the same one for every call.
     """
@@ -123,41 +131,43 @@ class CopyPipeline:
         self._staging: list[_Staging] = []
         self._turn = 0
 
-    def save(self, pool_NX: Tensor, places: Sequence[int], slots_SX: Tensor) -> None:
-        """Copy places[i] of the pool into slots_SX[i], host memory."""
-        lane, index = self.lane, self.lane.upload(places)
-        staging, staged_SX = self._next(slots_SX)
+    def save(self, pool_NX: Tensor, index_S: Tensor, slots_SX: Tensor) -> None:
+        """Copy place index_S[i] of the pool into slots_SX[i], host memory; in order with the steps."""
+        lane, (staging, staged_SX) = self.lane, self._next(slots_SX)
         source_NX = words(pool_NX)
-        lane.hold(staging.free, side=False)
-        lane.run(lambda: torch.index_select(source_NX, 0, index, out=words(staged_SX)), side=False)
-        lane.hold(lane.mark(side=False), side=True)
-        lane.run(lambda: slots_SX.copy_(staged_SX, non_blocking=True), side=True)
-        staging.free = lane.mark(side=True)
+        lane.hold(staging.free, Stream.STEPS)
+        lane.run(lambda: torch.index_select(source_NX, 0, index_S, out=words(staged_SX)), Stream.STEPS)
+        lane.hold(lane.mark(Stream.STEPS), Stream.BUS)
+        lane.run(lambda: slots_SX.copy_(staged_SX, non_blocking=True), Stream.BUS)
+        staging.free = lane.mark(Stream.BUS)
 
-    def load(self, slots_SX: Tensor, pool_NX: Tensor, places: Sequence[int]) -> None:
-        """Copy slots_SX[i] into places[i] of the pool."""
-        lane, index = self.lane, self.lane.upload(places)
-        staging, staged_SX = self._next(slots_SX)
+    def load(self, slots_SX: Tensor, pool_NX: Tensor, index_S: Tensor, *, on: Stream = Stream.STEPS) -> None:
+        """Copy slots_SX[i] into place index_S[i] of the pool; `on` scatters."""
+        lane, (staging, staged_SX) = self.lane, self._next(slots_SX)
         target_NX = words(pool_NX)
-        lane.hold(staging.free, side=True)
-        lane.run(lambda: staged_SX.copy_(slots_SX, non_blocking=True), side=True)
-        lane.hold(lane.mark(side=True), side=False)
-        lane.run(lambda: target_NX.index_copy_(0, index, words(staged_SX)), side=False)
-        staging.free = lane.mark(side=False)
+        lane.hold(staging.free, Stream.BUS)
+        lane.run(lambda: staged_SX.copy_(slots_SX, non_blocking=True), Stream.BUS)
+        lane.hold(lane.mark(Stream.BUS), on)
+        lane.run(lambda: target_NX.index_copy_(0, index_S, words(staged_SX)), on)
+        staging.free = lane.mark(on)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Staging buffers for pieces of so many bytes."""
+        if self._staging and self._staging[0].memory_X.nbytes < num_bytes:
+            self.drop_staging()
+        while len(self._staging) < NUM_STAGING:
+            memory_X = self.lane.buffer(1 << (num_bytes - 1).bit_length())  # few sizes: it seldom grows
+            self._staging.append(_Staging(memory_X, self.lane.mark(Stream.STEPS)))
 
     def drop_staging(self) -> None:
-        """Give the staging buffers back, in order with the main stream."""
+        """Give the staging buffers back, in order with the steps."""
         for staging in self._staging:
-            self.lane.hold(staging.free, side=False)
+            self.lane.hold(staging.free, Stream.STEPS)
         self._staging = []
 
     def _next(self, slots_SX: Tensor) -> tuple[_Staging, Tensor]:
         """The staging buffer whose turn it is, and the part of it that is as `slots_SX`."""
-        if self._staging and self._staging[0].memory_X.nbytes < slots_SX.nbytes:
-            self.drop_staging()
-        while len(self._staging) < NUM_STAGING:
-            memory_X = self.lane.buffer(1 << (slots_SX.nbytes - 1).bit_length())  # few sizes: it seldom grows
-            self._staging.append(_Staging(memory_X, self.lane.mark(side=False)))
+        self.make_room(slots_SX.nbytes)
         self._turn = (self._turn + 1) % NUM_STAGING
         staging = self._staging[self._turn]
         return staging, staging.memory_X[: slots_SX.nbytes].view(slots_SX.dtype).view(slots_SX.shape)
@@ -168,14 +178,14 @@ class Stopwatch:
 
     def __init__(self, pipeline: CopyPipeline | None) -> None:
         self._lane = None if pipeline is None else pipeline.lane
-        self._start = time.perf_counter() if self._lane is None else self._lane.mark(side=False)
+        self._start = time.perf_counter() if self._lane is None else self._lane.mark(Stream.STEPS)
 
     def stop(self) -> float:
         """Seconds; waits for the copies."""
         if self._lane is None:
             return time.perf_counter() - self._start
-        self._lane.hold(self._lane.mark(side=False), side=True)
-        return self._lane.seconds(self._start, self._lane.mark(side=True))
+        self._lane.hold(self._lane.mark(Stream.STEPS), Stream.BUS)
+        return self._lane.seconds(self._start, self._lane.mark(Stream.BUS))
 
 
 def make_pipeline(device: torch.device) -> CopyPipeline | None:
@@ -183,7 +193,8 @@ def make_pipeline(device: torch.device) -> CopyPipeline | None:
     if device.type != "cuda":
         return None
     wait(device)  # the device has a context from here on
-    return CopyPipeline(CudaLane(device), PinnedPool(machine_share()))
+    where = Device(device)
+    return CopyPipeline(CudaLane(where), where.pinned)
 
 
 def words(tensor_NX: Tensor) -> Tensor:

@@ -9,16 +9,18 @@ Suffix NX: place-major view of the pool, for blocks [num_blocks, layers, 2, B, K
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_infer.context.copies import MAX_INDEX, CopyPipeline
+from megatron_infer.context.copies import CopyPipeline
 from megatron_infer.context.modes import MappedRegion
-from megatron_infer.context.regions.pinned import PinnedChunk
+from megatron_infer.context.regions.pinned import PinnedRegion
 
+Tick = Callable[[str], None]
+"""Called with what comes next before every piece of work; it may raise to stop there."""
 PIECE_BYTES = 64 << 20
 """What is copied at a time: bounds the staging copy on a device and the time between two looks at a deadline."""
 MAX_CHUNK_BYTES = 8 * PIECE_BYTES
@@ -28,7 +30,8 @@ MAX_WASTE = 1 / 8
 
 @dataclass(slots=True)
 class _Chunk:
-    region: MappedRegion | PinnedChunk
+    region: MappedRegion | PinnedRegion
+    slots_SX: Tensor
     used: set[int] = field(default_factory=set)
 
 
@@ -52,8 +55,6 @@ class HostArena:
         self._slot_shape, self._dtype, self._pipeline = tuple(slot_shape), dtype, pipeline
         self._slots_per_chunk = slots_per_chunk(self.slot_bytes)
         self.slots_per_piece = max(1, PIECE_BYTES // self.slot_bytes)
-        if pipeline is not None:
-            self.slots_per_piece = min(self.slots_per_piece, MAX_INDEX)
         self._chunks: dict[int, _Chunk] = {}
         self._is_reserved = False
 
@@ -75,19 +76,20 @@ class HostArena:
     def save(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
         """Copy places[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
         for begin, end, slots_SX in self._runs(slots, fresh=True):
+            index = device_index(self._pipeline, places[begin:end])
             if self._pipeline is None:
-                index = torch.tensor(places[begin:end], dtype=torch.int64)
                 torch.index_select(pool_NX, 0, index, out=slots_SX)
             else:
-                self._pipeline.save(pool_NX, places[begin:end], slots_SX)
+                self._pipeline.save(pool_NX, index, slots_SX)
 
     def load(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
         """Copy slots[i] into places[i] of the pool, each place once; the slots keep their content."""
         for begin, end, slots_SX in self._runs(slots, fresh=False):
+            index = device_index(self._pipeline, places[begin:end])
             if self._pipeline is None:
-                pool_NX.index_copy_(0, torch.tensor(places[begin:end], dtype=torch.int64), slots_SX)
+                pool_NX.index_copy_(0, index, slots_SX)
             else:
-                self._pipeline.load(slots_SX, pool_NX, places[begin:end])
+                self._pipeline.load(slots_SX, pool_NX, index)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what slots hold, if anything; a chunk that holds nothing more gives its memory back."""
@@ -120,7 +122,7 @@ class HostArena:
             if fresh:
                 chunk.used.update(run)  # type: ignore[union-attr]
             assert chunk is not None and chunk.used.issuperset(run), f"host slots {run} hold nothing that was saved"
-            yield begin, end, chunk.region.tensor[offset : offset + end - begin]
+            yield begin, end, chunk.slots_SX[offset : offset + end - begin]
             begin = end
 
     def _chunk(self, number: int, last_slot: int) -> _Chunk:
@@ -131,12 +133,22 @@ class HostArena:
             size = self._slots_per_chunk
             if self.max_slots is not None:
                 size = min(size, self.max_slots - number * size)
-            shape = (size, *self._slot_shape)
-            if self._pipeline is None:
-                self._chunks[number] = _Chunk(MappedRegion(shape, self._dtype, keep_mapping=False))
-            else:
-                self._chunks[number] = _Chunk(self._pipeline.host.take(shape, self._dtype))
+            region = host_region(self._pipeline, size * self.slot_bytes)
+            slots_SX = region.tensor.view(self._dtype).view(size, *self._slot_shape)
+            self._chunks[number] = _Chunk(region, slots_SX)
         return self._chunks[number]
+
+
+def host_region(pipeline: CopyPipeline | None, num_bytes: int) -> MappedRegion | PinnedRegion:
+    """Host memory for copies of a pool, bytes. Raises MemoryError."""
+    if pipeline is None:
+        return MappedRegion((num_bytes,), torch.uint8, keep_mapping=False)
+    return PinnedRegion(pipeline.host, num_bytes)
+
+
+def device_index(pipeline: CopyPipeline | None, places: Sequence[int]) -> Tensor:
+    """int64, where the pool is."""
+    return torch.tensor(places, dtype=torch.int64) if pipeline is None else pipeline.lane.upload(places)
 
 
 def slots_per_chunk(slot_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
                 copy_out / copy_back                      swap_out / swap_in
     host copy  <-------------------->  pool, by place  <-------------------->  host slots, numbered by their user
-    of a suspend                                                               requests that gave way
+    of a suspend, layer by layer                                               requests that gave way, place by place
 
 A pool has no memory of its own: `bind` says where it is, as long as it is there. Suffix NX: [places, ...].
 """
@@ -12,17 +12,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from megatron_infer.context.copies import CopyPipeline
-from megatron_infer.context.memory import HostArena
+from megatron_infer.context.layer_copy import LayerCopy
+from megatron_infer.context.memory import HostArena, Tick
 from megatron_infer.context.modes import wait
 
-Tick = Callable[[str], None]
-"""Called with what comes next before every piece of work; it may raise to stop there."""
 NUM_TIMINGS = 5
 MOVE_SMOOTHING = 0.3
 
@@ -47,24 +46,26 @@ class PoolMemory:
         self.place_bytes = math.prod(place_shape) * dtype.itemsize
         self._device = device
         self._pool_NX: Tensor | None = None
+        self._layers: Sequence[Sequence[Tensor]] = ()
         self._pipeline = pipeline
         self._swapped = HostArena(place_shape, dtype, pipeline=pipeline, max_slots=num_host_slots)
         self._swapped.reserve()
-        self._offloaded = HostArena(place_shape, dtype, pipeline=pipeline)
+        self._offloaded = LayerCopy(noun, pipeline)
         self._trial = HostArena(place_shape, dtype, pipeline=pipeline, max_slots=1)
-        self._slot_of: dict[int, int] = {}
-        """Place -> slot of the suspend's copy."""
         self.copy_s = 0.0
         """Seconds to move one place to the host or back, as last seen; 0.0: nobody has measured or moved yet."""
 
-    def bind(self, pool_NX: Tensor) -> None:
-        """The pool's memory is there, its content undefined: zero the dummy."""
-        self._pool_NX = pool_NX
+    def bind(self, pool_NX: Tensor, layers: Sequence[Sequence[Tensor]]) -> None:
+        """The pool's memory is there, its content undefined: zero the dummy.
+
+        layers: the same memory as the layers' parts, [places, ...] each.
+        """
+        self._pool_NX, self._layers = pool_NX, layers
         self._zero_dummy()
 
     def unbind(self) -> None:
         """Let go of memory that is given back."""
-        self._pool_NX = None
+        self._pool_NX, self._layers = None, ()
 
     @property
     def pool_NX(self) -> Tensor:
@@ -79,37 +80,38 @@ class PoolMemory:
 
     @property
     def num_kept(self) -> int:
-        return len(self._slot_of)
+        return len(self._offloaded.places)
 
     def kept_bytes(self) -> int:
         """Host memory of the copy."""
         return self._offloaded.resident_bytes()
 
-    def copy_out(self, places: Sequence[int], tick: Tick) -> None:
-        """Copy these places to the host; when it raises, `drop_copy` undoes it."""
-        assert len(set(places)) == len(places), f"{len(places)} {self.noun}, some twice"
-        for first, piece in self._pieces(places):
-            tick(f"copy {self.noun} {first} .. {first + len(piece) - 1} of {len(places)} to the host")
-            self._offloaded.save(range(first, first + len(piece)), self.pool_NX, piece)
-        self._slot_of = {place: slot for slot, place in enumerate(places)}
+    def begin_copy(self, places: Sequence[int]) -> None:
+        """`copy_out` of every layer keeps these; when one raises, `drop_copy` undoes all of it."""
+        self._offloaded.begin(places, self.place_bytes)
+
+    def copy_out(self, layer: int, tick: Tick) -> None:
+        """Copy a layer of the places to the host."""
+        self._offloaded.save(layer, self._layers[layer], tick)
 
     def check_kept(self, keep: Set[int]) -> None:
         """Assert that the copy has all of `keep`."""
-        lost = keep - self._slot_of.keys()
+        lost = keep - set(self._offloaded.places)
         assert not lost, (
             f"{self.noun} {sorted(lost)[:8]} ({len(lost)} in all) were not offloaded: their content is gone"
         )
 
-    def copy_back(self, keep: Set[int], tick: Tick) -> None:
-        """Copy the places in `keep` back to where they were; the copy stays until `drop_copy`."""
-        places = [place for place in self._slot_of if place in keep]
-        for first, piece in self._pieces(places):
-            tick(f"copy {self.noun} {first} .. {first + len(piece) - 1} of {len(places)} from the host")
-            self._offloaded.load([self._slot_of[place] for place in piece], self.pool_NX, piece)
+    def begin_return(self, keep: Set[int]) -> None:
+        """`copy_back` of every layer brings these back; the copy stays until `drop_copy`."""
+        self._offloaded.choose(keep)
+
+    def copy_back(self, layer: int, tick: Tick) -> None:
+        """Copy a layer of the places to where it was; with a pipeline Stream.SCATTER has it last."""
+        self._offloaded.load(layer, self._layers[layer], tick)
 
     def drop_copy(self) -> None:
+        """No copy may be under way."""
         self._offloaded.clear()
-        self._slot_of = {}
 
     # ------------------------------------------------------------------ host slots
 
@@ -169,7 +171,3 @@ class PoolMemory:
 
     def _on_device(self, places: Sequence[int]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self._device)
-
-    def _pieces(self, places: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
-        size = self._offloaded.slots_per_piece
-        return ((first, places[first : first + size]) for first in range(0, len(places), size))

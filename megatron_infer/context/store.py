@@ -5,7 +5,8 @@
                                                      <------------------------------  restore(keep): the rest undefined
                                                       release(): nothing is left
 
-One region, so that its memory goes and comes back whole or not at all.
+One region, so that its memory goes and comes back whole or not at all. What was in it goes and comes layer by layer, in
+the order in which steps use them: with a pipeline (CUDA) `restore` returns while the copies run, see `context.arrival`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_infer.context.arrival import Arrival
 from megatron_infer.context.copies import CopyPipeline, Stopwatch, make_pipeline
 from megatron_infer.context.layout import StateShape
+from megatron_infer.context.memory import Tick
 from megatron_infer.context.modes import make_region, wait
-from megatron_infer.context.pool_memory import PoolMemory, Tick
+from megatron_infer.context.pool_memory import PoolMemory
 from megatron_infer.context.store_content import PoolContent
 from megatron_infer.context.store_layout import StateTensors as StateTensors
 from megatron_infer.context.store_layout import StoreLayout
@@ -43,7 +46,9 @@ class StoreReport:
     num_states: int
     """Recurrent states copied."""
     copy_s: float
-    """Seconds of `seconds` in which they were copied, by the device's clock where it is not the CPU."""
+    """Seconds in which they were copied, by the device's clock where it is not the CPU; 0.0: see bytes_under_way."""
+    bytes_under_way: int = 0
+    """Of bytes_copied, when `seconds` were over; how long they take is `PoolContent.arrived_s` later."""
 
 
 class StateStore(PoolContent):
@@ -72,9 +77,11 @@ class StateStore(PoolContent):
         num_state_slots: int = 0,
         num_host_states: int = 0,
         dummy_state_slot: int | None = None,
+        layer_order: Sequence[str] | None = None,
     ) -> None:
         """num_layers: attention layers, 0 or more. spill_bytes: of unified memory, what may lie beyond the device's.
-        dummy_state_slot: the slot that padding may write to."""
+        dummy_state_slot: the slot that padding may write to. layer_order: "blocks" for an attention layer, "states" for
+        a Mamba layer, as a step comes to them; None: attention first."""
         self._layout = layout = StoreLayout(
             kv_shape=(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim),
             dtype=dtype,
@@ -86,6 +93,10 @@ class StateStore(PoolContent):
         self.dummy_block = num_blocks - 1
         self.block_bytes = layout.block_bytes
         self.state, self.num_state_slots = state, num_state_slots
+        num_mixers = 0 if state is None else state.num_layers
+        in_order = ["blocks"] * num_layers + ["states"] * num_mixers if layer_order is None else layer_order
+        assert (in_order.count("blocks"), in_order.count("states")) == (num_layers, num_mixers), in_order
+        self._order = [(kind, in_order[:i].count(kind)) for i, kind in enumerate(in_order)]
         self._device, pipeline = device, make_pipeline(device)
         kv, states = None, None
         if self.block_bytes:
@@ -139,6 +150,7 @@ class StateStore(PoolContent):
         """Give the pools' memory back; all content is lost. Raises what `tick` raises, then nothing is."""
         start, before = time.perf_counter(), self._pool_memory_bytes()
         self._check_held()
+        self._finish_arrival()
         tick("release the cache")
         self._region.release()
         self._unbind()
@@ -151,10 +163,15 @@ class StateStore(PoolContent):
         """
         start, before = time.perf_counter(), self._pool_memory_bytes()
         self._check_held()
+        self._finish_arrival()
+        work = self._places(blocks, state_slots)
         try:
             watch = Stopwatch(self._pipeline)
-            for pool, places in self._places(blocks, state_slots):
-                pool.copy_out(places, tick)
+            for pool, places in work.values():
+                pool.begin_copy(places)
+            for kind, layer in self._order:
+                if kind in work:
+                    work[kind][0].copy_out(layer, tick)
             copy_s = watch.stop()
             self._drop_staging()
             wait(self._device)
@@ -162,6 +179,7 @@ class StateStore(PoolContent):
             self._region.release()
         except BaseException:
             self._drop_staging()
+            wait(self._device)  # nothing reads or writes what is given back here
             for pool in self._pools:
                 pool.drop_copy()
             raise
@@ -172,6 +190,7 @@ class StateStore(PoolContent):
     def drop_copy(self) -> int:
         """Give up what an offload kept on the host -> bytes given back; the next restore brings empty pools."""
         before = self.host_bytes()
+        self._finish_arrival()
         for pool in self._pools:
             pool.drop_copy()
         return before - self.host_bytes()
@@ -180,32 +199,30 @@ class StateStore(PoolContent):
         """Memory for the pools again, the dummies zeroed, offloaded blocks in `keep` and states in `keep_states` as
         they were; the rest of the pools is undefined, the rest of the host copy is dropped.
 
-        Whatever raises on the way (`tick`, MemoryError, torch.OutOfMemoryError) leaves it released with its host copy:
-        try again.
+        With a pipeline the copies may still run afterwards: on the device, whoever uses a layer comes behind its
+        arrival. Whatever raises on the way (`tick`, MemoryError, torch.OutOfMemoryError) leaves it released with its
+        host copy: try again.
         """
         assert self.is_released, "the cache is not released"
         work = self._places(keep, keep_states)
-        for pool, places in work:
+        for pool, places in work.values():
             pool.check_kept(set(places))
         start, before = time.perf_counter(), self._pool_memory_bytes()
         tick("allocate the cache")
         self._region.restore()
         try:
             self._bind()
-            watch = Stopwatch(self._pipeline)
-            for pool, places in work:
-                pool.copy_back(set(places), tick)
-            copy_s = watch.stop()
-            self._drop_staging()
-            wait(self._device)
+            copy_s = self._bring_back(work, tick)
         except BaseException:
+            self._arrival = None
             self._drop_staging()
+            wait(self._device)  # nothing writes to what is given back here
             self._region.release()
             self._unbind()
             raise
-        for pool in self._pools:
-            pool.drop_copy()
-        self.trim_host()
+        if self._arrival is not None and self._arrival.is_done():
+            self._finish_arrival()
+            copy_s = self.arrived_s or 0.0
         num_blocks, num_states = (len(keep) if self._blocks else 0), len(keep_states)
         return self._report(start, before, num_blocks=num_blocks, num_states=num_states, copy_s=copy_s)
 
@@ -227,27 +244,44 @@ class StateStore(PoolContent):
         with torch.inference_mode(False):  # they outlive the step that may be running
             if self._states is not None and self.state is not None:
                 slots_SX = self._layout.slots(region)
-                self._states.bind(slots_SX.view(torch.int64))
+                self._states.bind(slots_SX.view(torch.int64), self._layout.state_layers(slots_SX))
                 self._state_tensors = StateTensors(slots_SX, self.state)
             cache = self._layout.cache(region)
             if self._blocks is not None:
-                self._blocks.bind(movable(cache).permute(2, 0, 1, 3, 4, 5))
+                content = movable(cache)
+                self._blocks.bind(content.permute(2, 0, 1, 3, 4, 5), self._layout.block_layers(content))
             self._kv_cache = cache
 
-    def _drop_staging(self) -> None:
-        """The device memory that copies took on the way is torch's again."""
-        if self._pipeline is not None:
-            self._pipeline.drop_staging()
+    def _bring_back(self, work: dict[str, tuple[PoolMemory, list[int]]], tick: Tick) -> float:
+        """Copy the host copy back -> seconds it took; 0.0 with a pipeline, which has then only begun."""
+        start, arrival = time.perf_counter(), None
+        for pool, places in work.values():
+            pool.begin_return(set(places))
+        if self._pipeline is not None and any(places for _, places in work.values()):
+            assert self._kv_cache is not None
+            arrival = Arrival(self._pipeline.lane, self._kv_cache, self._state_tensors)
+        for layer in self._order:
+            if layer[0] in work and work[layer[0]][1]:
+                work[layer[0]][0].copy_back(layer[1], tick)
+                if arrival is not None:
+                    arrival.landed(layer)
+        if arrival is not None:
+            self._arrival, self.arrived_s = arrival, None
+            return 0.0
+        for pool in self._pools:
+            pool.drop_copy()
+        self.arrived_s = time.perf_counter() - start
+        return self.arrived_s
 
     def _unbind(self) -> None:
         self._kv_cache = self._state_tensors = None
         for pool in self._pools:
             pool.unbind()
 
-    def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> list[tuple[PoolMemory, list[int]]]:
-        """Which places of which pool; blocks and states without memory are left out."""
+    def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> dict[str, tuple[PoolMemory, list[int]]]:
+        """Which places of which pool, by its noun; blocks and states without memory are left out."""
         both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
-        return [(pool, places) for pool, places in both if pool is not None]
+        return {pool.noun: (pool, places) for pool, places in both if pool is not None}
 
     def _pool_memory_bytes(self) -> int:
         """Bytes taken of the memory that the pools are in."""
@@ -257,14 +291,16 @@ class StateStore(PoolContent):
     def _report(
         self, start: float, before: int, *, num_blocks: int = 0, num_states: int = 0, copy_s: float = 0.0
     ) -> StoreReport:
+        num_bytes = num_blocks * self.block_bytes + num_states * self._layout.state_bytes
         return StoreReport(
             seconds=time.perf_counter() - start,
-            bytes_copied=num_blocks * self.block_bytes + num_states * self._layout.state_bytes,
+            bytes_copied=num_bytes,
             bytes_freed=before - self._pool_memory_bytes(),
             bytes_resident=self._region.resident_bytes(),
             num_blocks=num_blocks,
             num_states=num_states,
             copy_s=copy_s,
+            bytes_under_way=0 if self._arrival is None else num_bytes,
         )
 
 

@@ -1,6 +1,9 @@
 """What the pools hold: read, written and moved, as long as they have memory. `context.store` says when that is.
 
 pool  <-- run_moves -->  host slots: blocks and states of evicted requests while the pool is in use
+
+While a restore is under way everything here comes, on the device, behind all of it; a step alone asks layer by layer
+(see `arrival`).
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_infer.context.copies import MAX_INDEX, CopyPipeline
+from megatron_infer.context.arrival import Arrival
+from megatron_infer.context.copies import CopyPipeline
 from megatron_infer.context.host import Move
+from megatron_infer.context.memory import device_index
 from megatron_infer.context.pool_memory import PoolMemory
 from megatron_infer.errors import StateReleased
 from megatron_infer.kernels.kv_rounding import movable
-
-MAX_PAIRS = MAX_INDEX // 2
 
 
 class PoolContent:
@@ -27,14 +30,48 @@ class PoolContent:
         self._pools = [pool for pool in (blocks, states) if pool is not None]
         self._kv_cache: Tensor | None = None
         """None while the pools have no memory."""
+        self._arrival: Arrival | None = None
+        """A restore whose copies may still run."""
+        self.arrived_s: float | None = None
+        """Seconds that the copies of the last restore took, by the device's clock where it is not the CPU; None while
+        they may still run, and before any."""
 
     @property
     def kv_cache(self) -> Tensor:
         """[layers, 2, num_blocks, B, K, H]. Raises StateReleased between release (or offload) and restore."""
-        cache = self._kv_cache
-        if cache is None:
-            raise _away(self._pools)
-        return cache
+        self._check_held()
+        assert self._kv_cache is not None
+        return self._kv_cache
+
+    def arrival(self) -> Arrival | None:
+        """Layers that what comes next on the device has to wait for, each before it is used; None: all are there.
+
+        Does not wait; what only the restore needed is let go of once it is done.
+        """
+        if self._arrival is None:
+            return None
+        if self._arrival.is_done():
+            self._finish_arrival()
+            return None
+        return None if self._arrival.is_awaited else self._arrival
+
+    def _finish_arrival(self) -> None:
+        """Wait for a restore that is under way; its host copy is let go of."""
+        arrival = self._arrival
+        if arrival is None:
+            return
+        self.arrived_s = arrival.finish()
+        arrival.await_all()
+        self._drop_staging()
+        for pool in self._pools:
+            pool.drop_copy()
+        self._arrival = None
+        self.trim_host()
+
+    def _drop_staging(self) -> None:
+        """The device memory that copies took on the way is torch's again."""
+        if self._pipeline is not None:
+            self._pipeline.drop_staging()
 
     @property
     def is_released(self) -> bool:
@@ -115,13 +152,11 @@ class PoolContent:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
-        cache = movable(self.kv_cache)
         if not pairs or self._blocks is None:
             return
-        for first in range(0, len(pairs), MAX_PAIRS):
-            piece = [number for pair in pairs[first : first + MAX_PAIRS] for number in pair]
-            index = torch.tensor(piece) if self._pipeline is None else self._pipeline.lane.upload(piece)
-            cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
+        cache = movable(self.kv_cache)
+        index = device_index(self._pipeline, [number for pair in pairs for number in pair])
+        cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
 
     def read_states(self, slots: Sequence[int]) -> Tensor:
         """A copy of state slots on the host, bytes [len(slots), slot_bytes]."""
@@ -139,8 +174,11 @@ class PoolContent:
             self._state_pool().copy(pairs)
 
     def _check_held(self) -> None:
+        """The pools have memory, and whoever uses it now on the device finds all that is to come back."""
         if self._kv_cache is None:
             raise _away(self._pools)
+        if self._arrival is not None:
+            self._arrival.await_all()
 
     def _state_pool(self) -> PoolMemory:
         self._check_held()

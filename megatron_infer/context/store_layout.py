@@ -63,6 +63,19 @@ class StoreLayout:
         """The state slots in the region, bytes [slots, slot_bytes]."""
         return region_X[self.state_start : self.num_bytes].view(self.num_state_slots, self.state_bytes)
 
+    def block_layers(self, cache: Tensor) -> list[list[Tensor]]:
+        """The cache by layer, one part [num_blocks, 2, B, K, H] each."""
+        return [[layer.transpose(0, 1)] for layer in cache]
+
+    def state_layers(self, slots_SX: Tensor) -> list[list[Tensor]]:
+        """The slots' bytes by Mamba layer, in two parts, [slots, bytes] each; what pads them goes with the last."""
+        state = self.state
+        assert state is not None
+        conv = _edges(state.num_layers, 0, state.conv_bytes, state.conv_shape, state.conv_dtype)
+        ssm = _edges(state.num_layers, state.conv_bytes, state.slot_bytes, state.ssm_shape, state.ssm_dtype)
+        pairs = zip(conv, ssm, strict=True)
+        return [[slots_SX[:, first:last] for first, last in pair] for pair in pairs]
+
     def ranges(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(begin, end) of these blocks' and states' bytes; neighbours as one."""
         num_lanes = self.kv_shape[0] * 2
@@ -88,6 +101,13 @@ class StateTensors:
     def layer(self, number: int) -> LayerStates:
         """The states of Mamba layer `number`, counted among the Mamba layers of this rank."""
         return self._layers[number]
+
+
+def _edges(num_layers: int, start: int, stop: int, shape: Sequence[int], dtype: str) -> list[tuple[int, int]]:
+    """(first, last) byte of each layer's part between start and stop."""
+    size = math.prod(shape) * getattr(torch, dtype).itemsize
+    first = [start + layer * size for layer in range(num_layers)]
+    return list(zip(first, [*first[1:], stop], strict=True))
 
 
 def _typed(slots_SX: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.context.arrival import Arrival
 from megatron_infer.context.store import StateTensors
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.row_tensors import RowTensors
@@ -107,6 +109,23 @@ class Batch:
         return hidden_1TD.squeeze(0).index_select(0, self.sample_token_S)
 
 
+@dataclass(slots=True)
+class ArrivingBatch(Batch):
+    """A step that begins while the cache comes back: each layer waits, on the device, for what is its own."""
+
+    arrival: Arrival | None = None
+
+    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        assert self.arrival is not None
+        self.arrival.await_layer(("blocks", layer))
+        return Batch.attend(self, layer, q_TKGH, k_TKH, v_TKH, spec)
+
+    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
+        assert self.arrival is not None
+        self.arrival.await_layer(("states", layer))
+        return Batch.ssm(self, layer, xBC_TC, dt_TH, weights, spec)
+
+
 class Rotations:
     """cos and sin of every position in the activation dtype, on the device."""
 
@@ -150,7 +169,9 @@ class BatchBuilder:
     """Turns plans into batches; owns the block-table and token-pool mirrors on the device.
 
     kv_cache and states are asked for at each step: a suspend may have moved them since. A sequence's row is also
-    its state slot, so the step's table rows are all that a scan needs to find its states.
+    its state slot, so the step's table rows are all that a scan needs to find its states. While a resume's copies run
+    a step that is not padded takes the cache layer by layer; a graph has no place to wait in, so that its step comes
+    behind all of them.
     """
 
     def __init__(
@@ -170,6 +191,7 @@ class BatchBuilder:
         dtype: torch.dtype,
         scan: ScanBackend | None = None,
         states: Callable[[], StateTensors | None] = lambda: None,
+        arrival: Callable[[], Arrival | None] = lambda: None,
         shapes: Sequence[GraphShape] = (),
         gather: Gather = torch_gather,
     ) -> None:
@@ -191,6 +213,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
         self._scan, self._states, self._gather = scan, states, gather
+        self._arrival = arrival
         self._device = device
         self._rotations = Rotations(device, dtype, max_sequence_length)
         self._rotations.set(rotary)
@@ -228,11 +251,12 @@ class BatchBuilder:
         except BaseException:
             self._step_rows.forget()
             raise
-        first_slice = written.views.size.num_decode
+        first_slice, arrival = written.views.size.num_decode, self._arrival()
+        captures = _captures(plan, first_slice)
         if shape is not None:
-            batch = self._batch(replace(self._static_meta(shape), captures=_captures(plan, first_slice)), written.views)
+            batch = self._batch(replace(self._static_meta(shape), captures=captures), written.views)
         else:
-            batch = self._batch(self._meta(written.views, captures=_captures(plan, first_slice)), written.views)
+            batch = self._batch(self._meta(written.views, captures=captures), written.views, arrival)
         batch.sampled = plan.sampled
         batch.sample_rows, batch.sample_positions = written.sample_rows, written.sample_positions
         if shape is None:
@@ -308,10 +332,11 @@ class BatchBuilder:
             **fields,
         )
 
-    def _batch(self, meta: StepMetadata, views: StepViews) -> Batch:
+    def _batch(self, meta: StepMetadata, views: StepViews, arrival: Arrival | None = None) -> Batch:
         """Without what `derive` fills in, and with nobody's samples."""
         mirror = views.mirror
-        return Batch(
+        make: Callable[..., Batch] = Batch if arrival is None else partial(ArrivingBatch, arrival=arrival)
+        return make(
             meta=meta,
             views=views,
             token_ids_T=None,  # type: ignore[arg-type]
@@ -323,9 +348,9 @@ class BatchBuilder:
             sample_positions=_NO_POSITIONS,
             ops=self._ops,
             attention=self._attention,
-            kv_cache=self._kv_cache(),
+            kv_cache=self._kv_cache() if arrival is None else arrival.kv_cache,
             scan=self._scan,
-            states=self._states(),
+            states=self._states() if arrival is None else arrival.states,
             max_sequence_length=self.rows.max_sequence_length,
         )
 

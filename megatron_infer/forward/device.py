@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.context.regions.pinned import Lent, PinnedPool
 from megatron_infer.errors import ConfigError
-from megatron_infer.forward.pinned import Lent, PinnedPool
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """glibc's; freed tensors below its mmap threshold stay with the process without it."""
@@ -46,7 +46,7 @@ class Device:
             self.torch = torch.device("cuda", torch.cuda.current_device())
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""
-        self.pinned = PinnedPool(_pinned_buffer, lambda: self.event("upload"))
+        self.pinned = PinnedPool(lambda: self.event("upload"))
         """Page-locked memory that copies from and to a GPU go through."""
 
     def take_thread(self) -> None:
@@ -203,11 +203,6 @@ class HostRead:
                 self._device.pinned.give_back(self._lent)
                 self._lent = None
         return self._tensors
-
-
-def _pinned_buffer(num_bytes: int) -> Tensor:
-    with torch.inference_mode(False):  # it outlives the step that may be running
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def choose_dtype(name: str, device: Device) -> torch.dtype:

@@ -101,6 +101,9 @@ class AdoptedModel:
         self._mixers = [(f"{plan.name}.mixer", plan.mixer) for plan in layers if plan.mixer is not None]
         self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
         """Mamba layers of this rank, in order."""
+        kinds = [("blocks", plan.attention) for plan in layers], [("states", plan.mixer) for plan in layers]
+        self.cache_order = [kind for both in zip(*kinds, strict=True) for kind, part in both if part is not None]
+        """What the layers that keep something keep, in the order in which a step comes to them."""
         self.is_first_stage: bool = live.pre_process
         """It embeds tokens; the others take in what the stage before hands on."""
         self.is_last_stage: bool = live.post_process

@@ -32,14 +32,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from megatron_infer import assembly, graph_setup
 from megatron_infer.context import modes, pool_memory
 from megatron_infer.context import store as store_module
-from megatron_infer.context.copies import CopyPipeline
-from megatron_infer.context.regions.pinned import PinnedPool as IdlePins
+from megatron_infer.context.copies import CopyPipeline, Stream
+from megatron_infer.context.regions.pinned import PinnedPool
 from megatron_infer.forward.device import Device, HostRead
 from megatron_infer.forward.graph_replay import READING, asks
 from megatron_infer.forward.graphs import CudaRecorder
-from megatron_infer.forward.pinned import PinnedPool
 
-MAIN, SIDE = 0, 1
+MAIN, SIDE, SCATTER = STREAMS = 0, 1, 2
+ON = {Stream.STEPS: MAIN, Stream.BUS: SIDE, Stream.SCATTER: SCATTER}
 PATIENCE = 50
 """Looks at an event between which the host enqueues nothing."""
 
@@ -50,16 +50,16 @@ class LateGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, keeps_up: float = 0.0) -> None:
         """keeps_up: how likely it is that a call lets the device go on a bit."""
         self.rng, self.keeps_up = random.Random(seed), keeps_up
-        self.queues: tuple[deque, deque] = (deque(), deque())
+        self.queues: tuple[deque, ...] = (deque(), deque(), deque())
         """Calls, and marks (stream, count) to be waited for."""
-        self.enqueued, self.done = [0, 0], [0, 0]
+        self.enqueued, self.done = [0, 0, 0], [0, 0, 0]
         self.stream = MAIN
         self.captured: Tape | None = None
         self.counts: Counter[str] = Counter()
         """What happened: calls, flushes, unknown shapes, replays."""
         self.furthest = 0
         """The most calls the device ever was behind."""
-        self._asked, self._asked_at = 0, [0, 0]
+        self._asked, self._asked_at = 0, [0, 0, 0]
         self._quiet = True
         self._host: dict[int, Any] = {}
         """Storage of the host -> what keeps it alive."""
@@ -77,7 +77,7 @@ class LateGpu:
         self.counts["calls"] += 1
         self.furthest = max(self.furthest, len(self.queues[self.stream]))
         if self.keeps_up and self.rng.random() < self.keeps_up:
-            which = self.rng.choice((MAIN, SIDE))
+            which = self.rng.choice(STREAMS)
             self.reach(which, min(self.enqueued[which], self.done[which] + self.rng.randint(1, 40)))
 
     def mark(self, stream: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class LateGpu:
     def flush(self) -> None:
         assert self.captured is None, "the host waits while a graph is captured"
         self.counts["flushes"] += 1
-        for stream in (MAIN, SIDE):
+        for stream in STREAMS:
             self.reach(stream, self.enqueued[stream])
 
     # ------------------------------------------------------------------ who is asked
@@ -258,7 +258,7 @@ class LateDevice(Device):
     def __init__(self, gpu: LateGpu) -> None:
         super().__init__("cpu")
         self._gpu, self.is_cuda = gpu, True
-        self.pinned = PinnedPool(gpu.pinned, lambda: self.event("upload"))
+        self.pinned = PinnedPool(lambda: self.event("upload"), pin=gpu.pinned)
 
     def check_there(self) -> None:
         """It is, whatever torch was built for."""
@@ -328,7 +328,7 @@ class LateGraph:
 
 
 class LateLane:
-    """context.copies.Lane: copies to pinned memory on the side stream."""
+    """context.copies.Lane."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu = gpu
@@ -341,18 +341,22 @@ class LateLane:
         with self._gpu.aside(), torch.inference_mode(False):
             return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
 
-    def run(self, work: Callable[[], object], *, side: bool) -> None:
-        with _on_stream(self._gpu, SIDE if side else MAIN):
+    def run(self, work: Callable[[], object], on: Stream) -> None:
+        with _on_stream(self._gpu, ON[on]):
             if self._gpu.is_quiet:
                 self._gpu.enqueue(work)
             else:
                 work()
 
-    def mark(self, *, side: bool) -> Any:
-        return self._gpu.mark(SIDE if side else MAIN)
+    def mark(self, on: Stream) -> Any:
+        return self._gpu.mark(ON[on])
 
-    def hold(self, mark: Any, *, side: bool) -> None:
-        self._gpu.hold(SIDE if side else MAIN, mark)
+    def hold(self, mark: Any, on: Stream) -> None:
+        assert self._gpu.captured is None, "a graph would wait for it at every replay"
+        self._gpu.hold(ON[on], mark)
+
+    def is_done(self, mark: Any) -> bool:
+        return self._gpu.done[mark[0]] >= mark[1]
 
     def seconds(self, first: Any, last: Any) -> float:
         self._gpu.reach(*last)
@@ -397,7 +401,7 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(assembly, "Device", lambda name: LateDevice(gpu))
     monkeypatch.setattr(graph_setup, "make_recorder", CudaRecorder)
-    pins = IdlePins(1 << 20, pin=gpu.pinned, unpin=lambda: None)
+    pins = PinnedPool(lambda: LateEvent(gpu), keep_bytes=1 << 20, pin=gpu.pinned, unpin=lambda: None)
     monkeypatch.setattr(store_module, "make_pipeline", lambda where: CopyPipeline(LateLane(gpu), pins))
     for module in (modes, store_module, pool_memory):
         monkeypatch.setattr(module, "wait", lambda where: gpu.flush())

@@ -1,4 +1,4 @@
-"""Copies in two streams arrive as if there were one, in whatever order a device would run them.
+"""Copies in three streams arrive as if there were one, in whatever order a device would run them.
 
 The stand-in of a device keeps what is enqueued on each stream and carries it out as late as it may, in a random order
 that the marks allow.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
 
 import pytest
 import torch
+from store_case import RandomMoves, cut_pieces, quiet
 from suspend_case import MODES, make_engine, workload
 
-from megatron_infer.context import copies, memory
+from megatron_infer.context import copies
 from megatron_infer.context import store as store_module
-from megatron_infer.context.copies import CopyPipeline, words
-from megatron_infer.context.memory import HostArena
-from megatron_infer.context.regions.pinned import MIN_BYTES, PinnedPool
+from megatron_infer.context.copies import CopyPipeline, Stream, words
+from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion
 from megatron_infer.context.store import StateStore
+from megatron_infer.forward.device import Device
 from megatron_infer.testing.tiny import tiny_gpt
 
 CPU = torch.device("cpu")
@@ -28,25 +30,31 @@ class Streams:
     """Two queues. A mark is (which, how many entries were before it); an entry that holds is a mark."""
 
     def __init__(self, seed):
-        self.rng = random.Random(seed)
-        self.queues, self.done, self.num_holds = {False: [], True: []}, {False: 0, True: 0}, 0
+        self.rng, self.num_holds = random.Random(seed), 0
+        self.queues, self.done = {on: [] for on in Stream}, dict.fromkeys(Stream, 0)
+        self.steps_are_now = False
+        """What torch is asked for directly counts as the steps' stream: nothing of that may be left behind."""
 
     def upload(self, numbers):
-        assert len(numbers) <= copies.MAX_INDEX
         return torch.tensor(numbers, dtype=torch.int64)
 
     def buffer(self, num_bytes):
         return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
 
-    def run(self, work, *, side):
-        self.queues[side].append(work)
+    def run(self, work, on):
+        self.queues[on].append(work)
+        self._keep_up()
 
-    def mark(self, *, side):
-        return side, len(self.queues[side])
+    def mark(self, on):
+        return on, len(self.queues[on])
 
-    def hold(self, mark, *, side):
+    def hold(self, mark, on):
         self.num_holds += 1
-        self.queues[side].append(mark)
+        self.queues[on].append(mark)
+        self._keep_up()
+
+    def is_done(self, mark):
+        return self.done[mark[0]] >= mark[1]
 
     def seconds(self, first, last):
         self.wait()
@@ -54,28 +62,50 @@ class Streams:
 
     def wait(self):
         """Carry everything out."""
-        while True:
-            able = [side for side in (False, True) if self._is_able(side)]
+        self.go_on(lambda: False)
+        assert all(self.done[on] == len(queue) for on, queue in self.queues.items()), "the streams wait for each other"
+
+    def go_on(self, is_enough):
+        """As much as is needed, in any order that the marks allow."""
+        while not is_enough():
+            able = [on for on in Stream if self._is_able(on)]
             if not able:
                 break
-            side = self.rng.choice(able)
-            entry = self.queues[side][self.done[side]]
-            self.done[side] += 1
+            on = self.rng.choice(able)
+            entry = self.queues[on][self.done[on]]
+            self.done[on] += 1
             if callable(entry):
                 entry()
-        assert all(self.done[side] == len(queue) for side, queue in self.queues.items()), (
-            "the streams wait for each other"
-        )
 
-    def _is_able(self, side):
-        if self.done[side] == len(self.queues[side]):
+    def _keep_up(self):
+        if self.steps_are_now:
+            self.go_on(lambda: self.done[Stream.STEPS] == len(self.queues[Stream.STEPS]))
+
+    def _is_able(self, on):
+        if self.done[on] == len(self.queues[on]):
             return False
-        entry = self.queues[side][self.done[side]]
+        entry = self.queues[on][self.done[on]]
         return callable(entry) or self.done[entry[0]] >= entry[1]
+
+
+class Passed:
+    """An event of copies that are done at once."""
+
+    def record(self):
+        pass
+
+    def is_done(self):
+        return True
+
+    def wait(self):
+        pass
 
 
 class Pins:
     """Pinned memory that is plain, and counted."""
+
+    def pool(self, keep_bytes):
+        return PinnedPool(Passed, keep_bytes=keep_bytes, pin=self.pin, unpin=self.unpin)
 
     def __init__(self):
         self.num_pinned, self.num_unpins, self.forbidden = 0, 0, False
@@ -96,7 +126,7 @@ def device(monkeypatch):
 
     def make(where):
         lanes.append(Streams(len(lanes)))
-        return CopyPipeline(lanes[-1], PinnedPool(1 << 20, pin=pins.pin, unpin=pins.unpin))
+        return CopyPipeline(lanes[-1], pins.pool(1 << 20))
 
     def wait(where):
         for lane in lanes:
@@ -110,8 +140,7 @@ def device(monkeypatch):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Three of `make_store`'s blocks to a piece and a chunk."""
-    monkeypatch.setattr(memory, "PIECE_BYTES", 3 * 3 * 2 * 4 * 2 * 8 * 4)
-    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+    cut_pieces(monkeypatch, 3 * 3 * 2 * 4 * 2 * 8 * 4)
 
 
 def make_store(num_blocks=24, slots=0):
@@ -129,86 +158,115 @@ def make_store(num_blocks=24, slots=0):
     )
 
 
-def quiet(what):
-    pass
+BLOCKS = random.Random(1).sample(range(23), 17)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_offloaded_blocks_come_back_through_two_streams(seed, device, small_pieces):
-    (lanes, _, _), store = device, make_store()
-    lanes[0].rng.seed(seed)
-    store.kv_cache.normal_()
-    blocks = random.Random(seed).sample(range(23), 17)
-    before = store.kv_cache.clone()
-    away = store.offload(blocks, quiet)
-    assert lanes[0].num_holds > 2 * 5, "six pieces, each waits for its gather and for its staging buffer"
-    back = store.restore(set(blocks), quiet)
-    assert torch.equal(store.kv_cache[:, :, blocks], before[:, :, blocks])
-    assert away.copy_s == back.copy_s == 0.5, "by the device's clock"
-    assert store.host_bytes() == 0
+def test_offloaded_blocks_come_back_while_steps_wait_for_one_layer_after_the_other(device, small_pieces):
+    lanes, _, wait = device
+    early = []
+    for seed in range(20):
+        store = make_store()
+        lane = lanes[-1]
+        lane.rng.seed(seed)
+        store.kv_cache.normal_()
+        before = store.kv_cache.clone()
+        away = store.offload(BLOCKS, quiet)
+        assert away.copy_s == 0.5 and away.bytes_under_way == 0, "by the device's clock"
+        back = store.restore(set(BLOCKS), quiet)
+        assert back.bytes_copied == back.bytes_under_way == away.bytes_copied and back.copy_s == 0.0
+        arrival, seen = store.arrival(), []
+        for layer in range(3):
+            arrival.await_layer(("blocks", layer))
+            content = arrival.kv_cache[layer]
+            lane.run(partial(lambda to, layer: to.append(layer[:, BLOCKS].clone()), seen, content), Stream.STEPS)
+        assert arrival.is_awaited and store.arrival() is None, "what comes next need not ask"
+        lane.go_on(lambda seen=seen: seen)
+        early.append(not arrival.is_done())
+        assert (store.host_bytes() and store.arrived_s is None) or not early[-1]
+        wait(CPU)
+        assert store.arrival() is None and store.arrived_s == 0.5 and store.host_bytes() == 0
+        assert torch.equal(torch.stack(seen), before[:, :, BLOCKS])
+    assert any(early), "the first layer is used while others are still on their way"
+
+
+USES = {
+    "read": lambda store: store.read_blocks(BLOCKS).permute(1, 2, 0, 3, 4, 5),
+    "swap": lambda store: store.run_moves([("out", BLOCKS[0], 0), ("in", 23, 0)]),
+    "copy": lambda store: store.copy_blocks([(BLOCKS[0], 23)]),
+    "suspend": lambda store: store.restore(set(BLOCKS), quiet) if store.offload(BLOCKS, quiet) else None,
+    "tensor": lambda store: store.kv_cache,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whatever_else_looks_at_the_cache_finds_all_of_it(use, device, small_pieces):
+    lanes, _, wait = device
+    for seed in range(5):
+        store = make_store(25, slots=1)
+        lanes[-1].rng.seed(seed)
+        store.kv_cache.normal_()
+        before = store.kv_cache.clone()
+        store.offload(BLOCKS, quiet)
+        store.restore(set(BLOCKS), quiet)
+        lanes[-1].steps_are_now = True
+        USES[use](store)
+        wait(CPU)
+        assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
+        if use in ("swap", "copy"):
+            assert torch.equal(store.kv_cache[:, :, 23], before[:, :, BLOCKS[0]])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_swaps_between_steps_do_what_one_after_the_other_would(seed, device, small_pieces):
     (_, pins, wait), rng, store = device, random.Random(seed), make_store(9, slots=10)
     store.kv_cache.normal_()
-    before = store.kv_cache.clone()
-    pool, host = {block: block for block in range(8)}, {}
+    before, moves = store.kv_cache.clone(), RandomMoves(rng, num_slots=10, block=range(8))
     pins.forbidden = True  # all host slots are pinned before the first step
     for _ in range(12):
-        moves = []
-        for _ in range(rng.randint(0, 20)):
-            if host and rng.random() < 0.5:
-                block, slot = rng.randrange(8), rng.choice(list(host))
-                moves.append(("in", block, slot))
-                pool[block] = host[slot]
-            else:
-                block, slot = rng.randrange(8), rng.randrange(10)
-                moves.append(("out", block, slot))
-                host[slot] = pool[block]
-        store.run_moves(moves)
+        store.run_moves(moves.draw(20))
         if rng.random() < 0.3:
             wait(CPU)
-        freed = [slot for slot in range(10) if rng.random() < 0.2]
-        store.free_host_slots(freed)
-        for slot in freed:
-            host.pop(slot, None)
+        store.free_host_slots(moves.free("block"))
     wait(CPU)
-    for block, content in pool.items():
-        assert torch.equal(store.kv_cache[:, :, block], before[:, :, content])
+    for block in range(8):
+        assert torch.equal(store.kv_cache[:, :, block], before[:, :, moves.held["block", block]])
 
 
 def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(device, small_pieces):
-    (_, pins, _), store = device, make_store()
+    (_, pins, wait), store = device, make_store()
     store.kv_cache.normal_()
     for _ in range(3):
         store.offload(range(12), quiet)
         first = store.host_bytes()
         assert store.idle_host_bytes() == 0
         store.restore(set(range(12)), quiet)
+        assert store.host_bytes() == first and store.idle_host_bytes() == 0, "it is still read from"
+        wait(CPU)
+        assert store.arrival() is None
         assert store.host_bytes() == 0 and store.idle_host_bytes() == first
-    assert pins.num_pinned == first == 4 * MIN_BYTES
+    assert pins.num_pinned == first == 4 * 8192
     assert store.trim_host() == 0, "within what may be kept"
-    assert store.trim_host(2 * MIN_BYTES) == 2 * MIN_BYTES and store.idle_host_bytes() == 2 * MIN_BYTES
-    assert store.trim_host(0) == 2 * MIN_BYTES and pins.num_unpins == 2
+    assert store.trim_host(16384) == 16384 == store.idle_host_bytes()
+    assert store.trim_host(0) == 16384 and pins.num_unpins == 2
 
 
 def test_pool_keeps_no_more_than_its_share_and_shares_sizes():
     pins = Pins()
-    pool = PinnedPool(3 * MIN_BYTES, pin=pins.pin, unpin=pins.unpin)
-    chunks = [pool.take((size,), torch.uint8) for size in (MIN_BYTES, MIN_BYTES - 5, 4 * MIN_BYTES, 3 * MIN_BYTES)]
-    assert [chunk.resident_bytes() // MIN_BYTES for chunk in chunks] == [1, 1, 4, 4]
-    for chunk in chunks:
-        chunk.release()
-    assert pool.take((MIN_BYTES // 4,), torch.float32).tensor.shape == (MIN_BYTES // 4,)
-    assert pins.num_pinned == 10 * MIN_BYTES, "taken from what was idle"
-    assert pool.idle_bytes() == 9 * MIN_BYTES
-    assert pool.trim() == 8 * MIN_BYTES, "the largest first"
-    assert pool.idle_bytes() == MIN_BYTES and pins.num_unpins == 1
+    pool = pins.pool(3 * SMALLEST_BYTES)
+    sizes = (SMALLEST_BYTES, SMALLEST_BYTES - 5, 4 * SMALLEST_BYTES, 3 * SMALLEST_BYTES)
+    regions = [PinnedRegion(pool, size) for size in sizes]
+    assert [region.resident_bytes() // SMALLEST_BYTES for region in regions] == [1, 1, 4, 4]
+    for region in regions:
+        region.release()
+    assert PinnedRegion(pool, SMALLEST_BYTES).tensor.shape == (SMALLEST_BYTES,)
+    assert pins.num_pinned == 10 * SMALLEST_BYTES, "taken from what was idle"
+    assert pool.idle_bytes() == 9 * SMALLEST_BYTES
+    assert pool.trim() == 8 * SMALLEST_BYTES, "the largest first"
+    assert pool.idle_bytes() == SMALLEST_BYTES and pins.num_unpins == 1
 
 
 def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):
-    (_, pins, _), store = device, make_store()
+    (_, pins, wait), store = device, make_store()
     store.kv_cache.normal_()
     before, pin, calls = store.kv_cache.clone(), pins.pin, []
 
@@ -224,20 +282,8 @@ def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):
     assert torch.equal(store.kv_cache, before) and store.host_bytes() == 0
     store.offload(range(12), quiet)
     store.restore(set(range(12)), quiet)
+    wait(CPU)
     assert torch.equal(store.kv_cache[:, :, :12], before[:, :, :12])
-
-
-def test_pieces_hold_no_more_numbers_than_are_uploaded_at_once(monkeypatch):
-    monkeypatch.setattr(memory, "MAX_INDEX", 5)
-    lane, pins = Streams(0), Pins()
-    arena = HostArena((2,), torch.int64, pipeline=CopyPipeline(lane, PinnedPool(0, pin=pins.pin)), max_slots=40)
-    pool = torch.arange(80).view(40, 2)
-    arena.save(range(23), pool, range(23))
-    back = torch.zeros_like(pool)
-    arena.load(range(23), back, range(23))
-    lane.wait()
-    assert torch.equal(back[:23], pool[:23])
-    assert max(len(queue) for queue in lane.queues.values()) > 5 * 2
 
 
 @pytest.mark.parametrize(
@@ -258,13 +304,13 @@ def test_places_that_are_strided_are_copied_as_words():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engine_draws_the_same_tokens_with_copies_in_two_streams(mode, device, monkeypatch):
-    monkeypatch.setattr(memory, "PIECE_BYTES", 40_000)
-    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+def test_engine_draws_the_same_tokens_with_copies_in_three_streams(mode, device, monkeypatch):
+    cut_pieces(monkeypatch, 40_000)
     torch.manual_seed(0)
     model = tiny_gpt(vocab_size=128, max_sequence_length=256, init_method_std=0.2)
     work = workload("greedy")[:4]
     engine = make_engine(model, buffer_size_gb=0.004, max_requests=4)
+    device[0][0].steps_are_now = True
     expected = [out.outputs[0].token_ids for out in engine.generate([p for p, _ in work], [how for _, how in work])]
     for prompt, how in work:
         engine.add_request(prompt, how)
@@ -279,7 +325,8 @@ def test_engine_draws_the_same_tokens_with_copies_in_two_streams(mode, device, m
             assert (report.gb_per_s is not None) is (mode == "offload")
             if mode == "offload":
                 assert report.gb_per_s == report.bytes_copied / 0.5 / 1e9
-            engine.resume()
+            back = engine.resume().tags["kv_cache"]
+            assert (back.bytes_under_way == back.bytes_copied > 0) is (mode == "offload") and back.gb_per_s is None
     assert [done[key] for key in sorted(done)] == expected
 
 
@@ -287,15 +334,15 @@ def test_dropped_staging_waits_for_its_copies_and_a_stopwatch_for_both_streams(d
     (lanes, _, _), store = device, make_store()
     store.kv_cache.normal_()
     lane, pipeline = lanes[0], store._pipeline
-    store._blocks.copy_out([1, 2], quiet)
-    last_copy = lane.mark(side=True)
-    pipeline.drop_staging()
-    assert last_copy in lane.queues[False], "its memory is the main stream's again"
     watch = copies.Stopwatch(pipeline)
-    store._blocks.copy_back({1, 2}, quiet)
-    last_scatter = lane.mark(side=False)
+    store._blocks.begin_copy([1, 2])
+    store._blocks.copy_out(0, quiet)
+    last_copy = lane.mark(Stream.BUS)
+    pipeline.drop_staging()
+    assert last_copy in lane.queues[Stream.STEPS], "its memory is the steps' again"
+    dropped = lane.mark(Stream.STEPS)
     watch.stop()
-    assert last_scatter in lane.queues[True]
+    assert dropped in lane.queues[Stream.BUS]
 
 
 class Event:
@@ -314,7 +361,7 @@ class Event:
         return other.at - self.at
 
 
-class Stream:
+class OneStream:
     def __init__(self, log, name):
         self.log, self.name = log, name
 
@@ -324,8 +371,8 @@ class Stream:
 
 def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
     log: list[tuple] = []
-    main, empty = Stream(log, "main"), torch.empty
-    now = [main]
+    main, empty = OneStream(log, "main"), torch.empty
+    now, names = [main], iter(("bus", "scatter"))
 
     @contextlib.contextmanager
     def enter(stream):
@@ -334,7 +381,7 @@ def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
         now.pop()
 
     stubs = {
-        "Stream": lambda device: Stream(log, "side"),
+        "Stream": lambda device: OneStream(log, next(names)),
         "Event": lambda enable_timing: Event(log, enable_timing),
         "current_stream": lambda device: now[-1],
         "stream": enter,
@@ -342,23 +389,19 @@ def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
-    lane, pins = copies.CudaLane(CPU), Pins()
-    pipeline = CopyPipeline(lane, PinnedPool(0, pin=pins.pin))
+    lane, index = copies.CudaLane(Device("cpu")), torch.tensor
+    pipeline = CopyPipeline(lane, Pins().pool(0))
     pool, host, back = torch.arange(60.0).view(30, 2), torch.zeros(4, 2), torch.zeros(30, 2)
     watch = copies.Stopwatch(pipeline)
-    pipeline.save(pool, [3, 7, 8, 29], host)
+    pipeline.save(pool, lane.upload([3, 7, 8, 29]), host)
     assert torch.equal(host, pool[[3, 7, 8, 29]])
-    pipeline.load(host, back, [1, 2, 3, 4])
+    pipeline.load(host, back, index([1, 2, 3, 4]), on=Stream.SCATTER)
     assert torch.equal(back[1:5], host) and not back[5:].any()
     assert watch.stop() > 0
     ran = []
-    lane.run(lambda: ran.append(now[-1].name), side=False)
-    lane.run(lambda: ran.append(now[-1].name), side=True)
-    assert ran == ["main", "side"] and now == [main]
+    for on in Stream:
+        lane.run(lambda: ran.append(now[-1].name), on)
+    assert ran == ["main", "bus", "scatter"] and now == [main]
     del log[:]
-    lane.hold(lane.mark(side=True), side=False)
-    assert [(what, getattr(where, "name", where)) for what, where in log] == [("record", "side"), ("wait", "main")]
-    del log[:]
-    for i in range(copies.NUM_UPLOADS):
-        assert lane.upload([i, 5]).tolist() == [i, 5]
-    assert log.count(("synchronize",)) == 2, "only numbers that an earlier copy may still be reading are waited for"
+    lane.hold(lane.mark(Stream.SCATTER), Stream.STEPS)
+    assert [(what, getattr(where, "name", where)) for what, where in log] == [("record", "scatter"), ("wait", "main")]

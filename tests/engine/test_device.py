@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_infer.context.regions import pinned
 from megatron_infer.errors import ConfigError
-from megatron_infer.forward import pinned
 from megatron_infer.forward.device import Device
 
 
@@ -38,7 +38,7 @@ class LateDevice(Device):
         self.is_cuda = True
         self.num_enqueued = self.num_done = self.num_buffers = 0
         self._work: deque = deque()
-        self.pinned = pinned.PinnedPool(self._buffer, lambda: self.event("upload"))
+        self.pinned = pinned.PinnedPool(lambda: self.event("upload"), pin=self._buffer)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         self.num_buffers += 1

@@ -12,13 +12,14 @@ from late_device import LateDevice, LateGpu, LateStream
 from model_kinds import buffers, make_model, prefix_caching
 
 from megatron_infer.config import InferenceConfig
+from megatron_infer.context.arrival import Arrival
 from megatron_infer.context.copies import CopyPipeline
+from megatron_infer.context.regions.pinned import PinnedPool
 from megatron_infer.context.store import StateStore
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import HostRead
 from megatron_infer.forward.graphs import CudaRecorder, GraphPool
-from megatron_infer.forward.pinned import PinnedPool
 from megatron_infer.forward.row_tensors import RowTensors
 from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.forward.step_buffer import StepBuffer
@@ -27,6 +28,7 @@ from megatron_infer.kernels.static_torch import StaticScan
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.static import RowMirror
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 128
 SIZES: dict[str, Any] = {
@@ -41,7 +43,7 @@ SIZES: dict[str, Any] = {
 }
 GRAPHS: dict[str, Any] = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 24}
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
-KINDS = ("attention", "mamba")
+KINDS = ("attention", "mamba", "hybrid")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,8 @@ def static_kernels(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, torch.nn.Module]:
-    return {kind: make_model(kind, vocab_size=VOCAB, max_sequence_length=64) for kind in KINDS}
+    made = {kind: make_model(kind, vocab_size=VOCAB, max_sequence_length=64) for kind in ("attention", "mamba")}
+    return made | {"hybrid": tiny_hybrid("M*M*", vocab_size=VOCAB, max_sequence_length=64, init_method_std=0.2)}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def answers(
     engine: DynamicInferenceEngine, *, between: Callable[[DynamicInferenceEngine, int], object] = lambda *_: None
 ) -> dict[str, list[list[int]]]:
     """Tokens by request; between(engine, step) after each step. An interrupt of a step is answered with the next."""
-    kind = "attention" if engine.parts.adopted.specs else "mamba"
+    kind = "attention" if not engine.parts.adopted.ssm_specs else "mamba"
     for i, (prompt, params) in enumerate(work(kind)):
         engine.add_request(prompt, params, request_id=str(i))
     found: dict[str, list[list[int]]] = {}
@@ -131,6 +134,17 @@ def suspends(*modes: str) -> Callable[[DynamicInferenceEngine, int], None]:
     return between
 
 
+def wakes(engine: DynamicInferenceEngine, step: int) -> None:
+    """Suspends one on the heels of another, and what else comes before a restore's copies are done."""
+    if step % 5:
+        return
+    for _ in range(step // 5 % 3):
+        engine.suspend("offload")
+        engine.resume()
+    if step == 5 and "3" in engine.ledger:
+        aborts(engine, 4)
+
+
 def aborts(engine: DynamicInferenceEngine, step: int) -> None:
     if step == 4:
         engine.abort("3")
@@ -148,6 +162,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
         {**GRAPHS, "static_kv_memory_pointers": True},
         suspends("recompute", "offload", "persist"),
     ),
+    "layers": ("attention", {**SWAP, **prefix_caching("attention"), "blocks": 7}, wakes),
+    "layers of a hybrid": ("hybrid", {}, wakes),
     "states": ("mamba", {**GRAPHS, **prefix_caching("mamba")}, suspends("offload")),
 }
 
@@ -188,7 +204,21 @@ def parameters_of_the_start(patch) -> None:
 
 
 def staging_taken_again_at_once(patch) -> None:
-    patch.setattr("late_device.LateLane.hold", lambda self, mark, *, side: None)
+    patch.setattr("late_device.LateLane.hold", lambda self, mark, on: None)
+
+
+def layers_that_nobody_awaits(patch) -> None:
+    patch.setattr(Arrival, "await_layer", lambda self, layer: self._marks.pop(layer, None))
+
+
+def states_that_nobody_awaits(patch) -> None:
+    """Attention waits, which is not enough: a Mamba layer comes before it."""
+    await_layer = Arrival.await_layer
+    patch.setattr(Arrival, "await_layer", lambda self, layer: layer[0] == "blocks" and await_layer(self, layer))
+
+
+def cache_that_nobody_awaits(patch) -> None:
+    patch.setattr(Arrival, "await_all", lambda self: self._marks.clear())
 
 
 def graphs_of_a_cache_elsewhere(patch) -> None:
@@ -207,6 +237,9 @@ SABOTAGES = {
     parameters_of_the_start: "graphs",
     staging_taken_again_at_once: "swap",
     graphs_of_a_cache_elsewhere: "suspends",
+    layers_that_nobody_awaits: "layers",
+    states_that_nobody_awaits: "layers of a hybrid",
+    cache_that_nobody_awaits: "static pointers",
 }
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
+from store_case import RandomMoves, Recorder, cut_pieces, quiet
 
-from megatron_infer.context import memory
 from megatron_infer.context.layout import StateShape
 from megatron_infer.context.store import StateStore
 from megatron_infer.errors import StateReleased
@@ -20,7 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ATTENTION_LAYERS = [3, 0]
 
 
-def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6):
+def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6, order=None):
     if device == "cuda" and static:
         pytest.importorskip("torch_memory_saver")
     return StateStore(
@@ -38,6 +38,7 @@ def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_sl
         num_state_slots=SLOTS if state else 0,
         num_host_states=host_states if state else 0,
         dummy_state_slot=DUMMY if state else None,
+        layer_order=order,
     )
 
 
@@ -53,25 +54,10 @@ def fill(store, seed=0):
     return cache.clone(), store.read_states(range(SLOTS))
 
 
-def quiet(what):
-    pass
-
-
-class Recorder:
-    def __init__(self, fail_at=None, error=TimeoutError):
-        self.said, self.fail_at, self.error = [], fail_at, error
-
-    def __call__(self, what):
-        self.said.append(what)
-        if self.fail_at == len(self.said) - 1:
-            raise self.error(what)
-
-
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of two states and one block, so that small tests cross their borders."""
-    monkeypatch.setattr(memory, "PIECE_BYTES", 2 * STATE.slot_bytes)
-    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+    cut_pieces(monkeypatch, 2 * STATE.slot_bytes)
 
 
 def test_a_slot_holds_conv_then_ssm_of_all_layers():
@@ -202,7 +188,7 @@ def test_asking_for_a_state_that_was_not_offloaded_is_refused_and_harmless():
     assert torch.equal(store.kv_cache[:, :, 1], cache[:, :, 1])
 
 
-BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # a block a piece, then three pieces of states
+BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # five pieces, then seven of states
 
 
 @pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
@@ -210,7 +196,7 @@ BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # a block a piece, then three p
 def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal, state_slots=KEPT_SLOTS)
-    assert len(rehearsal.said) == 3 + 3 + 1, rehearsal.said
+    assert len(rehearsal.said) == 5 + 7 + 1, rehearsal.said
     for fail_at in range(len(rehearsal.said)):
         store = make_store(static=static)
         (cache, states), held = fill(store), store.states
@@ -221,6 +207,26 @@ def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_p
         store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
         store.restore(set(BLOCKS), quiet, keep_states=set(KEPT_SLOTS))
         assert torch.equal(store.read_states(KEPT_SLOTS), states[KEPT_SLOTS])
+
+
+def test_layers_go_and_come_back_in_the_order_in_which_a_step_uses_them():
+    order = ["states", "blocks", "blocks", "states", "states", "blocks"]
+    store, out, back = make_store(order=order), Recorder(), Recorder()
+    store.offload([1, 2], out, state_slots=[0, 3])
+    store.restore({1, 2}, back, keep_states={0, 3})
+    expected = [
+        "states 0",
+        "states 0",
+        "blocks 0",
+        "blocks 1",
+        "states 1",
+        "states 1",
+        "states 2",
+        "states 2",
+        "blocks 2",
+    ]
+    for said in (out.said[:-1], back.said[1:]):
+        assert [f"{words[1]} {words[8].strip(',')}" for words in map(str.split, said)] == expected, "two parts a state"
 
 
 def test_a_region_that_cannot_be_released_leaves_both_pools(monkeypatch):
@@ -247,7 +253,7 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal, keep_states=set(KEPT_SLOTS))
-    assert len(rehearsal.said) == 1 + 3 + 3, rehearsal.said
+    assert len(rehearsal.said) == 1 + 5 + 7, rehearsal.said
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
     for fail_at in range(len(rehearsal.said)):
         with pytest.raises(error):
@@ -293,38 +299,18 @@ def test_nothing_reads_or_writes_released_states():
 @pytest.mark.parametrize("num_layers", ATTENTION_LAYERS)
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_of_every_kind_do_what_one_after_the_other_would(seed, num_layers, device, small_pieces):
-    rng, store = random.Random(seed), make_store(num_layers, device=device)
+    store = make_store(num_layers, device=device)
     cache, states = fill(store)
-    blocks, slots = list(range(7)), [slot for slot in range(SLOTS) if slot != DUMMY]
-    held = {("block", b): b for b in blocks} | {("state", s): s for s in slots}  # place -> the place it was filled as
+    blocks, slots = range(7), [slot for slot in range(SLOTS) if slot != DUMMY]
+    moves = RandomMoves(random.Random(seed), num_slots=6, block=blocks, state=slots)
     for _ in range(25):
-        moves = []
-        for _ in range(rng.randint(0, 30)):
-            kind = rng.choice(["out", "in", "state out", "state in", "state copy", "state copy"])
-            if kind == "state copy":
-                destination, source = rng.sample(slots, 2)
-                moves.append((kind, destination, source))
-                held["state", destination] = held["state", source]
-                continue
-            pool, places = ("state", slots) if kind.startswith("state") else ("block", blocks)
-            place, slot = rng.choice(places), rng.randrange(6)
-            if kind.endswith("out"):
-                held[f"host {pool}", slot] = held[pool, place]
-            elif (f"host {pool}", slot) in held:
-                held[pool, place] = held[f"host {pool}", slot]
-            else:
-                continue
-            moves.append((kind, place, slot))
-        store.run_moves(moves)
+        store.run_moves(drawn := moves.draw(30))
         for slot in slots:
-            assert torch.equal(store.read_states([slot]), states[[held["state", slot]]]), (moves, slot)
+            assert torch.equal(store.read_states([slot]), states[[moves.held["state", slot]]]), (drawn, slot)
         for block in blocks:
-            assert torch.equal(store.kv_cache[:, :, block], cache[:, :, held["block", block]]), (moves, block)
-        for pool, free in (("block", store.free_host_slots), ("state", store.free_host_states)):
-            freed = [slot for slot in range(6) if rng.random() < 0.2]
-            free(freed)
-            for slot in freed:
-                held.pop((f"host {pool}", slot), None)
+            assert torch.equal(store.kv_cache[:, :, block], cache[:, :, moves.held["block", block]]), (drawn, block)
+        store.free_host_slots(moves.free("block"))
+        store.free_host_states(moves.free("state"))
     assert not store.read_states([DUMMY]).any()
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from store_case import RandomMoves, Recorder, cut_pieces, quiet
 
 from megatron_infer.config import InferenceConfig
-from megatron_infer.context import memory, modes
+from megatron_infer.context import modes
 from megatron_infer.context.memory import HostArena, slots_per_chunk
 from megatron_infer.context.store import StateStore
 from megatron_infer.engine import DynamicInferenceEngine
@@ -50,22 +51,6 @@ def fill(store, seed=0):
     return cache.clone()
 
 
-def quiet(what):
-    pass
-
-
-class Recorder:
-    """A tick that raises at its nth call."""
-
-    def __init__(self, fail_at=None, error=TimeoutError):
-        self.said, self.fail_at, self.error = [], fail_at, error
-
-    def __call__(self, what):
-        self.said.append(what)
-        if self.fail_at == len(self.said) - 1:
-            raise self.error(what)
-
-
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -73,8 +58,7 @@ def rss():
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Chunks and pieces of three of `make_store`'s fp32 blocks, so that small tests cross their borders."""
-    monkeypatch.setattr(memory, "PIECE_BYTES", 3 * 3 * 2 * 4 * 2 * 8 * 4)
-    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+    cut_pieces(monkeypatch, 3 * 3 * 2 * 4 * 2 * 8 * 4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -242,7 +226,7 @@ def num_mappings():
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
-BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # three pieces
+BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # five pieces: nine rows of a layer to a chunk
 
 
 @pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
@@ -250,7 +234,7 @@ BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # three pieces
 def test_offload_that_fails_anywhere_changes_nothing(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal)
-    assert len(rehearsal.said) == 4, rehearsal.said
+    assert len(rehearsal.said) == 6, rehearsal.said
     for fail_at in range(len(rehearsal.said)):
         store = make_store(static=static)
         before, address = fill(store), store.kv_cache.data_ptr()
@@ -272,7 +256,7 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal)
-    assert len(rehearsal.said) == 4, rehearsal.said
+    assert len(rehearsal.said) == 6, rehearsal.said
     store.offload(BLOCKS, quiet)
     for fail_at in range(len(rehearsal.said)):
         with pytest.raises(error):
@@ -332,31 +316,18 @@ def _no_memory(*args, **kwargs):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_do_what_one_after_the_other_would(seed, device, small_pieces):
-    rng, store = random.Random(seed), make_store(9, slots=10, device=device)
-    before = fill(store)
-    pool, host = {block: block for block in range(8)}, {}  # place -> the block of `before` that is in it
+    store = make_store(9, slots=10, device=device)
+    before, moves = fill(store), RandomMoves(random.Random(seed), num_slots=10, block=range(8))
     for _ in range(25):
-        moves = []
-        for _ in range(rng.randint(0, 30)):
-            if host and rng.random() < 0.5:
-                block, slot = rng.randrange(8), rng.choice(list(host))
-                moves.append(("in", block, slot))
-                pool[block] = host[slot]
-            else:
-                block, slot = rng.randrange(8), rng.randrange(10)
-                moves.append(("out", block, slot))
-                host[slot] = pool[block]
-        store.run_moves(moves)
-        for block, content in pool.items():
-            assert torch.equal(store.kv_cache[:, :, block], before[:, :, content]), (moves, block)
-        freed = [slot for slot in range(10) if rng.random() < 0.2]
-        store.free_host_slots(freed)
-        for slot in freed:
-            host.pop(slot, None)
+        store.run_moves(drawn := moves.draw(30))
+        for block in range(8):
+            assert torch.equal(store.kv_cache[:, :, block], before[:, :, moves.held["block", block]]), (drawn, block)
+        store.free_host_slots(moves.free("block"))
     assert not store.kv_cache[:, :, store.dummy_block].any()
-    for slot, content in host.items():
-        store.run_moves([("in", 0, slot)])
-        assert torch.equal(store.kv_cache[:, :, 0], before[:, :, content])
+    for (pool, slot), content in moves.held.items():
+        if pool == "host block":
+            store.run_moves([("in", 0, slot)])
+            assert torch.equal(store.kv_cache[:, :, 0], before[:, :, content])
 
 
 def test_block_and_slot_reused_within_one_call():

@@ -1,23 +1,52 @@
-"""Page-locked host memory that is kept between uses: pinning it takes longer than filling it, and stops the device."""
+"""Page-locked host memory, lent and kept between uses: pinning it takes longer than filling it, and stops the device.
+
+upload:  take -> fill -> copy, record -> retire ............ event passed -> free again
+read:    take -> copy, record -> ........ event waited for -> give_back -> free again
+kept:    take -> copies out ..... copies back, all of them done -> give_back -> free again
+"""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 KEEP_SHARE = 1 / 4
 """Of the machine's memory: what the pools of all its devices keep idle at most, for the trainer lives there too."""
-MIN_BYTES = 1 << 16
+SMALLEST_BYTES = 4096
+MAX_RETIRED_BYTES = 256 << 20
+"""Of uploads that the device has not done yet. Beyond it the oldest is waited for: the host is far ahead then."""
+
+
+class CopyEvent(Protocol):
+    """Marks a place in the device's work."""
+
+    def record(self) -> None: ...
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Lent:
+    """One buffer and the event of the copy it is lent for."""
+
+    bytes_B: Tensor
+    """uint8, at least as long as was asked for."""
+    event: CopyEvent
 
 
 def pin(num_bytes: int) -> Tensor:
     """[num_bytes] uint8 that devices copy from and to without waiting. Raises MemoryError."""
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # it outlives the step that may be running
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         raise MemoryError(f"the system pins no {num_bytes:,} bytes: {error}") from error
@@ -32,61 +61,98 @@ def unpin_idle() -> None:
             return
 
 
-class PinnedChunk:
-    """A tensor in page-locked memory; `release` gives the memory back to its pool, for whoever comes next.
-
-    Copies under way may still use it then: all of a pool's users copy on one stream, in order.
-    """
-
-    def __init__(self, pool: PinnedPool, memory_X: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._pool, self._memory_X = pool, memory_X
-        self.tensor = memory_X[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-    def resident_bytes(self) -> int:
-        return self._memory_X.nbytes
-
-    def release(self) -> None:
-        self._pool.give(self._memory_X)
-
-
 class PinnedPool:
-    """Chunks in sizes of powers of two, as torch pins them; idle ones wait up to `keep_bytes`."""
+    """Buffers in sizes of powers of two, as torch pins them. Any thread may call it."""
 
     def __init__(
-        self, keep_bytes: int, *, pin: Callable[[int], Tensor] = pin, unpin: Callable[[], None] = unpin_idle
+        self,
+        make_event: Callable[[], CopyEvent],
+        *,
+        keep_bytes: int | None = None,
+        pin: Callable[[int], Tensor] = pin,
+        unpin: Callable[[], None] = unpin_idle,
     ) -> None:
-        self.keep_bytes = keep_bytes
-        self._pin, self._unpin = pin, unpin
-        self._idle: dict[int, list[Tensor]] = {}
+        """keep_bytes: what `trim` leaves idle; None: one device's part of KEEP_SHARE. pin(num_bytes) -> uint8."""
+        self._make_event, self._keep_bytes, self._pin, self._unpin = make_event, keep_bytes, pin, unpin
+        self._idle: dict[int, list[Lent]] = {}
+        self._retired: deque[Lent] = deque()
+        self._retired_bytes = 0
+        self._lock = threading.Lock()
 
     def idle_bytes(self) -> int:
         """Pinned, and in nobody's use."""
-        return sum(size * len(chunks) for size, chunks in self._idle.items())
+        with self._lock:
+            return sum(size * len(buffers) for size, buffers in self._idle.items())
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> PinnedChunk:
-        """Content undefined. Raises MemoryError when it has to be pinned and cannot."""
-        size = max(MIN_BYTES, 1 << (math.prod(shape) * dtype.itemsize - 1).bit_length())
-        idle = self._idle.get(size)
-        return PinnedChunk(self, idle.pop() if idle else self._pin(size), shape, dtype)
+    def take(self, num_bytes: int) -> Lent:
+        """A buffer that no copy reads or writes, content undefined. Raises MemoryError when it has to be pinned and
+        cannot."""
+        size = max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
+        with self._lock:
+            self._reclaim()
+            idle = self._idle.get(size)
+            if idle:
+                return idle.pop()
+        return Lent(self._pin(size), self._make_event())
 
-    def give(self, memory_X: Tensor) -> None:
-        """Called by chunks. What would be too much to keep goes when `trim` is called."""
-        self._idle.setdefault(memory_X.nbytes, []).append(memory_X)
+    def retire(self, lent: Lent) -> None:
+        """The copy out of it is under way and its event recorded: it is free once that has passed.
+
+        Copies are retired in the order of the device's work; else one is only free later than it could be.
+        """
+        with self._lock:
+            self._retired.append(lent)
+            self._retired_bytes += lent.bytes_B.numel()
+            while self._retired_bytes > MAX_RETIRED_BYTES and len(self._retired) > 1:
+                self._retired[0].event.wait()
+                self._reclaim()
+
+    def give_back(self, lent: Lent) -> None:
+        """Nobody looks at it any more, its copies are done. What would be too much to keep goes with `trim`."""
+        with self._lock:
+            self._put(lent)
 
     def trim(self, keep_bytes: int | None = None) -> int:
-        """Unpin idle chunks, the largest first, until `keep_bytes` (None: the pool's own) are left -> bytes unpinned.
+        """Unpin idle buffers, the largest first, until `keep_bytes` (None: the pool's own) are left -> bytes unpinned.
 
-        Waits for copies under way; not for the middle of a step.
+        Waits for copies under way.
         """
-        keep, before = self.keep_bytes if keep_bytes is None else keep_bytes, self.idle_bytes()
-        left = before
-        for size in sorted(self._idle, reverse=True):
-            while self._idle[size] and left > keep:
-                self._idle[size].pop()
-                left -= size
+        before = left = self.idle_bytes()
+        keep = self._keep_bytes if keep_bytes is None else keep_bytes
+        keep = machine_share() if keep is None else keep
+        with self._lock:
+            for size in sorted(self._idle, reverse=True):
+                while self._idle[size] and left > keep:
+                    self._idle[size].pop()
+                    left -= size
         if left < before:
             self._unpin()
         return before - left
+
+    def _reclaim(self) -> None:
+        while self._retired and self._retired[0].event.is_done():
+            lent = self._retired.popleft()
+            self._retired_bytes -= lent.bytes_B.numel()
+            self._put(lent)
+
+    def _put(self, lent: Lent) -> None:
+        self._idle.setdefault(lent.bytes_B.numel(), []).append(lent)
+
+
+class PinnedRegion:
+    """Bytes of a pool's for as long as somebody keeps something in them."""
+
+    def __init__(self, pool: PinnedPool, num_bytes: int) -> None:
+        self._pool, self._lent = pool, pool.take(num_bytes)
+        self.tensor = self._lent.bytes_B[:num_bytes]
+        """uint8."""
+
+    def resident_bytes(self) -> int:
+        return self._lent.bytes_B.nbytes
+
+    def release(self) -> None:
+        """No copy uses it any more."""
+        self._pool.give_back(self._lent)
 
 
 def machine_share() -> int:

@@ -1,0 +1,72 @@
+"""What tests of the large tensors share: pieces that are small, work that fails where it is told to, random moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_infer.context import memory
+from megatron_infer.context.host import Move
+
+
+def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Chunks and pieces of so many bytes, so that small tests cross their borders."""
+    monkeypatch.setattr(memory, "PIECE_BYTES", num_bytes)
+    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+
+
+def quiet(what: str) -> None:
+    """For work that is not to be stopped."""
+
+
+class Recorder:
+    """A tick that raises `error` at its fail_at-th call."""
+
+    def __init__(self, fail_at: int | None = None, error: type[BaseException] = TimeoutError) -> None:
+        self.said: list[str] = []
+        self.fail_at, self.error = fail_at, error
+
+    def __call__(self, what: str) -> None:
+        self.said.append(what)
+        if self.fail_at == len(self.said) - 1:
+            raise self.error(what)
+
+
+class RandomMoves:
+    """Moves between pools and host slots, and what is where when they have been done one after the other."""
+
+    def __init__(self, rng: random.Random, *, num_slots: int, **pools: Sequence[int]) -> None:
+        """pools: "block" or "state" -> its places."""
+        self.rng, self.num_slots, self.pools = rng, num_slots, pools
+        self.held = {(pool, place): place for pool, places in pools.items() for place in places}
+        """(pool, place) or ("host " + pool, slot) -> the place it was filled as."""
+        self._kinds = [kind for pool in pools for kind in ((pool, "out"), (pool, "in"))]
+        self._kinds += [("state", "copy")] * 2 if "state" in pools else []
+
+    def draw(self, most: int) -> list[Move]:
+        """Up to so many moves, of which `held` knows from now on."""
+        moves: list[Move] = []
+        for _ in range(self.rng.randint(0, most)):
+            pool, how = self.rng.choice(self._kinds)
+            name = how if pool == "block" else f"{pool} {how}"
+            place, slot = self.rng.choice(self.pools[pool]), self.rng.randrange(self.num_slots)
+            if how == "copy":
+                place, slot = self.rng.sample(self.pools[pool], 2)
+                self.held[pool, place] = self.held[pool, slot]
+            elif how == "out":
+                self.held[f"host {pool}", slot] = self.held[pool, place]
+            elif (f"host {pool}", slot) in self.held:
+                self.held[pool, place] = self.held[f"host {pool}", slot]
+            else:
+                continue
+            moves.append((name, place, slot))
+        return moves
+
+    def free(self, pool: str) -> list[int]:
+        """Slots that nobody wants any more; some of them hold nothing."""
+        freed = [slot for slot in range(self.num_slots) if self.rng.random() < 0.2]
+        for slot in freed:
+            self.held.pop((f"host {pool}", slot), None)
+        return freed
