@@ -15,6 +15,7 @@ from megatron_infer.config import InferenceConfig
 from megatron_infer.context.layout import ModelShape
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.suspension import MemoryReport
 
 GIB = 2**30
 BLOCK = 64
@@ -55,6 +56,15 @@ class Bench:
             self.engine.step()
         wait(self.device)
         return (time.perf_counter() - begun) / count
+
+    def wake(self) -> tuple[MemoryReport, float]:
+        """Resume and take a step -> (the report, seconds until both are done)."""
+        wait(self.device)
+        begun = time.perf_counter()
+        report = self.engine.resume()
+        self.engine.step()
+        wait(self.device)
+        return report, time.perf_counter() - begun
 
     def drain(self) -> None:
         """Abort what is left."""
