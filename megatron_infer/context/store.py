@@ -220,9 +220,11 @@ class StateStore(PoolContent):
             self._region.release()
             self._unbind()
             raise
-        if self._arrival is not None and self._arrival.is_done():
-            self._finish_arrival()
-            copy_s = self.arrived_s or 0.0
+        if self._arrival is None:
+            self.arrived_s = copy_s
+            self._let_go()
+        elif self._arrival.is_done():
+            copy_s = self._finish_arrival()
         num_blocks, num_states = (len(keep) if self._blocks else 0), len(keep_states)
         return self._report(start, before, num_blocks=num_blocks, num_states=num_states, copy_s=copy_s)
 
@@ -257,21 +259,18 @@ class StateStore(PoolContent):
         start, arrival = time.perf_counter(), None
         for pool, places in work.values():
             pool.begin_return(set(places))
-        if self._pipeline is not None and any(places for _, places in work.values()):
+        if self._pipeline is not None and work:
             assert self._kv_cache is not None
             arrival = Arrival(self._pipeline.lane, self._kv_cache, self._state_tensors)
-        for layer in self._order:
-            if layer[0] in work and work[layer[0]][1]:
-                work[layer[0]][0].copy_back(layer[1], tick)
+        for kind, layer in self._order:
+            if kind in work:
+                work[kind][0].copy_back(layer, tick)
                 if arrival is not None:
-                    arrival.landed(layer)
-        if arrival is not None:
-            self._arrival, self.arrived_s = arrival, None
-            return 0.0
-        for pool in self._pools:
-            pool.drop_copy()
-        self.arrived_s = time.perf_counter() - start
-        return self.arrived_s
+                    arrival.landed((kind, layer))
+        if arrival is None:
+            return time.perf_counter() - start
+        self._arrival, self.arrived_s = arrival, None
+        return 0.0
 
     def _unbind(self) -> None:
         self._kv_cache = self._state_tensors = None
@@ -279,9 +278,9 @@ class StateStore(PoolContent):
             pool.unbind()
 
     def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> dict[str, tuple[PoolMemory, list[int]]]:
-        """Which places of which pool, by its noun; blocks and states without memory are left out."""
+        """Which places of which pool, by its noun, where there are any; those without memory are left out."""
         both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
-        return {pool.noun: (pool, places) for pool, places in both if pool is not None}
+        return {pool.noun: (pool, places) for pool, places in both if pool is not None and places}
 
     def _pool_memory_bytes(self) -> int:
         """Bytes taken of the memory that the pools are in."""

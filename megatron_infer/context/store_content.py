@@ -55,17 +55,22 @@ class PoolContent:
             return None
         return None if self._arrival.is_awaited else self._arrival
 
-    def _finish_arrival(self) -> None:
-        """Wait for a restore that is under way; its host copy is let go of."""
+    def _finish_arrival(self) -> float:
+        """Wait for a restore that is under way -> `arrived_s`, 0.0 where none is; its host copy is let go of."""
         arrival = self._arrival
         if arrival is None:
-            return
-        self.arrived_s = arrival.finish()
+            return 0.0
+        self.arrived_s = seconds = arrival.finish()
         arrival.await_all()
+        self._let_go()
+        self._arrival = None
+        return seconds
+
+    def _let_go(self) -> None:
+        """A restore is over: of its host copy, and of what pinned memory is too much to keep."""
         self._drop_staging()
         for pool in self._pools:
             pool.drop_copy()
-        self._arrival = None
         self.trim_host()
 
     def _drop_staging(self) -> None:

@@ -58,7 +58,7 @@ ENGINE = _specs(
     ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
     ("engine_graph_steps_total", "counter", "steps", "Steps with graphs on: replayed, padded, eager", ("how",)),
     ("engine_transitions_total", "counter", "transitions", "Suspends and resumes", ("command",)),
-    ("engine_transition_seconds_total", "counter", "seconds", "Time they took", ("command",)),
+    ("engine_transition_seconds_total", "counter", "seconds", "Time that the calls took", ("command",)),
     ("engine_ttft_seconds", "histogram", "seconds", "From a request's arrival at the engine to its first token"),
     ("engine_itl_seconds", "histogram", "seconds", "Between two tokens of a sequence"),
     ("engine_e2e_seconds", "histogram", "seconds", "From arrival to the end, of requests that were completed"),

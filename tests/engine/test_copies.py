@@ -357,6 +357,9 @@ class Event:
     def synchronize(self):
         self.log.append(("synchronize",))
 
+    def query(self):
+        return ("synchronize",) in self.log
+
     def elapsed_time(self, other):
         return other.at - self.at
 
@@ -402,6 +405,8 @@ def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
     for on in Stream:
         lane.run(lambda: ran.append(now[-1].name), on)
     assert ran == ["main", "bus", "scatter"] and now == [main]
+    del log[:]
+    assert not lane.is_done(lane.mark(Stream.BUS)) and log == [("record", lane._own[Stream.BUS])], "it does not wait"
     del log[:]
     lane.hold(lane.mark(Stream.SCATTER), Stream.STEPS)
     assert [(what, getattr(where, "name", where)) for what, where in log] == [("record", "scatter"), ("wait", "main")]
