@@ -21,9 +21,6 @@ from megatron_infer.context.memory import Tick, device_index, host_region
 from megatron_infer.context.modes import MappedRegion
 from megatron_infer.context.regions.pinned import PinnedRegion
 
-SLACK_BYTES = 4096
-"""Asked for beyond the rest of a copy: no row is cut in two."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -109,7 +106,7 @@ class LayerCopy:
         """Rows for up to `count` places of a part, one after the other on the host."""
         row_bytes = pool_NX[0].numel() * pool_NX.itemsize
         if not self._chunks or self._chunks[-1].tensor.nbytes - self._filled < row_bytes:
-            size = max(row_bytes, min(memory.PIECE_BYTES, self._left_bytes + SLACK_BYTES))
+            size = max(row_bytes, min(memory.PIECE_BYTES, self._left_bytes))
             self._chunks.append(host_region(self._pipeline, size))
             self._filled = 0
         chunk_X = self._chunks[-1].tensor

@@ -303,6 +303,22 @@ def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeyp
     assert len(stopped) == 12
 
 
+def test_interrupts_between_layers_that_are_on_their_way_change_no_token(models, expected, monkeypatch):
+    await_layer, calls = Arrival.await_layer, [0]
+
+    def stopped(self, layer):
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise KeyboardInterrupt
+        await_layer(self, layer)
+        if calls[0] % 5 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Arrival, "await_layer", stopped)
+    _, found = late_answers(monkeypatch, models["attention"], between=wakes)
+    assert found == expected["attention"] and calls[0] > 9
+
+
 def test_an_interrupt_of_the_wait_behind_an_interrupt_leaves_the_engine_whole(models, expected, monkeypatch):
     engine = make_engine(models["attention"])
     launches, waits = [], []
