@@ -1,10 +1,10 @@
 """Copies between a pool on a GPU and pinned host memory, in pieces, so that the bus never waits for the kernels.
 
-    steps    gather 1 | gather 2 |          | gather 3 |  ...          the caller's stream: in order with steps
-                       \\         \\       free 1 /
-    bus             copy 1 ------| copy 2 ------| copy 3 ------|       all copies of a pool, in order
-                                 \\              \\
-    scatter         (back)     scatter 1 |     scatter 2 |             of a restore: steps need not wait for all of it
+    out    steps     gather 1 | gather 2 |          | gather 3 |              the caller's stream: in order with steps
+           bus                | copy 1      | copy 2         | copy 3 |       all copies of a pool, in order
+
+    back   bus       copy 1   | copy 2   | copy 3   |
+           scatter            | scatter 1 | scatter 2 | scatter 3 |           of a restore: steps need not wait for it
 
 Two staging buffers take turns. What comes back from a swap is scattered among the steps, which have to find it there.
 """
