@@ -12,6 +12,7 @@ the order in which steps use them: with a pipeline (CUDA) `restore` returns whil
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -124,6 +125,8 @@ class StateStore(PoolContent):
             spill_bytes=spill_bytes,
         )
         self._state_tensors: StateTensors | None = None
+        if pipeline is not None:  # who drops the store drops memory that its streams may still write to
+            weakref.finalize(self, wait, device).atexit = False
         self._bind()
 
     # ------------------------------------------------------------------ what is there
@@ -231,6 +234,7 @@ class StateStore(PoolContent):
     def lend(self) -> None:
         """Nobody runs for a while, all content is wanted: unified memory may leave the device as others need room."""
         self._check_held()
+        self._finish_arrival()
         self._region.lend()
 
     def settle(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:

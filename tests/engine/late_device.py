@@ -123,6 +123,11 @@ class LateGpu:
             try:
                 yield
                 self.flush()
+            except BaseException:
+                for queue in self.queues:
+                    queue.clear()  # nobody may wait for what is wrong
+                self.done = list(self.enqueued)
+                raise
             finally:
                 self._quiet = True
 

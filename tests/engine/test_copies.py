@@ -232,6 +232,16 @@ def test_swaps_between_steps_do_what_one_after_the_other_would(seed, device, sma
         assert torch.equal(store.kv_cache[:, :, block], before[:, :, moves.held["block", block]])
 
 
+def test_a_store_that_is_dropped_waits_for_its_copies(device, small_pieces):
+    (lanes, _, _), store = device, make_store()
+    store.offload(BLOCKS, quiet)
+    store.restore(set(BLOCKS), quiet)
+    lane, last = lanes[0], lanes[0].mark(Stream.SCATTER)
+    assert not lane.is_done(last)
+    del store
+    assert lane.is_done(last)
+
+
 def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(device, small_pieces):
     (_, pins, wait), store = device, make_store()
     store.kv_cache.normal_()
