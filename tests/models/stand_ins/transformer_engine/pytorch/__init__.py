@@ -1,4 +1,5 @@
-from transformer_engine.pytorch import distributed, float8_tensor, fp8
+from transformer_engine.pytorch import distributed, float8_tensor, fp8, ops, tensor
+from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
 from transformer_engine.pytorch.module import (
     DotProductAttention,
     GroupedLinear,
@@ -9,4 +10,4 @@ from transformer_engine.pytorch.module import (
 )
 
 __all__ = ["DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "distributed",
-           "float8_tensor", "fp8"]  # fmt: skip
+           "float8_tensor", "fp8", "fp8_autocast", "fp8_model_init", "ops", "tensor"]  # fmt: skip

@@ -1,7 +1,13 @@
-"""Parameters, attributes and arithmetic of Transformer Engine's modules; a bias that is not there is no parameter."""
+"""Parameters, attributes and arithmetic of Transformer Engine's modules; a bias that is not there is no parameter.
+
+In FP8 a forward writes what the real one does: recipes and quantisers on first use, amaxes, copies of weights.
+"""
 
 import torch
 import torch.nn.functional as F
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, RecipeState
+from transformer_engine.pytorch.quantisers import QuantizedTensor
 
 
 def normed(x, weight, bias, eps, *, rms, zero_centered):
@@ -33,7 +39,58 @@ class RMSNorm(_Norm):
     rms = True
 
 
-class Linear(torch.nn.Module):
+class _Base(torch.nn.Module):
+    """What the linears share: `TransformerEngineBaseModule`."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp8 = self.fp8_initialized = False
+        self.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
+        self.quantizers = {"scaling_fwd": []}
+        self._fp8_workspaces = {}
+        self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
+
+    def init_fp8_metadata(self, num_gemms=1):
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self.fp8_meta["fp8_checkpoint"] = self.fp8
+        if not self.fp8 and not FP8GlobalStateManager.with_fp8_parameters():
+            self.fp8_initialized = False
+            return
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8_meta |= {"recipe": recipe, "num_gemms": num_gemms}
+        if "scaling_fwd" not in self.fp8_meta:
+            state = RecipeState.create(recipe, mode="forward", num_quantizers=3 * num_gemms, device=torch.device("cpu"))
+            self.fp8_meta["scaling_fwd"] = state
+            self.quantizers["scaling_fwd"] = state.make_quantizers()
+        self.fp8_initialized = True
+
+    def in_eight_bits(self, weight, num_gemms=1, gemm=0):
+        """The parameter as `fp8_model_init` leaves it."""
+        if not self.primary_weights_in_fp8:
+            return weight
+        self.init_fp8_metadata(num_gemms)
+        quantiser = self.quantizers["scaling_fwd"][3 * gemm + 1]
+        return torch.nn.Parameter(quantiser(weight.detach()))
+
+    def product(self, x, weight, bias, gemm=0, is_first_microbatch=None):
+        if not self.fp8:
+            weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            return F.linear(x, weight, bias)
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+        quantisers = self.quantizers["scaling_fwd"]
+        if not isinstance(weight, QuantizedTensor):
+            kept = self._fp8_workspaces.get(gemm) if is_first_microbatch is False else None
+            if kept is None:
+                kept = quantisers[3 * gemm + 1](weight.detach())
+                if is_first_microbatch is not None:
+                    self._fp8_workspaces[gemm] = kept
+            weight = kept
+        flat = x.detach().reshape(-1, x.shape[-1])
+        out = general_gemm(weight, quantisers[3 * gemm](flat), torch.empty(1), out_dtype=x.dtype, bias=bias)[0]
+        return out.view(*x.shape[:-1], -1)
+
+
+class Linear(_Base):
     def __init__(
         self,
         in_features,
@@ -51,15 +108,18 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, parallel_mode
         self.use_bias, self.return_bias = bias, return_bias
-        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-        init_method(self.weight)
+        weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        init_method(weight)
+        self.weight = self.in_eight_bits(weight)
         if bias:
             self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype, device=device))
         else:
             self.bias = torch.Tensor()
 
     def forward(self, x, is_first_microbatch=None):
-        out = F.linear(x, self.weight, self.bias if self.use_bias and not self.return_bias else None)
+        self.init_fp8_metadata()
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        out = self.product(x, self.weight, bias, is_first_microbatch=is_first_microbatch)
         return (out, self.bias) if self.return_bias else out
 
 
@@ -80,7 +140,7 @@ class LayerNormLinear(Linear):
         return super().forward(x, is_first_microbatch)
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(_Base):
     def __init__(
         self, num_gemms, in_features, out_features, *, init_method, bias, return_bias, params_dtype, device, **_
     ):
@@ -89,7 +149,7 @@ class GroupedLinear(torch.nn.Module):
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
             torch.nn.init.normal_(weight, std=0.1)
-            self.register_parameter(f"weight{i}", weight)
+            self.register_parameter(f"weight{i}", self.in_eight_bits(weight, num_gemms, i))
             if bias:
                 self.register_parameter(f"bias{i}", torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)))
 
@@ -97,7 +157,9 @@ class GroupedLinear(torch.nn.Module):
         pieces = x.split(m_splits)
         biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.num_gemms)]
         added = [None] * self.num_gemms if self.return_bias else biases
-        out = torch.cat([F.linear(p, getattr(self, f"weight{i}"), added[i]) for i, p in enumerate(pieces)])
+        self.init_fp8_metadata(self.num_gemms)
+        products = enumerate(zip(pieces, added, strict=True))
+        out = torch.cat([self.product(p, getattr(self, f"weight{i}"), bias, i) for i, (p, bias) in products])
         return (out, biases) if self.return_bias else out
 
 
