@@ -66,7 +66,7 @@ class Fp8Linears:
     def __init__(self, recipe: Any, *, row_multiple: int) -> None:
         self._recipe, self._row_multiple = recipe, row_multiple
         self._modules: dict[int, _Quantisers] = {}
-        self._products: list[Fp8Product] = []
+        self.products: list[Fp8Product] = []
         self.nobody_T1: Tensor | None = None
         """Rows of the step in hand that pad it."""
         self.company_counts: bool = recipe.float8_current_scaling()
@@ -77,7 +77,7 @@ class Fp8Linears:
         if id(module) not in self._modules:
             self._modules[id(module)] = _Quantisers(module, self._recipe)
         product = Fp8Product(self, self._modules[id(module)], module, name, number=number)
-        self._products.append(product)
+        self.products.append(product)
         return product
 
     @property
@@ -87,33 +87,33 @@ class Fp8Linears:
 
     @property
     def num_products(self) -> int:
-        return len(self._products)
+        return len(self.products)
 
     @property
     def num_bytes(self) -> int:
         """Of the copies of weights that are kept in 16 bits."""
-        return sum(part.nbytes for product in self._products for part in product.copied())
+        return sum(part.nbytes for product in self.products for part in product.copied())
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Of the copies."""
-        return tuple(part.data_ptr() for product in self._products for part in product.copied())
+        return tuple(part.data_ptr() for product in self.products for part in product.copied())
 
     def refresh(self) -> None:
         """Take scales and weights as they are now."""
         for module in self._modules.values():
             module.refresh()
-        for product in self._products:
+        for product in self.products:
             product.refresh()
 
     def release(self) -> None:
         """Forget the copies until the next refresh."""
-        for product in self._products:
+        for product in self.products:
             product.release()
 
     def differs(self) -> str | None:
         """The first linear that a refresh would change, by name."""
-        return next((product.name for product in self._products if product.differs()), None)
+        return next((product.name for product in self.products if product.differs()), None)
 
     def live_scales(self) -> Iterator[Tensor]:
         """The trainer's scales that are in use: changed ones change what is computed, as changed weights do."""

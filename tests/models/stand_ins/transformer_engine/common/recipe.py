@@ -1,6 +1,7 @@
 """Recipes: what they ask of a product, with the defaults of the real ones."""
 
 import enum
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +41,19 @@ class Recipe:
         return isinstance(self, MXFP8BlockScaling)
 
 
+def _ignores_others(kind):
+    """As a dataclass of pydantic, which those recipes are: what is no field is ignored."""
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def init(self, **options):
+        made(self, **{name: value for name, value in options.items() if name in kind.__dataclass_fields__})
+
+    kind.__init__ = init
+    return kind
+
+
+@_ignores_others
 @dataclass
 class DelayedScaling(Recipe):
     margin: int = 0

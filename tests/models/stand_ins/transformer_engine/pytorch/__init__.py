@@ -2,6 +2,8 @@ from transformer_engine.pytorch import distributed, float8_tensor, fp8, ops, ten
 from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
 from transformer_engine.pytorch.module import (
     DotProductAttention,
+    Fp8Padding,
+    Fp8Unpadding,
     GroupedLinear,
     LayerNorm,
     LayerNormLinear,
@@ -9,5 +11,5 @@ from transformer_engine.pytorch.module import (
     RMSNorm,
 )
 
-__all__ = ["DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "distributed",
+__all__ = ["DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "distributed",
            "float8_tensor", "fp8", "fp8_autocast", "fp8_model_init", "ops", "tensor"]  # fmt: skip

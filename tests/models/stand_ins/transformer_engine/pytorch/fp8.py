@@ -33,6 +33,10 @@ class FP8GlobalStateManager:
     """Why this GPU has no FP8."""
 
     @classmethod
+    def reset(cls):
+        cls.state = FP8GlobalState()
+
+    @classmethod
     def is_fp8_available(cls):
         return not cls.reason, cls.reason
 

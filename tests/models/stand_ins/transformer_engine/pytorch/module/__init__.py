@@ -86,6 +86,10 @@ class _Base(torch.nn.Module):
                     self._fp8_workspaces[gemm] = kept
             weight = kept
         flat = x.detach().reshape(-1, x.shape[-1])
+        if not len(flat):
+            return x.new_empty(0, len(weight))
+        if bias is not None and x.dtype is torch.float32:
+            bias = bias.to(torch.bfloat16)
         out = general_gemm(weight, quantisers[3 * gemm](flat), torch.empty(1), out_dtype=x.dtype, bias=bias)[0]
         return out.view(*x.shape[:-1], -1)
 
@@ -161,6 +165,23 @@ class GroupedLinear(_Base):
         products = enumerate(zip(pieces, added, strict=True))
         out = torch.cat([self.product(p, getattr(self, f"weight{i}"), bias, i) for i, (p, bias) in products])
         return (out, biases) if self.return_bias else out
+
+
+class Fp8Padding(torch.nn.Module):
+    def __init__(self, num_gemms, align_size=None):
+        super().__init__()
+        self.align_size = align_size or 32
+
+    def forward(self, inp, m_splits):
+        to = [-(-count // self.align_size) * self.align_size for count in m_splits]
+        pieces = zip(inp.split(m_splits), to, strict=True)
+        return torch.cat([F.pad(piece, (0, 0, 0, count - len(piece))) for piece, count in pieces]), to
+
+
+class Fp8Unpadding(Fp8Padding):
+    def forward(self, inp, m_splits):
+        to = [-(-count // self.align_size) * self.align_size for count in m_splits]
+        return torch.cat([piece[:count] for piece, count in zip(inp.split(to), m_splits, strict=True)])
 
 
 class DotProductAttention(torch.nn.Module):
