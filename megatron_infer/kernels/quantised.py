@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 TE_PACKAGE = "transformer_engine"
-_FORWARD = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
-_BACKWARD = ("_transpose", "_columnwise_data", "_columnwise_scale_inv")
+FORWARD = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+BACKWARD = ("_transpose", "_columnwise_data", "_columnwise_scale_inv")
 
 
 def is_quantised(tensor: Tensor) -> bool:
@@ -20,12 +20,12 @@ def is_quantised(tensor: Tensor) -> bool:
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """What a forward reads of a weight: codes and scales of a quantised one, else the tensor itself."""
-    return _held(tensor, _FORWARD) if is_quantised(tensor) else (tensor,)
+    return _held(tensor, FORWARD) if is_quantised(tensor) else (tensor,)
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """As `parts_of`, with what only a backward reads."""
-    return _held(tensor, _FORWARD + _BACKWARD) if is_quantised(tensor) else (tensor,)
+    return _held(tensor, FORWARD + BACKWARD) if is_quantised(tensor) else (tensor,)
 
 
 def _held(tensor: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ Cases of foreign_models, which runs them.
 
 from __future__ import annotations
 
+import functools
 import os
 from unittest import mock
 
@@ -25,6 +26,8 @@ from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 PROMPTS = [[5, 17, 3, 99, 42, 8, 8, 61], [7, 7, 1], [88] * 21]
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
 EXPERTS |= {"moe_router_load_balancing_type": "none", "moe_grouped_gemm": True}
+NEAR_TIE = 0.1
+"""Of the logits' spread."""
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 OF_THE_ROW = ("delayed", "blockwise", "mxfp8")
 """Recipes under which a row's product is its own."""
@@ -68,13 +71,15 @@ def answers(engine, prompts=PROMPTS, num_tokens=6):
     return [done[str(number)] for number in range(len(prompts))]
 
 
-def continued(model, prompt, num_tokens):
-    """Tokens of the model's own full forward."""
-    ids = list(prompt)
+def check_answer(model, prompt, answer):
+    """Each token is the likeliest of the model's own full forward, or all but: norms' last bits may turn a code."""
+    ids = prompt + answer
     model.set_is_first_microbatch()
-    for _ in range(num_tokens):
-        ids.append(int(full_logits(model, ids + [0] * (-len(ids) % 32))[len(ids) - 1, :128].argmax()))
-    return ids[len(prompt) :]
+    with torch.inference_mode():
+        logits = full_logits(model, ids + [0] * (-len(ids) % 32))[len(prompt) - 1 : len(ids) - 1, :128]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])
+    behind = (logits.amax(1, keepdim=True) - chosen) / logits.std()
+    assert behind.max() < NEAR_TIE and (behind == 0).sum() >= len(answer) - 1, f"{answer}: {behind.flatten()}"
 
 
 def frozen(value):
@@ -112,21 +117,24 @@ def same_answers(spec, recipe, **more):
     model = make(spec, recipe, **more)
     num_tokens = 6 if recipe in OF_THE_ROW else 1  # with one scale for all rows an answer is that of its company
     for prompt in PROMPTS[:2] if recipe in OF_THE_ROW else [list(range(32))]:
-        wanted = continued(model, prompt, num_tokens)
-        got = answers(make_engine(model), [prompt], num_tokens)[0]
-        assert got == wanted, f"{got} instead of {wanted}"
+        check_answer(model, prompt, answers(make_engine(model), [prompt], num_tokens)[0])
     fp8 = adopt(model).fp8
     linears = sum(isinstance(module, (te.Linear, te.LayerNormLinear)) for module in model.modules())
     assert fp8.num_products >= linears
 
 
+def make_alone(spec, recipe, **more):
+    """A model after two steps, with a global state in which there is no other."""
+    FP8GlobalStateManager.reset()
+    model = make(spec, recipe, **more)
+    train(model, seed=2)
+    return model
+
+
 def training_goes_on(spec, recipe, **more):
     """Answers, an abort and a step that fails between two training steps: the second is that of nobody having asked."""
-    model, twin = make(spec, recipe, **more), make(spec, recipe, **more)
-    FP8GlobalStateManager.reset()
-    for one in (model, twin):
-        train(one, seed=2)
-    before = state_of(model)
+    model = make_alone(spec, recipe, **more)
+    before, outer = state_of(model), FP8GlobalStateManager.state
     engine = make_engine(model)
     answers(engine)
     engine.add_request(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True, seed=1), request_id="aborted")
@@ -134,13 +142,12 @@ def training_goes_on(spec, recipe, **more):
     engine.abort("aborted")
     calls = iter(range(10**9))
 
+    @functools.wraps(cpp_extensions.general_gemm)
     def breaks(*args, **options):
         if next(calls) == 3:
             raise RuntimeError("cuBLAS")
         return cpp_extensions.general_gemm(*args, **options)
 
-    for product in adopt(model).fp8.products:
-        assert product.name
     with mock.patch.object(products.te, "general_gemm", lambda: breaks):
         engine = make_engine(model)
     engine.add_request(PROMPTS[1], SamplingParams(max_tokens=9, ignore_eos=True))
@@ -149,7 +156,11 @@ def training_goes_on(spec, recipe, **more):
     after = state_of(model)
     for part, value in before.items():
         assert after[part] == value, f"{part} changed"
-    assert torch.equal(train(model, seed=3), train(twin, seed=3)), "training went on otherwise"
+    goes_on = train(model, seed=3)
+    assert FP8GlobalStateManager.state is outer
+    twin = make_alone(spec, recipe, **more)
+    assert torch.equal(goes_on, train(twin, seed=3)), "training went on otherwise"
+    assert state_of(model)["modules"] == state_of(twin)["modules"]
 
 
 def updates_are_seen(spec, *, kept_in_fp8):
@@ -169,7 +180,7 @@ def updates_are_seen(spec, *, kept_in_fp8):
     assert engine.parts.guard.moved()
     engine.refresh_weights()
     assert fp8.differs() is None
-    with engine.suspended():
+    with engine.suspended(tags=["weights"]):
         assert fp8.num_bytes == 0
     assert answers(engine) == answers(make_engine(model))
 
@@ -201,6 +212,9 @@ def padded_steps(spec, recipe):
         engine = make_engine(model, num_cuda_graphs=-1, cuda_graph_max_tokens=24)
         assert answers(engine) == wanted
         assert engine.parts.runner.graphs.pool.counts.replays > 0
+        with engine.suspended(tags=["weights"]):  # copies come back where they have not been
+            pass
+        assert answers(engine) == wanted
         train(model, seed=7)
         engine.refresh_weights()
         assert answers(engine) == answers(make_engine(model)) != wanted
@@ -234,7 +248,7 @@ def refusals(spec):
 def first_and_last_in_bf16(spec):
     model = make(spec, "blockwise", num_layers=3, first_last_layers_bf16=True, kept_in_fp8=True)
     assert adopt(model).fp8.num_products == 4
-    assert answers(make_engine(model), PROMPTS[:1])[0] == continued(model, PROMPTS[0], 6)
+    check_answer(model, PROMPTS[0], answers(make_engine(model), PROMPTS[:1])[0])
 
 
 def cases(spec, hybrid_spec):

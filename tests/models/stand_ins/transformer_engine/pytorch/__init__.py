@@ -11,5 +11,20 @@ from transformer_engine.pytorch.module import (
     RMSNorm,
 )
 
-__all__ = ["DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "distributed",
-           "float8_tensor", "fp8", "fp8_autocast", "fp8_model_init", "ops", "tensor"]  # fmt: skip
+__all__ = [
+    "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "distributed",
+    "float8_tensor",
+    "fp8",
+    "fp8_autocast",
+    "fp8_model_init",
+    "ops",
+    "tensor",
+]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.quantisers import (
     Float8BlockQuantizer,

@@ -180,4 +180,3 @@ class MXFP8Quantizer(Quantizer):
         assert x.shape[0] % 32 == x.shape[1] % 32 == 0, f"MXFP8 needs multiples of 32, got {list(x.shape)}"
         scale = torch.exp2(torch.floor(torch.log2(MAX / _amax_of_blocks(x, (1, 32)).float().clamp(min=1e-12))))
         return _encode(x, _spread(scale, (1, 32), x.shape)), 1 / scale
-

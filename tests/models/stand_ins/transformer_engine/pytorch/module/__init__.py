@@ -5,6 +5,7 @@ In FP8 a forward writes what the real one does: recipes and quantisers on first 
 
 import torch
 import torch.nn.functional as F
+
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, RecipeState
 from transformer_engine.pytorch.quantisers import QuantizedTensor
@@ -112,7 +113,7 @@ class Linear(_Base):
         super().__init__()
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, parallel_mode
         self.use_bias, self.return_bias = bias, return_bias
-        weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        weight = torch.nn.Parameter(torch.zeros(out_features, in_features, dtype=params_dtype, device=device))
         init_method(weight)
         self.weight = self.in_eight_bits(weight)
         if bias:
@@ -151,7 +152,7 @@ class GroupedLinear(_Base):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+            weight = torch.nn.Parameter(torch.zeros(out_features, in_features, dtype=params_dtype, device=device))
             torch.nn.init.normal_(weight, std=0.1)
             self.register_parameter(f"weight{i}", self.in_eight_bits(weight, num_gemms, i))
             if bias:
