@@ -35,7 +35,7 @@ from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_ten
 from megatron_infer.graph_setup import step_graphs
 from megatron_infer.intake import Intake, Limits, TextCodec
 from megatron_infer.kernels.quantised import memory_of
-from megatron_infer.kernels.select import Chosen, choose, choose_exact
+from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.meter import EngineMeter
@@ -300,6 +300,8 @@ def assemble(
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     chosen = kernels_for(adopted, config, where)
+    if (fp8 := adopted.fp8) is not None:
+        chosen.rows.append(BackendChoice("products in FP8", f"transformer_engine ({fp8.num_products} linears)", {}))
     compile_layers(adopted, config, chosen, any_rank=team.any_rank)
     parts = Assembly(
         adopted.live,

@@ -17,10 +17,11 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.quantisers import QuantizedTensor, Quantizer
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from megatron_infer.errors import AdoptionError
+from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact import exact_logprobs
+from megatron_infer.rl.weights.inventory import Inventory
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 8, 61], [7, 7, 1], [88] * 21]
@@ -241,6 +242,7 @@ def refusals(spec):
     says(NotImplementedError, ("batch_invariant", "FP8"), lambda: make_engine(model, batch_invariant=True))
     says(Exception, ("FP8",), lambda: exact_logprobs(model, [PROMPTS[0]]))
     model = make(spec, "mxfp8", kept_in_fp8=True)
+    says(ModelError, ("MXFP8Tensor", "trainer's own model", "fp8_param"), lambda: Inventory.of(model))
     model.config.fp8 = None
     says(AdoptionError, ("linear_qkv", "MXFP8Tensor", "config.fp8"), lambda: adopt(model))
 
@@ -248,7 +250,10 @@ def refusals(spec):
 def first_and_last_in_bf16(spec):
     model = make(spec, "blockwise", num_layers=3, first_last_layers_bf16=True, kept_in_fp8=True)
     assert adopt(model).fp8.num_products == 4
-    check_answer(model, PROMPTS[0], answers(make_engine(model), PROMPTS[:1])[0])
+    engine = make_engine(model)
+    check_answer(model, PROMPTS[0], answers(engine, PROMPTS[:1])[0])
+    rows = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+    assert rows["products in FP8"] == "transformer_engine (4 linears)"
 
 
 def cases(spec, hybrid_spec):
