@@ -33,6 +33,13 @@ REFUSED = {
     "fp8_output_proj": "an output layer in FP8 is not supported",
 }
 """Settings that act where `fp8` is set."""
+KINDS = {
+    "delayed": "fp8",
+    "float8_current_scaling": "fp8",
+    "float8_block_scaling": "fp8_block_scaling",
+    "mxfp8": "mxfp8",
+}
+"""What a recipe calls itself -> what Transformer Engine calls the GPU's ability for it."""
 BF16 = "or build the model without fp8, for products in bfloat16"
 
 
@@ -46,13 +53,15 @@ def fp8_recipe(config: Any) -> Any:
     for field, reason in REFUSED.items():
         if getattr(config, field, False):
             raise AdoptionError("config", f"{field}=True: {reason}; set it to False")
-    recipe = te.recipe_of(config)
-    kinds = {"delayed": "fp8", "float8_current_scaling": "fp8", "float8_block_scaling": "fp8_block_scaling"}
-    kinds |= {"mxfp8": "mxfp8"}
-    kind = next((kinds[name] for name in kinds if getattr(recipe, name, lambda: False)()), None)
+    try:
+        recipe = te.recipe_of(config)
+    except (ValueError, AssertionError) as error:  # of versions that do not have it
+        raise AdoptionError("config", f"fp8_recipe={config.fp8_recipe!r}: {error}") from error
+    kind = next((kind for name, kind in KINDS.items() if getattr(recipe, name, lambda: False)()), None)
     if kind is None:
         raise AdoptionError(
-            "config", f"fp8_recipe={config.fp8_recipe!r} is not known; delayed, tensorwise, blockwise and mxfp8 are"
+            "config",
+            f"fp8_recipe={config.fp8_recipe!r} is not known; choose delayed, tensorwise, blockwise or mxfp8, {BF16}",
         )
     available, reason = getattr(te.quantization().FP8GlobalStateManager, f"is_{kind}_available")()
     if not available:
@@ -225,15 +234,15 @@ class Fp8Product:
         if self._copy is None:
             return True
         with torch.inference_mode(False), torch.no_grad():
-            fresh = parts_of(self._weight.quantize(weight))
-        return any(not torch.equal(a, b) for a, b in zip(fresh, parts_of(self._copy), strict=True))
+            # By value: what pads the scales of blocks may hold anything.
+            return not torch.equal(self._weight.quantize(weight).dequantize(), self._copy.dequantize())
 
 
 def _matmul(*, splits_accumulator: bool) -> Callable[[Any, Any, torch.dtype, Tensor | None], Tensor]:
     """Transformer Engine's product: (quantised weight, quantised input, dtype of the result, bias) -> x @ weight.T."""
     gemm = te.general_gemm()
     more: dict[str, Any] = {"use_split_accumulator": splits_accumulator}
-    if "workspace" in inspect.signature(gemm).parameters:  # before 2.9 the caller's
+    if "workspace" in inspect.signature(gemm).parameters:  # of older versions it is the caller's
         more["workspace"] = te.workspace()
 
     def run(weight: Any, x: Any, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

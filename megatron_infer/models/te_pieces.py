@@ -40,7 +40,7 @@ def quantization() -> Any:
     """The module of recipes' states and of the global one."""
     try:
         return importlib.import_module("transformer_engine.pytorch.quantization")
-    except ModuleNotFoundError:  # before 2.9
+    except ModuleNotFoundError:  # of older versions
         return importlib.import_module("transformer_engine.pytorch.fp8")
 
 
