@@ -49,7 +49,7 @@ def te_hybrid_spec(config):
         getattr(spec.submodules, f"{kind}_layer").submodules for kind in ("mamba", "attention", "mlp")
     )
     mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = mcore.IdentityOp
-    inner = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+    inner = tuple(map(mcore.submodules_of, (mamba.mixer, attention.self_attention, mlp.mlp)))
     for submodules, first, last in zip(
         inner, ("in_proj", "linear_qkv", "linear_fc1"), ("out_proj", "linear_proj", "linear_fc2"), strict=True
     ):

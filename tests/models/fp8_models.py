@@ -18,6 +18,7 @@ from transformer_engine.pytorch.quantisers import QuantizedTensor, Quantizer
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.errors import AdoptionError, ModelError
+from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact import exact_logprobs
@@ -204,6 +205,26 @@ def rows_are_their_own(spec):
             assert torch.equal(few, linear.product(loud, None)[:3])
 
 
+class Doubles:
+    """The sum over two ranks that have the same part."""
+
+    @staticmethod
+    def all_reduce(x):
+        return 2 * x
+
+
+def ranks_add_up(spec):
+    """What ranks add up are products in FP8 without a bias, which comes after."""
+    adopted = adopt(make(spec, "delayed", add_bias_linear=True))
+    adopted.fp8.refresh()
+    linear = adopted._whole[0].attention.proj
+    with torch.inference_mode():
+        x, bias = torch.randn(5, 64), linear.parameters["bias"]
+        alone = linear.product(x, None)
+        linear.reduce = Doubles()
+        assert torch.equal(linear.run(TorchOps(), x), 2 * alone + bias)
+
+
 def padded_steps(spec, recipe):
     """Steps that are padded and captured give the answers of the same steps as they are."""
     model = make(spec, recipe, num_layers=2)
@@ -280,6 +301,7 @@ def cases(spec, hybrid_spec):
         "fp8: updates": lambda: updates_are_seen(spec, kept_in_fp8=False),
         "fp8: updates of weights in FP8": lambda: updates_are_seen(spec, kept_in_fp8=True),
         "fp8: rows": lambda: rows_are_their_own(spec),
+        "fp8: ranks": lambda: ranks_add_up(spec),
         "fp8: padded steps": lambda: padded_steps(spec, "delayed"),
         "fp8: padded steps, tensorwise": lambda: padded_steps(spec, "tensorwise"),
         "fp8: refusals": lambda: refusals(spec),

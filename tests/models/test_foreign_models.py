@@ -46,6 +46,7 @@ IN_FP8 = [
     "fp8: updates",
     "fp8: updates of weights in FP8",
     "fp8: rows",
+    "fp8: ranks",
     "fp8: padded steps",
     "fp8: padded steps, tensorwise",
     "fp8: refusals",

@@ -66,6 +66,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
 
+@_ignores_others
 @dataclass
 class Float8CurrentScaling(Recipe):
     use_power_2_scales: bool = False
@@ -76,6 +77,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
 
 
+@_ignores_others
 @dataclass
 class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
@@ -84,6 +86,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_fprop: MMParams = field(default_factory=MMParams)
 
 
+@_ignores_others
 @dataclass
 class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3

@@ -19,8 +19,19 @@ def normed(x, weight, bias, eps, *, rms, zero_centered):
 class _Norm(torch.nn.Module):
     rms = False
 
-    def __init__(self, hidden_size, eps, *, sequence_parallel, zero_centered_gamma, params_dtype, device):
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        *,
+        hidden_size=None,
+        sequence_parallel=None,
+        zero_centered_gamma=False,
+        params_dtype=None,
+        device=None,
+    ):
         super().__init__()
+        hidden_size = normalized_shape if hidden_size is None else hidden_size
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=params_dtype, device=device))
