@@ -138,10 +138,10 @@ class _Quantisers:
         self._module, self._recipe = module, recipe
         count = PER_PRODUCT * getattr(module, "num_gemms", 1)
         roles = getattr(module, "get_quantizer_roles", None)
-        more = {} if roles is None else {"roles": roles(fwd=True, num_quantizers=count)}
-        device = next(module.parameters()).device
-        make = te.quantization().RecipeState.create
-        self._state = make(recipe, mode="forward", num_quantizers=count, device=device, **more)
+        more: dict[str, Any] = {} if roles is None else {"roles": roles(fwd=True, num_quantizers=count)}
+        more |= {"mode": "forward", "num_quantizers": count, "device": next(module.parameters()).device}
+        with torch.inference_mode(False):  # a refresh writes to it
+            self._state = te.quantization().RecipeState.create(recipe, **more)
         self._made: list[Any] = self._state.make_quantizers()
         for place in range(count):
             if recipe.float8_current_scaling() and place % PER_PRODUCT in (INPUT, WEIGHT):
@@ -163,7 +163,7 @@ class _Quantisers:
     def live_scale(self) -> Tensor | None:
         """The trainer's; None before its first forward (all 1 then), and for recipes that keep none."""
         live = self._module.fp8_meta.get("scaling_fwd") if self._recipe.delayed() else None
-        return None if live is None else live.scale
+        return getattr(live, "scale", None)
 
     def refresh(self) -> None:
         if self._recipe.delayed():
