@@ -34,7 +34,8 @@ from megatron_infer.forward.stage_runner import StageRunner
 from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
 from megatron_infer.graph_setup import step_graphs
 from megatron_infer.intake import Intake, Limits, TextCodec
-from megatron_infer.kernels.select import Chosen, choose, choose_exact
+from megatron_infer.kernels.quantised import memory_of
+from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
 from megatron_infer.lifecycle import Transit
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.meter import EngineMeter
@@ -193,7 +194,8 @@ class Assembly:
         if self.runner.graphs is not None:
             # Packed copies are made anew with every change.
             copies = self.num_updates if self.chosen.packed.num_bytes else 0
-            self.runner.graphs.pool.see_weights((self.guard.addresses, copies))
+            quantised = () if self.adopted.fp8 is None else self.adopted.fp8.addresses
+            self.runner.graphs.pool.see_weights((self.guard.addresses, copies, quantised))
 
     def verify_derived(self) -> None:
         """Raise StaleCache if a copy is not of the weights as they are now."""
@@ -211,6 +213,8 @@ class Assembly:
                 read = self.derived.refresh(tick)
         if self.team.any_rank(self.guard.changed(read or {})):
             self.accept_weights(self.weight_version + 1, tick, rebuilt=read)
+        elif read is not None:
+            self.show_weights_to_graphs()
 
     def lay_up_weights(self, transit: Transit) -> None:
         """Move the live weights to the host if they are the engine's own and on a device; a trainer's stay."""
@@ -229,11 +233,14 @@ class Assembly:
 
     def weight_bytes(self) -> int:
         """What the live weights and the copies derived from them occupy."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in self._weights()}
+        parts = (part for tensor in self._weights() for part in memory_of(tensor))
+        storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
         return sum(storages.values()) + self.derived.num_bytes
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        return guarded_tensors(self.model)
+        yield from guarded_tensors(self.model)
+        if self.adopted.fp8 is not None:
+            yield from self.adopted.fp8.live_scales()
 
     def raise_version(self, version: int) -> None:
         """Count on from `version` if that is more, as loaded tokens have such versions. Nothing may be in flight."""
@@ -293,6 +300,8 @@ def assemble(
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     chosen = kernels_for(adopted, config, where)
+    if (fp8 := adopted.fp8) is not None:
+        chosen.rows.append(BackendChoice("products in FP8", f"transformer_engine ({fp8.num_products} linears)", {}))
     compile_layers(adopted, config, chosen, any_rank=team.any_rank)
     parts = Assembly(
         adopted.live,
@@ -408,6 +417,16 @@ def register_derived(parts: Assembly) -> None:
     if adopted.ssm_specs:
         parts.derived.register(
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
+        )
+    if (fp8 := adopted.fp8) is not None:
+        parts.derived.register(
+            DerivedCache(
+                name="FP8 weights",
+                refresh=fp8.refresh,
+                differs=fp8.differs,
+                release=fp8.release,
+                num_bytes=lambda: fp8.num_bytes,
+            )
         )
     parts.derived.refresh()
     connect_graphs(parts)

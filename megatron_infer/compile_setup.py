@@ -24,6 +24,8 @@ def compile_layers(
     reason = None
     if (layer := adopted.foreign_layer()) is not None:
         reason = f"{layer} is of the user's own, so megatron-core's decoder drives the layers"
+    elif adopted.fp8 is not None:
+        reason = "products in FP8 are calls of Transformer Engine, which torch.compile does not look into"
     else:
         try:
             adopted.compile_layers()

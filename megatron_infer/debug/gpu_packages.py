@@ -48,7 +48,7 @@ PACKAGES = (
     Package(
         "transformer-engine",
         "transformer_engine",
-        "models built from its specs are adopted as they are",
+        "models built from its specs are adopted as they are; products in FP8 of models that train in FP8",
         "import transformer_engine.pytorch",
     ),
     Package(

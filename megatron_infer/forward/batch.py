@@ -62,12 +62,19 @@ class Batch:
     states: StateTensors | None
     """Recurrent states, of a model that keeps them."""
     max_sequence_length: int
+    first_dummy_pos: int
+    """Of `meta.kv_pos_T`: the dummy block begins here."""
     routing_TLK: Tensor | None = None
     is_padded: bool = False
 
     use_flashinfer_fused_rope = False
     materialize_only_last_token_logits = True
     num_speculative_tokens = 0
+
+    @property
+    def nobody_T1(self) -> Tensor | None:
+        """Tokens that pad the step: they are written to the dummy block, which lies behind all others."""
+        return (self.meta.kv_pos_T >= self.first_dummy_pos).unsqueeze(1) if self.is_padded else None
 
     @property
     def num_sampled(self) -> int:
@@ -210,7 +217,7 @@ class BatchBuilder:
             dummy_block=dummy_block,
         )
         self._step_rows = StepRows(self._buffer, dummy_row=self.rows.dummy_row)
-        self._block_size = block_size
+        self._block_size, self._first_dummy_pos = block_size, dummy_block * block_size
         self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
         self._scan, self._states, self._gather = scan, states, gather
         self._arrival = arrival
@@ -352,6 +359,7 @@ class BatchBuilder:
             scan=self._scan,
             states=self._states() if arrival is None else arrival.states,
             max_sequence_length=self.rows.max_sequence_length,
+            first_dummy_pos=self._first_dummy_pos,
         )
 
 

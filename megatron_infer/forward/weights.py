@@ -8,6 +8,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from megatron_infer.kernels.quantised import is_quantised, memory_of, parts_of
+
 
 def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     """What a model computes with and training may change: parameters, and the buffers that checkpoints hold (a
@@ -51,7 +53,8 @@ class WeightShelf:
     def lay_up(self, tick: Callable[[str], None]) -> None:
         """Copy all to the host, then free the device; an error before that leaves everything in place."""
         assert not self._shelf, "the weights are laid up already"
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        parts = (part for tensor in self._tensors() for part in memory_of(tensor))
+        storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
         shelf = []
         for place, storage in enumerate(storages.values()):
             tick(f"copying weights to the host, {place} of {len(storages)}")
@@ -94,12 +97,16 @@ class WeightGuard:
     moves `data_ptr`; writing through `.data` (as Megatron's mixed-precision optimizers do) does neither and only the
     content tells; a replaced parameter object is another member of `weights()`. `moved` sees the first two and is
     cheap enough for every step; `changed` sees all and reads all weights once, about what a decode step reads.
+    A weight that is kept quantised tells its version itself, its codes and scales where they lie and what they hold.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
         """checksum: a scalar tensor where the device has yet to compute it; all of them are waited for at once."""
         self._all, self._checksum = weights, checksum
         self._weights: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        """Of the weights; but for quantised ones these are the weights."""
+        self._has_quantised = False
         self._versioned: list[Tensor] = []
         self._versions: list[int] = []
         self._pointers: list[int] = []
@@ -109,11 +116,14 @@ class WeightGuard:
     def accept(self, read: Mapping[int, int] = _NOTHING_READ) -> None:
         """Take the present weights as known; interrupted, it has accepted nothing. read: see `changed`."""
         weights = self._present()
+        parts = _parts(weights)
         # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
-        versioned = [weight for weight in weights if not weight.is_inference()]
-        versions, pointers = list(map(_VERSION, versioned)), list(map(_POINTER, weights))
-        sums = self._content(weights, read)
-        self._weights, self._versioned = weights, versioned
+        counted = {id(one): one for one in (*weights, *parts)}.values()
+        versioned = [one for one in counted if not one.is_inference()]
+        versions, pointers = list(map(_VERSION, versioned)), list(map(_POINTER, parts))
+        sums = self._content(parts, read)
+        self._weights, self._parts, self._versioned = weights, parts, versioned
+        self._has_quantised = any(map(is_quantised, weights))
         self._versions, self._pointers, self._sums = versions, pointers, sums
 
     def doubt(self) -> None:
@@ -134,7 +144,7 @@ class WeightGuard:
         """True when a weight was updated in place or re-pointed since `accept`."""
         return (
             list(map(_VERSION, self._versioned)) != self._versions
-            or list(map(_POINTER, self._weights)) != self._pointers
+            or list(map(_POINTER, _parts(self._weights) if self._has_quantised else self._parts)) != self._pointers
         )
 
     def changed(self, read: Mapping[int, int] = _NOTHING_READ) -> bool:
@@ -142,9 +152,12 @@ class WeightGuard:
 
         read: checksums by id of weights that somebody has just read: they are not read again.
         """
-        if list(map(id, self._present())) != list(map(id, self._weights)):
+        weights = self._present()
+        if list(map(id, weights)) != list(map(id, self._weights)):
             return True
-        return self.moved() or self._content(self._weights, read) != self._sums
+        if list(map(id, _parts(weights))) != list(map(id, self._parts)):
+            return True
+        return self.moved() or self._content(self._parts, read) != self._sums
 
     def _present(self) -> list[Tensor]:
         return list({id(weight): weight for weight in self._all()}.values())
@@ -156,3 +169,7 @@ class WeightGuard:
         computed = [one for one in sums if isinstance(one, Tensor)]
         values = iter(torch.stack(computed).tolist() if computed else ())
         return [next(values) if isinstance(one, Tensor) else one for one in sums]
+
+
+def _parts(weights: Iterable[Tensor]) -> list[Tensor]:
+    return [part for weight in weights for part in parts_of(weight)]

@@ -19,6 +19,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.compiled import Compiled, compiled_layer, warm_up
+from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.lean import LeanBlock, LeanLayer, LeanNorm
 from megatron_infer.models.moe import routing_shape
@@ -75,10 +76,11 @@ def adopt(
     lean_norm = None if final_norm is None else LeanNorm(final_norm, where)
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
+    fp8 = bind_fp8(live.config, layers)
     for plan in layers:
         plan.apply()
     cpu_rotary(live)
-    return AdoptedModel(live, shape, layers, lean_norm, tp=tp, name=name)
+    return AdoptedModel(live, shape, layers, lean_norm, tp=tp, name=name, fp8=fp8)
 
 
 class AdoptedModel:
@@ -93,6 +95,7 @@ class AdoptedModel:
         *,
         tp: Reducer | None,
         name: str,
+        fp8: Fp8Linears | None = None,
     ) -> None:
         self.live, self.shape, self.name = live, shape, name
         """live: the model itself, without wrappers."""
@@ -108,6 +111,8 @@ class AdoptedModel:
         """It embeds tokens; the others take in what the stage before hands on."""
         self.is_last_stage: bool = live.post_process
         """It has the final norm and the output layer."""
+        self.fp8 = fp8
+        """What multiplies in FP8; None: nothing does. Its `refresh` comes before the first step."""
         self.device: torch.device = next(live.parameters()).device
         self._whole: list[LeanLayer | LeanBlock | None] = [layer.lean for layer in layers]
         self._lean: list[LeanLayer | LeanBlock | Compiled | None] = list(self._whole)
@@ -140,6 +145,8 @@ class AdoptedModel:
 
         around(run, *arguments) calls each layer's run; None: it is called.
         """
+        if self.fp8 is not None:
+            self.fp8.nobody_T1 = step.nobody_T1 if self.fp8.company_counts and step.is_padded else None
         if received_TD is None:
             x_TD, residual_TD = self._embed(step), None
         else:

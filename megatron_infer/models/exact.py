@@ -257,6 +257,10 @@ def inexact_part(adopted: AdoptedModel) -> str | None:
         own = None if adopted.tp_group is None else dist.get_process_group_ranks(adopted.tp_group)
         if sorted(dist.get_process_group_ranks(ranks)) != sorted(own or []):
             return f"{name} has experts on ranks beyond the tensor-parallel ones: a trainer has other tokens there"
+    if adopted.fp8 is not None:
+        return (
+            "its linears multiply in FP8 (config.fp8): Transformer Engine's products depend on how many rows they have"
+        )
     if (name := adopted.foreign_layer()) is not None:
         return f"{name} is a layer of another class, whose arithmetic is not known"
     if live.config.num_moe_experts is not None and "sinkhorn" in live.config.moe_router_load_balancing_type:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.quantised import TE_PACKAGE
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
-TE_PACKAGE = "transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")
 COLUMN, ROW = "column", "row"
 _LINEARS = {
@@ -74,19 +74,11 @@ def norm_of(module: Any) -> tuple[bool, LiveParameters] | None:
 
 
 def check_linear(module: Any, name: str, weights: tuple[str, ...] = ("weight",)) -> None:
-    """Raise AdoptionError for a Transformer Engine linear whose product is not that of its weight as it stands."""
+    """Raise AdoptionError for a Transformer Engine linear whose product is not that of these weights."""
     if getattr(module, "te_quant_params", None) is not None:
         raise AdoptionError(
             name, "has a quantisation recipe of its own (quant_recipe): quantised linears are not known"
         )
     for key in weights:
-        weight = module._parameters.get(key)
-        if weight is None:
+        if module._parameters.get(key) is None:
             raise AdoptionError(name, f"has no parameter {key!r}: weights kept in several parts are not known")
-        kind = type(weight)  # a quantised tensor says of itself that its dtype is the one it gives back
-        if kind.__module__.split(".")[0] == TE_PACKAGE:
-            raise AdoptionError(
-                name,
-                f"{key} is a {kind.__qualname__}: 8-bit weights are not supported; build the model without fp8_param "
-                "(fp8_model_init), so that its weights are in bfloat16",
-            )

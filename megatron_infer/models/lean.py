@@ -11,7 +11,7 @@ Legend: kernels/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from megatron_infer.models.foreign_modules import (
     linear_role,
     norm_of,
 )
+from megatron_infer.models.fp8 import Fp8Product
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
 from megatron_infer.models.reduce import Reducer
 
@@ -41,6 +42,8 @@ class FeedForward(Protocol):
     """What stands behind the second norm: an MLP or experts."""
 
     def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor: ...
+
+    def linears(self) -> Iterator[LeanLinear]: ...
 
     def weights(self) -> Iterator[Tensor]: ...
 
@@ -122,7 +125,7 @@ class LeanNorm:
 class LeanLinear:
     """A column- or row-parallel linear on this rank's part of the weight; a row-parallel one adds up over the ranks."""
 
-    __slots__ = ("parameters", "reduce", "spread")
+    __slots__ = ("foreign", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -137,6 +140,10 @@ class LeanLinear:
         somebody else's, who has run it on the input. expert: which one's of a grouped linear; None: it is not one."""
         self.reduce: Reducer | None = None
         self.spread: Reducer | None = None
+        self.product: Fp8Product | None = None
+        """What multiplies in FP8; None: `ops.linear` does, by the weight."""
+        self.foreign: tuple[Any, str, str] | None = None
+        """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""
         role, whole = linear_role(module), ""
         if type(module) is RowParallelLinear:
             self.reduce = tp
@@ -161,18 +168,30 @@ class LeanLinear:
             number = "" if expert is None else str(expert)
             check_linear(module, name, (f"weight{number}",))
             self.parameters = LiveParameters(module, weight=f"weight{number}", bias=f"bias{number}")
+            self.foreign = module, name, number
 
     def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
-        weight, bias = self.parameters["weight"], self.parameters["bias"]
+        bias = self.parameters["bias"]
         if self.reduce is None:
-            return ops.linear(x_TX if self.spread is None else self.spread.spread(x_TX), weight, bias)
-        out = self.reduce.all_reduce(ops.linear(x_TX, weight))
+            return self.multiply(ops, x_TX if self.spread is None else self.spread.spread(x_TX), bias)
+        out = self.reduce.all_reduce(self.multiply(ops, x_TX, None))
         return out if bias is None else out + bias
+
+    def multiply(self, ops: Ops, x_TX: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's product."""
+        if self.product is not None:
+            return self.product(x_TX, bias)
+        return ops.linear(x_TX, self.weight(), bias)
 
     def weight(self) -> Tensor:
         weight = self.parameters["weight"]
         assert weight is not None
         return weight
+
+
+def weights_of(linears: Iterable[LeanLinear]) -> Iterator[Tensor]:
+    """Those that go through `ops.linear`."""
+    return (linear.weight() for linear in linears if linear.product is None)
 
 
 class LeanMLP:
@@ -208,9 +227,11 @@ class LeanMLP:
     def activate(self, ops: Ops, middle_TF: Tensor) -> Tensor:
         return ops.silu_mul(middle_TF) if self.activation is None else ops.rowwise(self.activation, middle_TF)
 
+    def linears(self) -> Iterator[LeanLinear]:
+        yield from (self.fc1, self.fc2)
+
     def weights(self) -> Iterator[Tensor]:
-        yield self.fc1.weight()
-        yield self.fc2.weight()
+        return weights_of(self.linears())
 
 
 class LeanAttention:
@@ -262,9 +283,11 @@ class LeanAttention:
             k = self.k_norm.run_heads(step.ops, k)
         return step.attend(self.layer, q, k, v, self.spec)
 
+    def linears(self) -> Iterator[LeanLinear]:
+        yield from (self.qkv, self.proj)
+
     def weights(self) -> Iterator[Tensor]:
-        yield self.qkv.weight()
-        yield self.proj.weight()
+        return weights_of(self.linears())
 
 
 def head_norm(module: torch.nn.Module | None, name: str) -> LeanNorm | None:
@@ -281,14 +304,28 @@ class LeanLayer:
 
     def __init__(self, *, input_norm: LeanNorm, attention: LeanAttention, mlp_norm: LeanNorm, mlp: FeedForward) -> None:
         self.input_norm, self.attention, self.mlp_norm, self.mlp = input_norm, attention, mlp_norm, mlp
-        self.plain = (
+        self.plain = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether `_run_plain` computes the layer."""
+        input_norm, attention, mlp_norm, mlp = self.input_norm, self.attention, self.mlp_norm, self.mlp
+        return (
             input_norm.plain_rms
             and mlp_norm.plain_rms
             and type(mlp) is LeanMLP
             and mlp.activation is None
             and attention.gather is None
             and attention.proj.reduce is mlp.fc2.reduce is None
+            and all(linear.product is None for linear in self.linears())
         )
+
+    def linears(self) -> Iterator[LeanLinear]:
+        yield from self.attention.linears()
+        yield from self.mlp.linears()
+
+    def see_products(self) -> None:
+        """Some of its linears were given products in FP8."""
+        self.plain = self._is_plain()
 
     def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(product, residual) of the layer before -> those of this one; residual None: x is the decoder's input.
@@ -334,6 +371,8 @@ class Body(Protocol):
 
     def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor: ...
 
+    def linears(self) -> Iterator[LeanLinear]: ...
+
     def weights(self) -> Iterator[Tensor]: ...
 
 
@@ -347,6 +386,9 @@ class FeedForwardBody:
 
     def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
         return self.mlp.run_step(step, normed_TD)
+
+    def linears(self) -> Iterator[LeanLinear]:
+        return self.mlp.linears()
 
     def weights(self) -> Iterator[Tensor]:
         yield from self.mlp.weights()
@@ -364,6 +406,12 @@ class LeanBlock:
         """As `LeanLayer.run`."""
         normed_TD, residual_TD = self.norm.run_added(step.ops, x_TD, residual_TD)
         return self.body.run(step, normed_TD), residual_TD
+
+    def linears(self) -> Iterator[LeanLinear]:
+        return self.body.linears()
+
+    def see_products(self) -> None:
+        """As of `LeanLayer`: it always asks."""
 
     def weights(self) -> Iterator[Tensor]:
         yield from self.body.weights()

@@ -13,7 +13,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.lean import LeanLinear, Parameters
+from megatron_infer.models.lean import LeanLinear, Parameters, weights_of
 from megatron_infer.models.mamba import GatedRMSNorm, is_stock_norm
 from megatron_infer.models.reduce import Reducer
 
@@ -56,10 +56,12 @@ class LeanMixer:
             ops, ops.gated_rms_norm(y_TM, gate_TM, weight, self.norm_eps, group_size=self.norm_group)
         )
 
+    def linears(self) -> Iterator[LeanLinear]:
+        yield from (self.in_proj, self.out_proj)
+
     def weights(self) -> Iterator[Tensor]:
         """Every 2-D weight that goes through `ops.linear`."""
-        yield self.in_proj.weight()
-        yield self.out_proj.weight()
+        return weights_of(self.linears())
 
     def _check_shapes(self, name: str) -> None:
         """The parameters are what the spec says: whoever replaced one by another shape hears of it here."""

@@ -15,7 +15,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertsBackend, ExpertWeights
 from megatron_infer.models.foreign_modules import is_grouped_experts
-from megatron_infer.models.lean import LeanMLP
+from megatron_infer.models.lean import LeanLinear, LeanMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
     MoELayer,
@@ -163,13 +163,14 @@ class LeanExperts:
     def _of_all(ops: Ops, lean: LeanMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
         """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
         inner = (lean.inner(ops, x_TD) * weight_T1).to(x_TD.dtype)
-        fc2 = lean.fc2.parameters
-        out = ops.linear(inner, fc2["weight"], None)
-        return out if fc2["bias"] is None else out + fc2["bias"] * weight_T1
+        out, bias = lean.fc2.multiply(ops, inner, None), lean.fc2.parameters["bias"]
+        return out if bias is None else out + bias * weight_T1
 
     def _together(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
         """What runs all experts at once, if the kernels have it for these."""
         backend = ops.experts
+        if self.experts[0].fc1.product is not None:
+            return None
         return backend if backend is not None and backend.supports(self.grouped, dtype) is None else None
 
     def asks_host(self, ops: Ops, num_tokens: int) -> bool:
@@ -218,6 +219,10 @@ class LeanExperts:
             gate_T1 = ops.linear(x_TD, weight)
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
+
+    def linears(self) -> Iterator[LeanLinear]:
+        for mlp in (*self.experts, *(() if self.shared is None else (self.shared,))):
+            yield from mlp.linears()
 
     def weights(self) -> Iterator[Tensor]:
         yield self.router.weight

@@ -20,6 +20,7 @@ from megatron_infer.models.lean import (
     LeanAttention,
     LeanBlock,
     LeanLayer,
+    LeanLinear,
     LeanMLP,
     LeanNorm,
 )
@@ -65,6 +66,17 @@ class LayerPlan:
             _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
         if self.lean is not None:
             _bind(self.layer, self.lean, PAGED_LAYERS)
+
+    @property
+    def number(self) -> int:
+        """Of the layer in the whole model, from 0, whatever stage it is in."""
+        return int(self.layer.layer_number) - 1
+
+    def linears(self) -> Iterator[LeanLinear]:
+        """Of the parts that are known."""
+        for part in (self.lean,) if self.lean is not None else (self.attention, self.mixer):
+            if part is not None:
+                yield from part.linears()
 
     def weights(self) -> Iterator[Tensor]:
         """Weights that tell the dtype of the layer: all that go through `ops.linear`, where that is known."""

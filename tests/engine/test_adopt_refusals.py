@@ -107,7 +107,7 @@ REFUSED = {
         "core_attention: softmax_type='learnable', but softmax_offset is None, not a tensor of 4 heads",
     ),
     "fp32_residual": (lambda: set_config(fp32_residual_connection=True), "fp32_residual_connection"),
-    "fp8": (lambda: set_config(fp8="hybrid"), "fp8='hybrid'"),
+    "fp4": (lambda: set_config(fp4="e2m1"), "fp4='e2m1'"),
     "cuda_graphs": (lambda: set_config(cuda_graph_impl="local"), "cuda_graph_impl='local'.* set it to 'none'"),
     "sequence_parallel": (
         lambda: changed(split_sequences, spec=their_layers),

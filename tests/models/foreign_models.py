@@ -10,9 +10,10 @@ import json
 import sys
 import traceback
 
+import fp8_models
 import torch
-import transformer_engine
 from plain_forward import full_logits
+from transformer_engine.pytorch.quantisers import Float8CurrentScalingQuantizer
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_infer.errors import AdoptionError
@@ -48,7 +49,7 @@ def te_hybrid_spec(config):
         getattr(spec.submodules, f"{kind}_layer").submodules for kind in ("mamba", "attention", "mlp")
     )
     mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = mcore.IdentityOp
-    inner = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+    inner = tuple(map(mcore.submodules_of, (mamba.mixer, attention.self_attention, mlp.mlp)))
     for submodules, first, last in zip(
         inner, ("in_proj", "linear_qkv", "linear_fc1"), ("out_proj", "linear_proj", "linear_fc2"), strict=True
     ):
@@ -107,10 +108,11 @@ def double_norm():
 def eight_bits():
     model = tiny_gpt(spec=te_spec)
     linear = model.decoder.layers[0].self_attention.linear_proj
-    eight = transformer_engine.pytorch.float8_tensor.Float8Tensor(linear.weight.detach())
+    quantiser = Float8CurrentScalingQuantizer("e4m3", torch.device("cpu"))
+    eight = quantiser(linear.weight.detach())
     del linear.weight
     linear._parameters["weight"] = eight
-    refused(model, "decoder.layers.0.self_attention.linear_proj", "Float8Tensor", "8-bit weights")
+    refused(model, "decoder.layers.0.self_attention.linear_proj", "Float8Tensor", "fp8_param")
 
 
 def own_recipe():
@@ -170,6 +172,7 @@ CASES = {
     ),
     "a norm twice is refused": double_norm,
     "weights of eight bits are refused": eight_bits,
+    **fp8_models.cases(te_spec, te_hybrid_spec),
     "a recipe of its own is refused": own_recipe,
     "a subclass is refused": subclass,
     "a norm that nobody would run is refused": norm_inside_an_expert,
@@ -180,6 +183,8 @@ def main():
     torch.set_num_threads(1)
     found = {}
     for name, case in CASES.items():
+        if len(sys.argv) > 1 and not any(part in name for part in sys.argv[1:]):
+            continue
         try:
             case()
             found[name] = None

@@ -33,6 +33,26 @@ REFUSED = [
 ]
 
 
+IN_FP8 = [
+    f"fp8: {case}"
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
+    for case in (recipe, f"{recipe}, weights in FP8", f"training after {recipe}")
+] + [
+    "fp8: training after delayed, weights in bfloat16",
+    "fp8: grouped experts",
+    "fp8: grouped experts, weights in FP8",
+    "fp8: hybrid",
+    "fp8: first and last layer in bfloat16",
+    "fp8: updates",
+    "fp8: updates of weights in FP8",
+    "fp8: rows",
+    "fp8: ranks",
+    "fp8: padded steps",
+    "fp8: padded steps, tensorwise",
+    "fp8: refusals",
+]
+
+
 @pytest.fixture(scope="module")
 def results():
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE / "stand_ins", HERE)))
@@ -45,11 +65,16 @@ def results():
 
 
 def test_every_case_is_looked_at(results):
-    assert sorted(results) == sorted(ADOPTED + REFUSED)
+    assert sorted(results) == sorted(ADOPTED + REFUSED + IN_FP8)
 
 
 @pytest.mark.parametrize("case", ADOPTED)
 def test_such_a_model_is_adopted_and_gives_the_tokens_of_its_own_forward(results, case):
+    assert results[case] is None, results[case]
+
+
+@pytest.mark.parametrize("case", IN_FP8)
+def test_a_model_that_trains_in_fp8_answers_as_its_own_forward_and_trains_on_as_if_nobody_had_asked(results, case):
     assert results[case] is None, results[case]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 GROUPS: dict[str, str] = {
     "attention": "gpu_checks.attention",
     "fp8": "gpu_checks.fp8",
+    "fp8 products": "gpu_checks.fp8_products",
     "scan": "gpu_checks.scan",
     "operations": "gpu_checks.operations",
     "sampling": "gpu_checks.sampling",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.forward.weights import guarded_tensors
+from megatron_infer.kernels.quantised import is_quantised
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY, KV_GROUPS = "vocabulary", "kv groups"
@@ -202,6 +203,12 @@ def _tensors_of(model: Any) -> Iterator[LocalTensor]:
         if not isinstance(tensor, Tensor) or id(tensor) not in wanted or id(tensor) in seen:
             continue
         seen.add(id(tensor))
+        if is_quantised(tensor):
+            raise ModelError(
+                f"{name} is a {type(tensor).__qualname__}: part of a weight in 8 bits cannot be moved between layouts, "
+                "as its scale is the whole one's; generate with the trainer's own model, which needs no transfer, or "
+                "train without fp8_param"
+            )
         held = tensor if tensor.ndim else tensor.detach().view(1)
         yield LocalTensor(name=name, layout=_layout(model, name, held), tensor=held)
     if seen != wanted:

@@ -1,0 +1,33 @@
+"""Weights that Transformer Engine keeps in 8 bits: a tensor around others, which hold the codes and their scales.
+
+Such a tensor says that its dtype is the one it gives back, has no memory of its own, and does not always count a change
+of what is within: whoever asks where a weight lies or what it holds asks its parts. Known by name, never imported.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+TE_PACKAGE = "transformer_engine"
+FORWARD = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+BACKWARD = ("_transpose", "_columnwise_data", "_columnwise_scale_inv")
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """True for Transformer Engine's Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor and their like."""
+    return type(tensor).__module__.partition(".")[0] == TE_PACKAGE
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a forward reads of a weight: codes and scales of a quantised one, else the tensor itself."""
+    return _held(tensor, FORWARD) if is_quantised(tensor) else (tensor,)
+
+
+def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """As `parts_of`, with what only a backward reads."""
+    return _held(tensor, FORWARD + BACKWARD) if is_quantised(tensor) else (tensor,)
+
+
+def _held(tensor: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    found = (getattr(tensor, name, None) for name in names)
+    return tuple(part for part in found if part is not None)

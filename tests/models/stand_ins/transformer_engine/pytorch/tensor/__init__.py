@@ -1,0 +1,3 @@
+from transformer_engine.pytorch.quantisers import QuantizedTensor
+
+__all__ = ["QuantizedTensor"]

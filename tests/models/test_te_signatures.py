@@ -1,0 +1,89 @@
+"""What products in FP8 take of Transformer Engine is there and is called as it is called: read off its sources.
+
+They need not import, which they do on a GPU alone: a wheel's unpacked folder on PYTHONPATH will do.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megatron_infer.kernels import quantised
+
+TENSORS = ("float8", "float8_blockwise", "mxfp8")
+QUANTISER = ("quantized_tensor.py", "tensor/quantized_tensor.py")
+STATE = ("quantization.py", "fp8.py")
+CALLS = [
+    (STATE, "RecipeState.create", ("recipe", "mode", "num_quantizers", "device")),
+    (STATE, "FP8GlobalStateManager.is_fp8_available", ("cls",)),
+    (STATE, "FP8GlobalStateManager.is_mxfp8_available", ("cls",)),
+    (STATE, "FP8GlobalStateManager.is_fp8_block_scaling_available", ("cls",)),
+    (("cpp_extensions/gemm.py",), "general_gemm", ("A", "B", "out_dtype", "bias", "use_split_accumulator")),
+    (QUANTISER, "Quantizer.set_usage", ("self", "rowwise", "columnwise")),
+    (QUANTISER, "Quantizer.__call__", ("self", "tensor")),
+    (QUANTISER, "Quantizer.quantize", ("self", "tensor")),
+    (("tensor/float8_tensor.py",), "Float8Quantizer.update_quantized", ("self", "src", "dst")),
+    (("tensor/float8_tensor.py",), "Float8CurrentScalingQuantizer.update_quantized", ("self", "src", "dst")),
+    (("tensor/float8_blockwise_tensor.py",), "Float8BlockQuantizer.update_quantized", ("self", "src", "dst")),
+    (("tensor/mxfp8_tensor.py",), "MXFP8Quantizer.update_quantized", ("self", "src", "dst")),
+]
+WORDS = [
+    ("module/base.py", 'fp8_meta_tensor_key = "scaling_fwd" if fwd else "scaling_bwd"'),
+    ("module/base.py", 'self.fp8_meta["num_gemms"] * 3 if fwd'),
+    ("module/grouped_linear.py", 'self._offsets = {"input": 0, "weight": 1, "output": 2'),
+    ("module/grouped_linear.py", "self.num_gemms = num_gemms"),
+    ("module/linear.py", "force_pow_2_scales = recipe.fp8_quant_fwd_inp.power_2_scale"),
+    ("module/linear.py", "amax_epsilon = recipe.fp8_quant_fwd_weight.amax_epsilon"),
+    ("module/linear.py", "use_split_accumulator = recipe.fp8_gemm_fprop.use_split_accumulator"),
+]
+
+
+@pytest.fixture(scope="module")
+def sources():
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformer_engine is not installed")
+    return Path(spec.origin).parent / "pytorch"
+
+
+def one_of(folder, names):
+    return next(folder / name for name in names if (folder / name).exists())
+
+
+def parameters(path, name):
+    owner, _, function = name.rpartition(".")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if owner:
+        tree = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return [item.arg for item in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+
+
+@pytest.mark.parametrize(("files", "name", "passed"), CALLS, ids=[call[1] for call in CALLS])
+def test_every_call_of_ours_binds_to_the_real_function(sources, files, name, passed):
+    real = parameters(one_of(sources, files), name)
+    assert set(passed) <= set(real), real
+    assert real[:2] == list(passed)[: len(real[:2])], "what is given by place"
+
+
+def test_a_workspace_is_asked_for_only_where_there_is_one_to_give(sources):
+    if "workspace" in parameters(sources / "cpp_extensions" / "gemm.py", "general_gemm"):
+        assert parameters(sources / "module" / "base.py", "get_workspace") == []
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_codes_and_scales_lie_where_they_are_looked_for(sources, kind):
+    files = (f"tensor/storage/{kind}_tensor_storage.py", f"tensor/_internal/{kind}_tensor_base.py")
+    text = one_of(sources, files).read_text(encoding="utf-8")
+    wanted = ("_data", "_scale_inv") if kind == "float8" else ("_rowwise_data", "_rowwise_scale_inv")
+    assert set(wanted) <= set(quantised.FORWARD)
+    assert all(f"    {name}: " in text for name in wanted)
+
+
+@pytest.mark.parametrize(("file", "words"), WORDS, ids=[f"{file}-{i}" for i, (file, _) in enumerate(WORDS)])
+def test_quantisers_have_the_places_and_forms_that_ours_are_given(sources, file, words):
+    joined = " ".join((sources / file).read_text(encoding="utf-8").split()).replace("[ ", "[").replace("{ ", "{")
+    assert words in joined
