@@ -6,6 +6,7 @@ Legend: kernels/base.py, and E experts of all ranks, of which this rank has a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -85,8 +86,53 @@ class ExpertWeights:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRules:
+    """How a router chooses, as megatron-core's topk_routing_with_score_function takes it; a bias comes separately."""
+
+    top_k: int
+    score_function: str
+    """"softmax" or "sigmoid"."""
+    pre_softmax: bool = False
+    """Softmax over all experts, before the choice; else over those chosen."""
+    num_groups: int = 1
+    group_topk: int = 0
+    """Experts come from this many groups, those whose best top_k // group_topk scores sum up highest; 0: from all."""
+    scaling_factor: float = 0.0
+    """Of all weights; 0: none."""
+
+    def unroutable(self, num_experts: int) -> str | None:
+        """Why no kernel has these; None: the rules are of a kind that is known, and can be kept."""
+        if self.score_function not in ("softmax", "sigmoid"):
+            return f"score function {self.score_function!r}"
+        if not 1 <= self.top_k <= num_experts:
+            return f"top_k {self.top_k} of {num_experts} experts"
+        if not self.group_topk:
+            return None
+        size, best = num_experts // self.num_groups, self.top_k // self.group_topk
+        if num_experts % self.num_groups or not 1 <= best <= size or self.group_topk > self.num_groups:
+            return f"{self.num_groups} groups of {num_experts} experts"
+        return f"{self.group_topk} groups of {size} experts" if self.group_topk * size < self.top_k else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which experts each token goes to, of all ranks' experts, ascending, and what each one's answer weighs."""
+
+    ids_TK: Tensor
+    """int32; -1 behind the last of a token that has fewer."""
+    weight_TK: Tensor
+    """In the router's dtype."""
+    count_CE: Tensor
+    """int32: how many of each run of tokens chose an expert; how long a run is, the backend knows."""
+
+
 class ExpertsBackend(Protocol):
-    """All of a rank's experts at once, whoever chose them."""
+    """All of a rank's experts at once, whoever chose them, and the choice.
+
+    What is launched is a function of shapes alone, and nobody waits: it can be captured once and replayed, while the
+    weights do not move.
+    """
 
     name: str
 
@@ -94,12 +140,18 @@ class ExpertsBackend(Protocol):
         """None when it can run them on inputs of this dtype, else the reason it cannot."""
         ...
 
-    def add(
-        self, ops: Ops, x_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, weights: ExpertWeights, out_TD: Tensor
-    ) -> None:
-        """out_TD += the sum over a token's local experts of probs * expert(x), contiguous.
+    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+        """The choice that megatron-core's router makes of these logits; None: not of these rules or this dtype.
 
-        chosen_TE: bool, at most weights.top_k of a row, of all ranks' experts, as probs_TE. What is launched is a
-        function of shapes alone, and nobody waits: it can be captured once and replayed, while the weights do not move.
+        bias_E: added to scores of a sigmoid for the choice, not to weights. Of equal scores the lower id is chosen; a
+        score that is no number counts as the largest. Weights may differ from torch's by rounding.
         """
+        ...
+
+    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+        """A choice made elsewhere: bool, top_k of a row at most, and what they weigh."""
+        ...
+
+    def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
+        """out_TD += the sum over a token's local experts of weight * expert(x), contiguous."""
         ...

@@ -1,7 +1,17 @@
 """Paged attention by flash-attn: version 2 (Ampere and newer, blocks of 256) or version 3 (Hopper, any block).
 
 Lengths, offsets and block tables go to the kernels as device tensors; of the host only a step's shape is read. So a
-step can be captured, and a replay sees what the tensors hold then. Legend: kernels/base.py.
+step can be captured, and a replay sees what the tensors hold then, by what the sources say (not yet run on a GPU):
+
+* max_seqlen_q and max_seqlen_k are numbers that a graph repeats. They size grids, splits and scratch, and a program
+  behind its row's own length, which it reads from the device, returns. So they must be bounds for whatever a replay
+  holds, as a graph's max_q_len and max_kv_len are; maxima of the step that was captured would cut longer keys off.
+* Version 2 splits a ragged call's keys only if max_seqlen_q is 1, which it never is here (FEWEST_QUERIES); with a block
+  table it takes the kernel for splits all the same, with one that spans max_seqlen_k. Decode is split by the block
+  table's width, a shape; a split behind a row's keys counts for nothing.
+* Version 3 makes its schedule (splits of each row, order of tiles) by a kernel within the call, from the same tensors.
+
+Neither waits for the device; what they allocate comes from torch, the graph's pool. Legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -71,12 +81,13 @@ class Kernels(Protocol):
         table_RM: Tensor,
         kv_len_R: Tensor,
         cu_q_R1: Tensor,
+        cu_k_R1: Tensor,
         spec: AttendSpec,
         *,
         max_q_len: int,
         max_kv_len: int,
     ) -> Tensor:
-        """Any number of queries a row, the last ones of its keys -> [T, N, H]."""
+        """Any number of queries a row, the last ones of its keys -> [T, N, H]. cu_q, cu_k: sums of rows before."""
         ...
 
 
@@ -112,13 +123,12 @@ class Version2:
         table_RM: Tensor,
         kv_len_R: Tensor,
         cu_q_R1: Tensor,
+        cu_k_R1: Tensor,
         spec: AttendSpec,
         *,
         max_q_len: int,
         max_kv_len: int,
     ) -> Tensor:
-        cu_k_R1 = torch.zeros_like(cu_q_R1)
-        torch.cumsum(kv_len_R, 0, out=cu_k_R1[1:])
         return self._varlen(
             q_TNH,
             *cache,
@@ -161,6 +171,7 @@ class Version3:
         table_RM: Tensor,
         kv_len_R: Tensor,
         cu_q_R1: Tensor,
+        cu_k_R1: Tensor,
         spec: AttendSpec,
         *,
         max_q_len: int,
@@ -190,6 +201,7 @@ class FlashAttention:
         self._step: StepMetadata | None = None
         self._table_RM: Tensor | None = None
         self._cu_q_R1: Tensor | None = None
+        self._cu_k_R1: Tensor | None = None
         self._nobody_T11: Tensor | None = None
 
     def supports(
@@ -215,9 +227,11 @@ class FlashAttention:
         decode = step.num_decode
         self._step = step
         self._table_RM = step.block_table.index_select(0, step.table_row_R[: step.num_rows])
-        self._cu_q_R1 = self._nobody_T11 = None
+        self._cu_q_R1 = self._cu_k_R1 = self._nobody_T11 = None
         if step.num_rows > decode:
             self._cu_q_R1 = step.cu_q_R1[decode : step.num_rows + 1] - decode
+            self._cu_k_R1 = torch.zeros_like(self._cu_q_R1)
+            torch.cumsum(step.kv_len_R[decode : step.num_rows], 0, out=self._cu_k_R1[1:])
             tokens = torch.arange(step.num_tokens - decode, device=self._cu_q_R1.device)
             self._nobody_T11 = (tokens >= self._cu_q_R1[-1]).view(-1, 1, 1)
 
@@ -240,13 +254,14 @@ class FlashAttention:
             kv_len_R = step.kv_len_R[:decode]
             out_TNH[:decode] = self._kernels.decode(q_TNH[:decode], cache, table_RM[:decode], kv_len_R, spec)
         if rows > decode:
-            assert self._cu_q_R1 is not None and self._nobody_T11 is not None
+            assert self._cu_q_R1 is not None and self._cu_k_R1 is not None and self._nobody_T11 is not None
             mixed_TNH = self._kernels.ragged(
                 q_TNH[decode:],
                 cache,
                 table_RM[decode:],
                 step.kv_len_R[decode:rows],
                 self._cu_q_R1,
+                self._cu_k_R1,
                 spec,
                 max_q_len=step.max_q_len,
                 max_kv_len=step.max_kv_len,

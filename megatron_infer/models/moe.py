@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
-from megatron_infer.kernels.experts import ExpertsBackend, ExpertWeights
+from megatron_infer.kernels.experts import Choice, ExpertsBackend, ExpertWeights, RoutingRules
 from megatron_infer.models.foreign_modules import is_grouped_experts
 from megatron_infer.models.lean import LeanLinear, LeanMLP
 from megatron_infer.models.mcore_compat import (
@@ -81,6 +81,7 @@ class LeanExperts:
         "reduce",
         "route",
         "router",
+        "rules",
         "shared",
         "shared_module",
         "shared_with_experts",
@@ -92,7 +93,7 @@ class LeanExperts:
         self.router = moe.router
         self.layer = 0
         """Which mixture-of-experts layer of this rank it is; set by `adopt`."""
-        self.route = topk_routing()
+        self.route, self.rules = topk_routing(), _rules_of(moe.router)
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
         # An expert may be split over ranks itself (expert tensor parallel): its part of the sum is added up with all.
@@ -121,29 +122,34 @@ class LeanExperts:
 
     def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         ops = step.ops
-        probs_TE, chosen_TE = self._choose(ops, x_TD)
-        if step.routing_TLK is not None:
-            step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
-        if self.reduce is not None:
-            # Each rank goes on with its own part of the experts: autograd adds up what comes back.
-            probs_TE, own_TD = self.reduce.spread(probs_TE), self.reduce.spread(x_TD)
-        else:
-            own_TD = x_TD
+        add = self._routed(step, x_TD)
+        # Each rank goes on with its own part of the experts: autograd adds up what comes back.
+        own_TD = x_TD if self.reduce is None else self.reduce.spread(x_TD)
         shared_TD = None if self.shared is None else self._shared(ops, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
-        if (together := self._together(ops, own_TD.dtype)) is not None:
-            together.add(ops, own_TD, chosen_TE, probs_TE, self.grouped, out_TD)
-        elif step.is_padded:
-            self._add_all(ops, own_TD, chosen_TE, probs_TE, out_TD)
-        else:
-            self._add_each(ops, own_TD, chosen_TE, probs_TE, out_TD)
+        add(own_TD, out_TD)
         if self.reduce is not None:
             out_TD = self.reduce.all_reduce(out_TD)
         return out_TD if starts or shared_TD is None else out_TD + shared_TD
 
-    def _add_each(self, ops: Ops, own_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, out_TD: Tensor) -> None:
+    def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor], None]:
+        """Choose each token's experts, and tell who asks -> what adds this rank's answers: add(own_TD, out_TD)."""
+        ops, logits_TE = step.ops, self._logits(step.ops, x_TD)
+        if (together := self._together(ops, x_TD.dtype)) is not None:
+            choice = self._choose_together(together, ops, logits_TE)
+            if step.routing_TLK is not None:
+                step.routing_TLK[:, self.layer] = choice.ids_TK
+            return lambda own_TD, out_TD: together.add(ops, own_TD, choice, self.grouped, out_TD)
+        probs_TE, chosen_TE = self._choose(ops, logits_TE)
+        if step.routing_TLK is not None:
+            step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
+        if self.reduce is not None:
+            probs_TE = self.reduce.spread(probs_TE)
+        return functools.partial(self._add_all if step.is_padded else self._add_each, ops, chosen_TE, probs_TE)
+
+    def _add_each(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
         """One expert after the other, on the tokens that chose it: the host waits to hear how many they are."""
         for expert, lean in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
@@ -153,7 +159,7 @@ class LeanExperts:
             out = self._of_all(ops, lean, own_TD.index_select(0, tokens), weight_T1)
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
 
-    def _add_all(self, ops: Ops, own_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, out_TD: Tensor) -> None:
+    def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
         """One expert after the other, each on all tokens: nobody asks who chose it (see `asks_host`)."""
         for expert, lean in enumerate(self.experts, self.first):
             weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
@@ -187,12 +193,25 @@ class LeanExperts:
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
 
-    def _choose(self, ops: Ops, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
+    def _logits(self, ops: Ops, x_TD: Tensor) -> Tensor:
+        """The router's scores of all experts, in its dtype."""
         router, config = self.router, self.router.config
         # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        logits_TE = ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
+        return ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
+
+    def _choose_together(self, together: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> Choice:
+        """The choice as grouped kernels take it: by one of theirs, else listed from that of `_choose`."""
+        router = self.router
+        choice = None if self.rules is None else together.choose(logits_TE, router.expert_bias, self.rules)
+        if choice is None:
+            probs_TE, chosen_TE = self._choose(ops, logits_TE)
+            choice = together.listed(chosen_TE, probs_TE, router.topk)
+        return choice
+
+    def _choose(self, ops: Ops, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
+        router, config = self.router, self.router.config
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
         route = functools.partial(
@@ -232,6 +251,21 @@ class LeanExperts:
             yield from self.shared.weights()
             if self.shared_module.use_shared_expert_gate:
                 yield self.shared_module.gate_weight
+
+
+def _rules_of(router: TopKRouter) -> RoutingRules | None:
+    """What a kernel needs to choose as the router does; None: its own code is to do it."""
+    config = router.config
+    if router.routing_type == "sinkhorn" or config.moe_router_fusion:
+        return None
+    return RoutingRules(
+        top_k=router.topk,
+        score_function=router.score_function,
+        pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups or 1,
+        group_topk=config.moe_router_group_topk or 0,
+        scaling_factor=config.moe_router_topk_scaling_factor or 0.0,
+    )
 
 
 def chosen_ids(chosen_TE: Tensor, top_k: int) -> Tensor:

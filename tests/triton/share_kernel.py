@@ -1,17 +1,17 @@
-"""A kernel that writes down what decode attention's programs would do; imported where kernels can run."""
+"""A kernel that writes down what attention's programs would do; imported where kernels can run."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from megatron_infer.kernels.triton.attention_decode import _share
+from megatron_infer.kernels.triton.attention_deal import deal
 
 
 @triton.jit
-def share_kernel(kv_len, num_rows, out, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    count, row, split = _share(kv_len, num_rows, CHUNK, MAX_SPLITS, 0)
+def share_kernel(cu_q, kv_len, num_rows, out, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
+    count, row, item = deal(cu_q, kv_len, num_rows, QUERIES, CHUNK, MOST, 0)
     at = out + 3 * tl.program_id(1)
     tl.store(at, count)
     tl.store(at + 1, row)
-    tl.store(at + 2, split)
+    tl.store(at + 2, item)

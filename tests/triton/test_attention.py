@@ -115,7 +115,7 @@ def test_the_splits_of_many_rows_are_dealt_out_evenly_and_once(device):
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     for programs in (1, 7, 40):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
-        launch(share_kernel, (1, programs), kv_len, len(lengths), out, CHUNK=16, MAX_SPLITS=4)
+        launch(share_kernel, (1, programs), kv_len, kv_len, len(lengths), out, QUERIES=0, CHUNK=16, MOST=4)
         dealt = []
         for count, row, split in out.tolist():
             if count > 0:

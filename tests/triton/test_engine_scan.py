@@ -24,7 +24,7 @@ def model(device) -> torch.nn.Module:
 
 
 def generate(model, monkeypatch, backend, **settings):
-    """(tokens of each prompt, names of what was chosen, names of the kernels that ran)."""
+    """(tokens and routing of each prompt, names of what was chosen, names of the kernels that ran)."""
     from megatron_infer.engine import DynamicInferenceEngine
     from megatron_infer.schedule.params import SamplingParams
 
@@ -33,16 +33,25 @@ def generate(model, monkeypatch, backend, **settings):
     engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, **settings))
     ran = set()
     with listening(lambda launch, kernel, *_: ran.add(kernel.fn.__name__)):
-        outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=0.0))
-    return [output.outputs[0].token_ids for output in outputs], {row.chosen for row in engine.parts.chosen.rows}, ran
+        outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=0.0, return_routing=True))
+    got = [(output.outputs[0].token_ids, output.outputs[0].routing.tolist()) for output in outputs]
+    return got, {row.chosen for row in engine.parts.chosen.rows}, ran
 
 
-def test_greedy_tokens_equal_those_of_torch_whole_and_in_chunks(model, monkeypatch):
+def test_greedy_tokens_and_their_experts_equal_those_of_torch_whole_and_in_chunks(model, monkeypatch):
     want, chosen, ran = generate(model, monkeypatch, "torch")
     assert not ran and "triton" not in chosen
-    assert len({token for tokens in want for token in tokens}) > 4, "a model that says one thing shows nothing"
+    assert len({token for tokens, _ in want for token in tokens}) > 4, "a model that says one thing shows nothing"
     for settings in ({}, {"enable_chunked_prefill": True, "max_tokens": 24}):
         got, chosen, ran = generate(model, monkeypatch, "triton", **settings)
         assert got == want
         assert "triton" in chosen
-        assert {"scan_decode", "scan_slices", "_convolve_decode", "_rms_norm", "_grouped_linear", "_add_up"} <= ran
+        assert {
+            "scan_decode",
+            "scan_slices",
+            "_convolve_decode",
+            "_rms_norm",
+            "_choose",
+            "_grouped_linear",
+            "_add_up",
+        } <= ran

@@ -63,11 +63,16 @@ def choose(device, dtype, num_tokens, *, top_k=TOP_K, favourite=None, seed=0):
     return x.to(device, dtype), chosen.to(device), (scores * chosen).to(device, dtype)
 
 
+def add(experts, x, chosen, probs, layer, out):
+    choice = experts.listed(chosen, probs, layer.weights.top_k)
+    experts.add(ReferenceOps(), x, choice, layer.weights, out)
+
+
 def check(experts, layer, x, chosen, probs):
     assert experts.supports(layer.weights, x.dtype) is None
     out = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(x)
     want = layer.want(x, chosen, probs, out)
-    experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+    add(experts, x, chosen, probs, layer, out)
     tolerance = TOLERANCE[x.dtype]
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
@@ -91,10 +96,17 @@ def test_a_rank_adds_its_own_experts_alone(experts, device, first):
     check(experts, Layer(device, torch.float32, first=first, count=2), *choose(device, torch.float32, 20))
 
 
-def test_more_tokens_than_are_sorted_at_once(experts, device):
-    from megatron_infer.kernels.triton.experts import COUNT_TOKENS
+def test_a_token_may_choose_fewer_experts_or_none(experts, device):
+    x, chosen, probs = choose(device, torch.float32, 7)
+    chosen[1, int(chosen[1].int().argmax())] = False
+    chosen[3] = False
+    check(experts, Layer(device, torch.float32), x, chosen, probs * chosen)
 
-    check(experts, Layer(device, torch.float32), *choose(device, torch.float32, COUNT_TOKENS + 3))
+
+def test_more_tokens_than_are_sorted_at_once(experts, device):
+    from megatron_infer.kernels.triton.experts import SORT_TOKENS
+
+    check(experts, Layer(device, torch.float32), *choose(device, torch.float32, SORT_TOKENS + 3))
 
 
 def test_high_tiles_and_probabilities_of_another_dtype(experts, device, monkeypatch):
@@ -112,7 +124,7 @@ def test_a_token_has_the_same_bits_whatever_the_others_choose(experts, device):
         x, chosen, probs = choose(device, torch.float32, 20, seed=seed)
         x[7], chosen[7], probs[7] = mine
         out = torch.zeros_like(x)
-        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+        add(experts, x, chosen, probs, layer, out)
         sums.append(out[7])
     assert torch.equal(*sums)
 
@@ -123,12 +135,12 @@ def test_launches_are_those_of_the_shape_whatever_is_chosen(experts, device):
     x, chosen, probs = choose(device, torch.float32, 20, seed=1)
     out = torch.zeros_like(x)
     with listening(lambda *call: seen.append(call)):
-        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, out)
+        add(experts, x, chosen, probs, layer, out)
     assert len(seen) == 5
     grids = [call[2] for call in seen]
     seen.clear()
     with listening(lambda *call: seen.append(call)):
-        experts.add(ReferenceOps(), *choose(device, torch.float32, 20, seed=2, favourite=3), layer.weights, out)
+        add(experts, *choose(device, torch.float32, 20, seed=2, favourite=3), layer, out)
     assert [call[2] for call in seen] == grids
 
 
@@ -153,5 +165,5 @@ def test_no_tokens_are_no_launch(experts, device):
     seen, layer = [], Layer(device, torch.float32)
     x, chosen, probs = choose(device, torch.float32, 0)
     with listening(lambda *call: seen.append(call)):
-        experts.add(ReferenceOps(), x, chosen, probs, layer.weights, x)
+        add(experts, x, chosen, probs, layer, x)
     assert not seen

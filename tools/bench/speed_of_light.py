@@ -26,7 +26,7 @@ for folder in (ROOT, ROOT / "tools" / "bench"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from light import measures, peer
+from light import measures, peer, slices
 from light.engine import make_bench
 from light.machine import Ceilings, measure
 from light.shapes import PLANS, layout_of, random_model
@@ -43,9 +43,11 @@ class Sizes:
     steps: int = 32
     prompts: tuple[int, ...] = (4096, 16384)
     shares: tuple[float, ...] = (0.1, 0.5, 0.9)
+    slices: tuple[int, int] = (32, 65536)
+    """Queries and keys of a row of the attention that is measured by itself."""
 
 
-SMALL = Sizes(batches=(1, 4), context=24, steps=3, prompts=(48, 96), shares=(0.5,))
+SMALL = Sizes(batches=(1, 4), context=24, steps=3, prompts=(48, 96), shares=(0.5,), slices=(3, 40))
 
 
 def fitting(sizes: Sizes, per_request: int, free_bytes: int) -> tuple[int, ...]:
@@ -88,6 +90,12 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
     for row in rows:
         row["shape"] = name
     return rows
+
+
+def measure_slices(device: torch.device, ceilings: Ceilings, sizes: Sizes) -> list[Any]:
+    """One attention layer of Llama-3-8B's shape, few queries over many keys."""
+    queries, keys = sizes.slices
+    return slices.long_slices(device, ceilings, batches=(1, 8) if keys > 1000 else (2,), queries=queries, keys=keys)
 
 
 def give_back() -> None:
@@ -136,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     ceilings = measure(device)
     print(f"{device}: {ceilings}")
-    rows: list[Any] = []
+    rows: list[Any] = measure_slices(device, ceilings, SMALL if device.type == "cpu" else Sizes())
+    if rows:
+        print("\n".join(measures.lines(rows)), flush=True)
     for name in names:
         sizes = SMALL if name in TINY else Sizes()
         made = measure_shape(name, device, ceilings, sizes)

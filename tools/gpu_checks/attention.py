@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ BLOCK_SIZES = (16, 64, 256)
 DECODE: list[Row] = [(1, 1), (1, 16), (1, 17), (1, 300), (1, 1500)]
 PREFILL: list[Row] = [(1, 1), (7, 7), (130, 130), (64, 260), (33, 1033)]
 MIXED: list[Row] = [(1, 5), (1, 700), (40, 40), (1, 90), (129, 400)]
+SLICES: list[Row] = [(32, 9000), (5, 3000), (100, 2500), (1, 1200), (3, 40), (700, 1500)]
+"""Few queries over many keys, which are cut, and among them a row that has few keys, too."""
 SMALL_DECODE: list[Row] = [(1, 1), (1, 21)]
 SMALL_MIXED: list[Row] = [(1, 18), (5, 5), (3, 19)]
+SMALL_SLICES: list[Row] = [(3, 1030)]
 
 
 def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
@@ -42,13 +46,28 @@ def _settings(ctx: Context) -> Iterator[dict[str, Any]]:
     yield {"rotary_dim": 32, "interleaved": True, "head_dim": 96}
 
 
-def _hold(ctx: Context, steps: dict[str, tuple[list[Row], int]]) -> Result:
+def _slice_settings(ctx: Context) -> Iterator[dict[str, Any]]:
+    """Those of layers whose rows' keys are cut: dims, groups of several tiles, windows, sinks."""
+    if ctx.rehearse:
+        yield {"head_dim": 16, "group_size": 2, "num_kv_heads": 1}
+        return
+    yield from ({"head_dim": dim, "rotary_dim": dim} for dim in (64, 96, 128, 256))
+    yield {"head_dim": 128, "num_kv_heads": 8, "block_size": 64}
+    yield {"group_size": 3, "num_kv_heads": 1, "sinks": True}
+    yield {"window": 1700, "sinks": True, "head_dim": 64, "group_size": 8}
+
+
+def _hold(
+    ctx: Context,
+    steps: dict[str, tuple[list[Row], int]],
+    settings_of: Callable[[Context], Iterator[dict[str, Any]]] = _settings,
+) -> Result:
     """Every backend, dtype and setting on these steps: name -> (rows, how many of them decode)."""
     compare = Comparison("error over the largest entry")
     refused: set[str] = set()
     for dtype in ctx.dtypes():
         for backend in ctx.backends(accelerated.ATTENTION, dtype):
-            for number, settings in enumerate(_settings(ctx)):
+            for number, settings in enumerate(settings_of(ctx)):
                 # Every kernel is compiled first: all settings in bf16, every other one in each of the others.
                 if not ctx.rehearse and dtype != torch.bfloat16 and number % 2 != (dtype == torch.float32):
                     continue
@@ -92,6 +111,16 @@ def mixed(ctx: Context) -> Result:
     return _hold(ctx, ctx.pick(steps, {"mixed": (SMALL_MIXED, 1)}))
 
 
+@check(
+    "attention_slices",
+    group="attention",
+    promise="a few queries over many keys, whose keys are cut, equal their definition",
+    budget_s=90,
+)
+def slices(ctx: Context) -> Result:
+    return _hold(ctx, {"slices": (ctx.pick(SLICES, SMALL_SLICES), 0)}, _slice_settings)
+
+
 def _graph_safe(ctx: Context, dtype: torch.dtype) -> list[Any]:
     found = [backend for backend in ctx.backends(accelerated.ATTENTION, dtype) if backend.graph_safe]
     if not found:
@@ -107,10 +136,9 @@ def _graph_safe(ctx: Context, dtype: torch.dtype) -> list[Any]:
 )
 def company(ctx: Context) -> Result:
     compare = Comparison("difference")
-    rows = ctx.pick(MIXED, SMALL_MIXED)
-    num_decode = ctx.pick(2, 1)
+    steps = ctx.pick([(MIXED, 2), (SLICES, 0)], [(SMALL_MIXED, 1)])
     settings = next(_settings(ctx))
-    for dtype in ctx.dtypes():
+    for dtype, (rows, num_decode) in itertools.product(ctx.dtypes(), steps):
         for backend in _graph_safe(ctx, dtype):
             plain = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **settings)
             out, _ = plain.run(backend)

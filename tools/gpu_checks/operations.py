@@ -16,6 +16,8 @@ from megatron_infer.kernels.activations import KINDS, GatedActivation
 from megatron_infer.kernels.torch_ref import ReferenceOps
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROUTING_TOLERANCE = TOLERANCE | {torch.float64: 5e-6}
+"""A router in fp64 has its softmax or sigmoid in fp32."""
 WIDTHS = (64, 576, 4096, 8192, 5120, 1000)
 Calls = dict[str, Callable[[Any], Any]]
 
@@ -165,8 +167,66 @@ def experts(ctx: Context) -> Result:
                     label = f"{backend.name} {dtype} {num_tokens} tokens, {shape[0]} experts"
                     compare.require(f"{label}: refused, {reason}", reason is None)
                     x, chosen, probs, out = inputs
-                    grouped.add(backend, x, chosen, probs, weights, out)
+                    grouped.add(backend, x, grouped.listed(chosen, probs, weights.top_k), weights, out)
                     compare.add(label, error_of(out, wanted), 2 * TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here has grouped products of experts")
+    return compare.result()
+
+
+def _routers(ctx: Context) -> list[tuple[Any, int, bool]]:
+    """(rules, number of experts, whether they have a bias) of routers as models have them."""
+    from megatron_infer.kernels.experts import RoutingRules
+
+    grouped = {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5}
+    small = [(RoutingRules(top_k=2, score_function="softmax"), 6, False)]
+    return ctx.pick(
+        [
+            (RoutingRules(top_k=8, score_function="softmax"), 128, False),
+            (RoutingRules(top_k=4, score_function="softmax", pre_softmax=True), 60, False),
+            (RoutingRules(top_k=8, **grouped), 256, True),
+            (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
+        ],
+        small,
+    )
+
+
+@check(
+    "routing",
+    group="operations",
+    promise="the choice of experts in one launch is that of megatron-core's router, in each of its dtypes",
+    budget_s=20,
+    needs=("megatron.core",),
+)
+def routing(ctx: Context) -> Result:
+    from megatron_infer.models.mcore_compat import topk_routing
+
+    compare = Comparison("error over the largest weight")
+    for backend in ctx.backends(accelerated.OPS, torch.float32):
+        if (grouped := getattr(backend, "experts", None)) is None:
+            continue
+        for rules, num_experts, has_bias in _routers(ctx):
+            # Scores rounded to 16 bits are equal now and then, and torch says not which of them it takes.
+            distinct = not (has_bias or rules.pre_softmax)
+            for dtype in dict.fromkeys((*(ctx.dtypes() if distinct else (torch.float32,)), torch.float64)):
+                generator = torch.Generator().manual_seed(num_experts)
+                order = [torch.randperm(num_experts, generator=generator) for _ in range(ctx.pick(64, 3))]
+                logits = (torch.stack(order) / 16.0).sub_(num_experts / 32).to(ctx.device, dtype)
+                bias = torch.arange(num_experts, device=ctx.device) % 2 * 2.0 if has_bias else None
+                choice = grouped.choose(logits, bias, rules)
+                probs, chosen = topk_routing()(
+                    logits,
+                    rules.top_k,
+                    use_pre_softmax=rules.pre_softmax,
+                    num_groups=rules.num_groups,
+                    group_topk=rules.group_topk or None,
+                    scaling_factor=rules.scaling_factor or None,
+                    score_function=rules.score_function,
+                    expert_bias=bias,
+                )
+                label, ids = f"{dtype} {rules.top_k} of {num_experts} {rules.score_function}", choice.ids_TK.long()
+                compare.require(f"{label}: other experts", bool(chosen.gather(1, ids).all()))
+                compare.add(label, error_of(choice.weight_TK, probs.gather(1, ids).cpu()), ROUTING_TOLERANCE[dtype])
+    if not compare.num_cases:
+        raise Unavailable("no backend here chooses experts")
     return compare.result()

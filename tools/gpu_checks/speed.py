@@ -12,7 +12,7 @@ from light.measures import lines
 from gpu_checks.context import Context
 from gpu_checks.registry import OK, Result, Target, Unavailable, check
 
-DECODE_SHARE, IDLE_SHARE = 0.8, 0.03
+DECODE_SHARE, IDLE_SHARE, SLICES_SHARE = 0.8, 0.03, 0.5
 FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
 """With --quick."""
 
@@ -52,6 +52,24 @@ def _measured(ctx: Context, name: str) -> Result:
 )
 def llama(ctx: Context) -> Result:
     return _measured(ctx, "llama-8b")
+
+
+@check(
+    "speed_slices",
+    group="speed",
+    promise="attention of 32 queries over 64k keys of 1 and of 8 rows, against the copy of the keys",
+    budget_s=30,
+)
+def slices(ctx: Context) -> Result:
+    ceilings = measure(ctx.device)
+    sizes = speed_of_light.SMALL if ctx.rehearse else speed_of_light.Sizes()
+    rows = speed_of_light.measure_slices(ctx.device, ceilings, sizes)
+    speed_of_light.give_back()
+    if not rows:
+        raise Unavailable("Triton's attention is not there")
+    targets = [Target(f"{row['what']}, share of copy bandwidth", row["share"], SLICES_SHARE) for row in rows]
+    figure = ", ".join(f"{row['rows']} rows at {row['share']:.0%}" for row in rows) + " of copy bandwidth"
+    return Result(OK, figure, targets=targets, details={"rows": rows, "table": [str(ceilings), *lines(rows)]})
 
 
 @check("speed_hybrid_8b", group="speed", promise="the same of a hybrid 8B shape", budget_s=90, long=True)

@@ -1,7 +1,8 @@
 """Paged attention on a GPU: rotate and append, then decode rows by split keys, all other rows by tiles of queries.
 
 Launches a layer: one for rotation and append, one or two for decode rows (the second merges splits, where a row may
-have several), one for the others; those without rows in the step's shape are left out. Nothing is read from the host's
+have several), one for the others, and two for those of them whose keys are cut (few queries over many keys), where
+there may be any; those without rows in the step's shape are left out. Nothing is read from the host's
 arrays, nothing waits, and grids are bounds that follow from the step's shape: what is captured once may be replayed
 with other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's
 number of multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
-from megatron_infer.kernels.triton import attention_decode, attention_prefill, launch
+from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
 from megatron_infer.kernels.triton.attention_decode import CHUNK, attend_decode, decode_tiles
-from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_prefill import CHUNK as SLICE_CHUNK
+from megatron_infer.kernels.triton.attention_prefill import LANES, attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_slices import attend_slices
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
@@ -74,16 +77,27 @@ class TritonPagedAttention:
 
     num_cores: multiprocessors of the device; how many programs share decode rows' keys follows from it, no bit does.
     shared_kib: shared memory a block may take; the tiles of prefill follow from it.
-    chunk: keys of a split of a decode row; bits follow from it. arch: compute capability in tenths.
+    chunk: keys of a split of a decode row; bits follow from it. slice_chunk, lanes: least keys of a split of a row with
+    several queries, and items of work it may have; bits follow from them. arch: compute capability in tenths.
     """
 
     name = "triton"
     graph_safe = True
 
-    def __init__(self, *, num_cores: int, shared_kib: int, chunk: int = CHUNK, arch: int = FP8_ARCH) -> None:
+    def __init__(
+        self,
+        *,
+        num_cores: int,
+        shared_kib: int,
+        chunk: int = CHUNK,
+        slice_chunk: int = SLICE_CHUNK,
+        lanes: int = LANES,
+        arch: int = FP8_ARCH,
+    ) -> None:
         self._programs = PROGRAMS_PER_CORE * num_cores
         self._shared_kib = shared_kib
         self._chunk = chunk
+        self._slice_cut = {"chunk": slice_chunk, "lanes": lanes}
         self._arch = arch
         self._step: StepMetadata | None = None
 
@@ -157,8 +171,9 @@ class TritonPagedAttention:
             tiles = decode_tiles(num_kv, head_dim, size, self._chunk, fp8=of.fp8)
             attend_decode(q_TKGH, keys, values, out_TX, step, spec, of, tiles, lse_TN, programs=self._programs)
         if num_tokens > step.num_decode:
-            cut = prefill_tiles(padded(head_dim), size, self._shared_kib)
+            cut = prefill_tiles(padded(head_dim), size, self._shared_kib, **self._slice_cut)
             attend_prefill(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN)
+            attend_slices(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN, programs=self._programs)
         return out_TX
 
 
@@ -181,11 +196,13 @@ def aot_variants() -> list[AotVariant]:
             kind = replace(layer, element_bytes=4) if dtype == "fp32" else layer
             variants += attention_decode.layer_variants(kind, name, dtype)
             variants += attention_prefill.layer_variants(kind, name, dtype, LARGE_KIB)
+            variants += attention_slices.layer_variants(kind, name, dtype, LARGE_KIB)
         for dtype in FP8_VARIANTS.get(name, ()):
             kind = replace(layer, element_bytes=4 if dtype == "fp32" else 2, fp8=True)
             decode = attention_decode.layer_variants(kind, f"{name}_fp8", dtype)
             variants += [one for one in decode if one.kernel is attention_decode.decode_kernel]
             variants += attention_prefill.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)
+            variants += attention_slices.layer_variants(kind, f"{name}_fp8", dtype, LARGE_KIB)[:1]
         if layer.head_dim >= 128:
             variants += attention_prefill.layer_variants(layer, f"{name}_small", "bf16", SMALL_KIB)
     return variants

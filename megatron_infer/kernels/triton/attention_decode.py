@@ -1,12 +1,7 @@
 """Attention of rows with one query over the paged cache, the keys of a row split over programs and merged.
 
-A row's keys are cut every CHUNK keys, counted from position 0; a row of more than MAX_SPLITS such chunks takes the
-least multiple of CHUNK that gives no more splits than that. So the cut, and with it every bit, is a function of the
-row's length and the layer alone: not of the other rows, the padding, the capacity, the number of multiprocessors.
-The splits of all rows, end to end, are dealt out evenly in runs to as many programs as the device holds at once, each
-finding its run from the rows' lengths as they are when it starts: a long row among short ones is spread as well, and
-an upper bound of lengths costs no programs. Who does a split changes no bit: each starts from nothing and leaves its
-own partial sums.
+The cut (`attention_deal`), and with it every bit, is a function of the row's length and the layer alone: not of the
+other rows, the padding, the capacity, the number of multiprocessors.
 
     keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
     splits  |---0---|----1----|----2----|--3---|           and a row of 1 split, 2 programs: {0, 1, 2} and {3, 0'}
@@ -34,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.triton.attention_deal import deal, row_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -56,52 +52,8 @@ CHUNK = 256
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
-ROWS = tl.constexpr(256)
-"""Rows whose lengths are looked at together."""
 LANES = 256
 """Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
-
-
-@triton.jit
-def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """(first visible key, origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
-    first_key = num_keys * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(num_keys - WINDOW, 0)
-    first_chunk = first_key // CHUNK
-    chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
-    share = tl.maximum(tl.cdiv(chunks, MAX_SPLITS), 1)
-    return first_key, first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
-
-
-@triton.jit
-def _splits_of_rows(kv_len, first, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """Splits of rows first .. first + ROWS - 1; 0 behind the last."""
-    row = first + tl.arange(0, ROWS)
-    num_keys = tl.load(kv_len + row, mask=row < num_rows, other=0)
-    _, _, _, splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
-    return tl.where(row < num_rows, splits, 0)
-
-
-@triton.jit
-def _share(kv_len, num_rows, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """This program's part of all rows' splits laid end to end: (how many, row of the first, which of that row's)."""
-    total = num_rows * 0
-    for first in range(0, num_rows, ROWS):
-        total += tl.sum(_splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW), 0)
-    share = tl.cdiv(total, tl.num_programs(1))
-    begin = tl.program_id(1) * share
-    row = num_rows * 0
-    before = num_rows * 0
-    passed = num_rows * 0
-    for first in range(0, num_rows, ROWS):
-        splits = _splits_of_rows(kv_len, first, num_rows, CHUNK, MAX_SPLITS, WINDOW)
-        ends = passed + tl.cumsum(splits, 0)
-        earlier = (ends <= begin) & (splits > 0)
-        row += tl.sum(earlier.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
-        passed += tl.sum(splits, 0)
-    return tl.minimum(share, total - begin), row, begin - before
 
 
 # fmt: off
@@ -174,7 +126,7 @@ def decode_kernel(
     group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    left, row, split = _share(kv_len, num_rows, CHUNK, MAX_SPLITS, WINDOW)
+    left, row, split = deal(kv_len, kv_len, num_rows, 0, CHUNK, MAX_SPLITS, WINDOW)
     while left > 0:
         num_keys = tl.load(kv_len + row)
         _, _, _, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)

@@ -1,5 +1,7 @@
 """Attention of rows with several queries over the paged cache: prompts, chunks of prompts, mixed steps.
 
+A row that has few queries over many keys is not for this kernel: `attention_slices` cuts its keys.
+
 A program attends one tile of queries of one row with the query heads of one kv head: BLOCK_M lines, line m being query
 m // GROUP_TILE and head m % GROUP_TILE of the group, so that keys and values are loaded once for the whole group.
 Key tiles that every query of the tile sees whole run without masks, those on the diagonal and all under a window with.
@@ -25,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.triton.attention_deal import slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -74,6 +77,29 @@ def _attend_keys(
     return acc, top, total
 
 
+@triton.jit
+def attend_range(
+    q, acc, top, total, k_cache, v_cache, table, begin, stop, position, num_keys, last_key, scale2,
+    QUERIES: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """What QUERIES queries from `position` on see of keys begin .. stop - 1, both multiples of BLOCK_N."""
+    # The first query sees all key tiles before `whole`; the last query none from `end` on.
+    end = tl.minimum(tl.cdiv(tl.minimum(position + QUERIES, num_keys), BLOCK_N) * BLOCK_N, stop)
+    if WINDOW > 0:
+        whole = tl.maximum(tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N, begin)
+    else:
+        whole = tl.maximum(tl.minimum((position + 1) // BLOCK_N * BLOCK_N, stop), begin)
+        acc, top, total = _attend_keys(
+            q, acc, top, total, k_cache, v_cache, table, begin, whole, num_keys, last_key, scale2,
+            KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
+        )
+    return _attend_keys(
+        q, acc, top, total, k_cache, v_cache, table, whole, end, num_keys, last_key, scale2,
+        KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+    )
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "num_decode"], do_not_specialize_on_alignment=[*LOOSE, "cu_q"]
 )
@@ -81,10 +107,10 @@ def prefill_kernel(
     q, k_cache, v_cache, out, lse, sinks, cu_q, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, scale2, num_tokens, num_rows, num_decode,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on."""
+    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on, but for those whose keys are cut."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
     GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
@@ -98,7 +124,9 @@ def prefill_kernel(
         stop_token = tl.load(cu_q + row + 1)
     num_queries = stop_token - first_token
     first_query = (tile - first_tile) * QUERIES
-    if first_query >= num_queries:
+    num_keys = tl.load(kv_len + num_decode + row, mask=row < num_rows, other=0)
+    _, _, _, splits = slice_splits(num_queries, num_keys, QUERIES, CHUNK, ITEMS, WINDOW)
+    if (first_query >= num_queries) | (splits > 1):
         return
 
     line = tl.arange(0, BLOCK_M)
@@ -116,23 +144,14 @@ def prefill_kernel(
             total += 1.0
         at = token * q_stride_t + kv_head * q_stride_k + group * q_stride_g
         q_tile = load_tile(q, at, real, HEAD_DIM, HEAD_PAD, True)
-        num_keys = tl.load(kv_len + num_decode + row)
         table = block_table + tl.load(table_row + num_decode + row).to(tl.int64) * table_stride
-        # Position of the tile's first query: it sees all key tiles before `whole`; the last query none from `end` on.
         position = num_keys - num_queries + first_query
         last_key = num_keys - num_queries + query
-        end = tl.cdiv(tl.minimum(position + QUERIES, num_keys), BLOCK_N) * BLOCK_N
-        if WINDOW > 0:
-            whole = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        else:
-            whole = (position + 1) // BLOCK_N * BLOCK_N
-            acc, top, total = _attend_keys(
-                q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, 0, whole,
-                num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, False, 0, PRECISION,
-            )
-        acc, top, total = _attend_keys(
-            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, whole, end,
-            num_keys, last_key, scale2, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, PRECISION,
+        stop = tl.cdiv(num_keys, BLOCK_N) * BLOCK_N
+        acc, top, total = attend_range(
+            q_tile, acc, top, total, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table, 0, stop,
+            position, num_keys, last_key, scale2, QUERIES, KEY_STRIDE, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, BLOCK_N, WINDOW,
+            PRECISION,
         )
     mean, sums = finish(acc, top, total)
     dim = tl.arange(0, HEAD_PAD)[None, :]
@@ -141,6 +160,12 @@ def prefill_kernel(
     if HAS_LSE:
         tl.store(lse + token * (NUM_KV * GROUP) + head, sums, mask=real)
 # fmt: on
+
+
+CHUNK = 512
+"""Least keys of a split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
+LANES = 128
+"""Programs that a row is cut for: about one for each multiprocessor of a large GPU. A row of more is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,39 +178,50 @@ class PrefillTiles:
     """BLOCK_N."""
     num_warps: int
     num_stages: int
+    chunk: int = CHUNK
+    """Least keys of a split of a slice, a multiple of `keys`."""
+    lanes: int = LANES
+    """Tiles times splits times heads of a slice that is cut, at most."""
 
 
 @functools.cache
-def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> PrefillTiles:
+def prefill_tiles(
+    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = CHUNK, lanes: int = LANES
+) -> PrefillTiles:
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
     16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. Shapes are those that torch's flex attention found
-    good on H100 and A100.
+    good on H100 and A100; H=256 takes twice the warps, since 4 spill registers.
     """
+    large = shared_kib >= 160
     if element_bytes > 2:
-        keys = 32 if head_pad <= 128 else 16
-        return PrefillTiles(lines=32, keys=keys, num_warps=8, num_stages=1)
-    if head_pad <= 64:
-        return PrefillTiles(lines=128, keys=64, num_warps=4, num_stages=3)
-    if head_pad <= 128:
-        if shared_kib >= 160:
-            return PrefillTiles(lines=128, keys=64, num_warps=8, num_stages=3)
-        return PrefillTiles(lines=64, keys=64, num_warps=4, num_stages=2)
-    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= 160 else 2)
+        lines, keys, num_warps, num_stages = 32, 32 if head_pad <= 128 else 16, 8, 1
+    elif head_pad <= 64:
+        lines, keys, num_warps, num_stages = 128, 64, 4, 3
+    elif head_pad <= 128:
+        lines, keys, num_warps, num_stages = (128, 64, 8, 3) if large else (64, 64, 4, 2)
+    else:
+        lines, keys, num_warps, num_stages = 64, 32, 8, 3 if large else 2
+    return PrefillTiles(lines, keys, num_warps, num_stages, chunk=max(chunk, keys), lanes=lanes)
 
 
 @functools.cache
-def _constexprs(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
+def constexprs_of(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
+    """What prefill_kernel is compiled for."""
+    assert tiles.chunk % tiles.keys == 0, tiles
+    group_tile = min(layer.group, tiles.lines)
     return {
         "NUM_KV": layer.num_kv,
         "GROUP": layer.group,
-        "GROUP_TILE": min(layer.group, tiles.lines),
+        "GROUP_TILE": group_tile,
         "HEAD_DIM": layer.head_dim,
         "HEAD_PAD": padded(layer.head_dim),
         "BLOCK_SIZE": layer.block_size,
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
+        "CHUNK": tiles.chunk,
+        "ITEMS": max(1, tiles.lanes // (layer.num_kv * cdiv(layer.group, group_tile))),
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
         "HAS_LSE": layer.has_lse,
@@ -204,10 +240,10 @@ def attend_prefill(
     tiles: PrefillTiles,
     lse_TN: Tensor | None,
 ) -> None:
-    """Outputs of all tokens behind the decode rows': rows num_decode .. num_rows - 1, zeros for tokens of nobody."""
+    """Outputs of rows num_decode .. num_rows - 1 but those that attend_slices does, zeros for tokens of nobody."""
     num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
     num_tokens = q_TKGH.shape[0]
-    constexprs = _constexprs(layer, tiles)
+    constexprs = constexprs_of(layer, tiles)
     queries = tiles.lines // constexprs["GROUP_TILE"]
     num_tiles = (num_tokens - num_decode) // queries + num_rows + 1
     launch(
@@ -239,4 +275,4 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)]
+    return [variant(f"prefill_{name}", prefill_kernel, constexprs_of(layer, tiles), options, dtype, fp8=layer.fp8)]

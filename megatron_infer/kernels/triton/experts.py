@@ -1,6 +1,6 @@
 """Mixture-of-experts layers in Triton without a word to the host: sort the choices, two grouped products, one sum.
 
-    chosen_TE --> pairs (token, expert) by expert, then by token --> tiles of BLOCK_M pairs of one expert
+    logits --> `routing`: ids, weights, counts --> pairs (token, expert) by expert, then by token --> tiles of BLOCK_M
     x, tiles --> fc1 --> activation --> weight, fc2 --> one product a pair --> each token's, added up by expert
 
 Which expert gets how many tokens is found and used on the device: grids have room for the most tiles there can be, and
@@ -8,8 +8,8 @@ programs behind the last return. A token's products are added in fp32 in its exp
 tile's height follows from the step's shape, as cuBLAS's choice of kernel does; inside of it a pair's bits do not depend
 on which pairs come along. Weights are read where they are, through a table of addresses. Not yet run on a GPU.
 
-Shape legend: T tokens, E this rank's experts, K experts a token chooses, P = T*K pairs, X inputs and Y outputs of a
-product.
+Shape legend: T tokens, E all ranks' experts, K experts a token chooses, P = T*K pairs, C runs of tokens counted
+together, X inputs and Y outputs of a product.
 """
 
 from __future__ import annotations
@@ -22,38 +22,35 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import Ops
-from megatron_infer.kernels.experts import ExpertWeights
+from megatron_infer.kernels.experts import Choice, ExpertWeights, RoutingRules
+from megatron_infer.kernels.triton import routing
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
 
-COUNT_TOKENS = 256
+SORT_TOKENS = 256
+COUNT_RUNS = 64
+"""Runs of tokens whose counts are summed at once."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _count_pairs(chosen_ptr, count_ptr, num_tokens, stride, first_expert, BLOCK: tl.constexpr):
-    """count[e]: tokens that chose this rank's expert e."""
-    expert = tl.program_id(0)
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        token = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        chosen = tl.load(chosen_ptr + token * stride + first_expert + expert, mask=token < num_tokens, other=0)
-        count += (chosen != 0).to(tl.int32)
-    tl.store(count_ptr + expert, tl.sum(count, axis=0))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "num_runs", "max_tiles"])
 def _sort_pairs(
-    chosen_ptr, probs_ptr, count_ptr, token_ptr, weight_ptr, place_ptr, tile_ptr,
-    num_tokens, stride, probs_stride, first_expert, num_experts, max_tiles,
-    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    ids_ptr, weight_ptr, count_ptr, token_ptr, pair_weight_ptr, place_ptr, tile_ptr,
+    num_tokens, num_runs, count_stride, first_expert, num_experts, max_tiles,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Pairs by expert, then by token: token[p], weight[p]; place[t, e] = p or -1; tile[i] = (expert, first, stop)."""
+    """Pairs of this rank's experts by expert, then by token: token[p], weight[p]; place[t, k] = p, where it is this
+    rank's; tile[i] = (expert, first, stop)."""
     expert = tl.program_id(0)
     each = tl.arange(0, BLOCK_E)
-    counts = tl.load(count_ptr + each, mask=each < num_experts, other=0)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, num_runs, RUNS):
+        run = start + tl.arange(0, RUNS)[:, None]
+        at = count_ptr + run * count_stride + first_expert + each[None, :]
+        counts += tl.sum(tl.load(at, mask=(run < num_runs) & (each[None, :] < num_experts), other=0), axis=0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     place = tl.sum(tl.where(each < expert, counts, 0), axis=0)
     first_tile = tl.sum(tl.where(each < expert, tiles, 0), axis=0)
-    count = tl.load(count_ptr + expert)
+    count = tl.sum(tl.where(each == expert, counts, 0), axis=0)
     for start in range(0, count, BLOCK_M):
         tile = tile_ptr + 3 * (first_tile + start // BLOCK_M)
         tl.store(tile, expert)
@@ -62,16 +59,20 @@ def _sort_pairs(
     if expert == num_experts - 1:
         for tile in range(tl.sum(tiles, axis=0), max_tiles):
             tl.store(tile_ptr + 3 * tile, -1)
+    choice = tl.arange(0, BLOCK_K)[None, :]
     for start in range(0, num_tokens, BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        inside = token < num_tokens
-        chosen = tl.load(chosen_ptr + token * stride + first_expert + expert, mask=inside, other=0) != 0
-        pair = place + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        weight = tl.load(probs_ptr + token * probs_stride + first_expert + expert, mask=chosen, other=0.0)
-        tl.store(token_ptr + pair, token.to(tl.int32), mask=chosen)
-        tl.store(weight_ptr + pair, weight.to(tl.float32), mask=chosen)
-        tl.store(place_ptr + token * num_experts + expert, tl.where(chosen, pair, -1), mask=inside)
-        place += tl.sum(chosen.to(tl.int32), axis=0)
+        at = token[:, None] * TOP_K + choice
+        ids = tl.load(ids_ptr + at, mask=(token < num_tokens)[:, None] & (choice < TOP_K), other=-1)
+        here = (ids == first_expert + expert).to(tl.int32)
+        chosen = tl.sum(here, axis=1)
+        one = token * TOP_K + tl.sum(here * choice, axis=1)
+        pair = place + tl.cumsum(chosen, axis=0) - 1
+        weight = tl.load(weight_ptr + one, mask=chosen != 0, other=0.0)
+        tl.store(token_ptr + pair, token.to(tl.int32), mask=chosen != 0)
+        tl.store(pair_weight_ptr + pair, weight.to(tl.float32), mask=chosen != 0)
+        tl.store(place_ptr + one, pair, mask=chosen != 0)
+        place += tl.sum(chosen, axis=0)
 
 
 @triton.jit
@@ -118,25 +119,21 @@ def _grouped_linear(
 
 @triton.jit
 def _add_up(
-    product_ptr, place_ptr, out_ptr, num_experts, width,
-    TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    product_ptr, ids_ptr, place_ptr, out_ptr, first_expert, num_experts, width,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[t] += the token's products, in the order of its experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    each = tl.arange(0, BLOCK_E)
-    nowhere = 2147483647
-    place = tl.load(place_ptr + token * num_experts + each, mask=each < num_experts, other=-1)
-    place = tl.where(place < 0, nowhere, place)
     at = out_ptr + token * width + column
     acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    for _ in tl.static_range(TOP_K):
-        pair = tl.min(place, axis=0)
-        here = pair < nowhere
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + choice)
+        here = (expert >= first_expert) & (expert < first_expert + num_experts)
+        pair = tl.load(place_ptr + token * TOP_K + choice, mask=here, other=0)
         product = product_ptr + pair.to(tl.int64) * width + column
         acc += tl.load(product, mask=inside & here, other=0.0).to(tl.float32)
-        place = tl.where(place == pair, nowhere, place)
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -158,35 +155,32 @@ class TritonExperts:
             return f"needs float32, bfloat16 or float16, got {dtype}"
         return weights.uneven(dtype)
 
-    def add(
-        self, ops: Ops, x_TD: Tensor, chosen_TE: Tensor, probs_TE: Tensor, weights: ExpertWeights, out_TD: Tensor
-    ) -> None:
+    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+        return routing.choose(logits_TE, bias_E, rules)
+
+    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+        return routing.listed(chosen_TE, probs_TE, top_k)
+
+    def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
         (num_tokens, width), experts = x_TD.shape, weights.num_experts
         if not num_tokens:
             return
-        assert out_TD.is_contiguous() and x_TD.stride(-1) == 1 and probs_TE.stride(-1) == 1
-        num_pairs, device = num_tokens * weights.top_k, x_TD.device
-        block_m, *rest = tile_sizes(num_pairs, chosen_TE.shape[1], x_TD.dtype)
+        assert out_TD.is_contiguous() and x_TD.stride(-1) == 1
+        (num_runs, num_all), top_k = choice.count_CE.shape, choice.ids_TK.shape[1]
+        num_pairs, device = num_tokens * top_k, x_TD.device
+        block_m, *rest = tile_sizes(num_pairs, num_all, x_TD.dtype)
         max_tiles = min(num_pairs, num_pairs // block_m + experts)
-        chosen_TE = chosen_TE.bool().contiguous().view(torch.uint8)
 
         def ints(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
-        count_E, token_P, place_TE, tile_I3 = (
-            ints(experts),
-            ints(num_pairs),
-            ints(num_tokens, experts),
-            ints(max_tiles, 3),
-        )
+        token_P, place_TK, tile_I3 = ints(num_pairs), ints(num_tokens, top_k), ints(max_tiles, 3)
         weight_P = torch.empty(num_pairs, dtype=torch.float32, device=device)
-        block_e = max(16, triton.next_power_of_2(experts))
-        at = chosen_TE.stride(0), weights.first
-        launch(_count_pairs, (experts,), chosen_TE, count_E, num_tokens, *at, BLOCK=COUNT_TOKENS, num_warps=4)
         launch(
-            _sort_pairs, (experts,), chosen_TE, probs_TE, count_E, token_P, weight_P, place_TE, tile_I3,
-            num_tokens, at[0], probs_TE.stride(0), at[1], experts, max_tiles,
-            BLOCK=COUNT_TOKENS, BLOCK_E=block_e, BLOCK_M=block_m, num_warps=4,
+            _sort_pairs, (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_TK,
+            tile_I3, num_tokens, num_runs, num_all, weights.first, experts, max_tiles,
+            TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=SORT_TOKENS, RUNS=COUNT_RUNS,
+            BLOCK_E=max(16, triton.next_power_of_2(experts)), BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
 
         def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
@@ -207,8 +201,8 @@ class TritonExperts:
         product_PD = linear(middle_PF, "fc2", gather=False)
         block = min(1024, max(16, triton.next_power_of_2(width)))
         launch(
-            _add_up, (num_tokens, triton.cdiv(width, block)), product_PD, place_TE, out_TD, experts, width,
-            TOP_K=min(weights.top_k, experts), BLOCK_E=block_e, BLOCK=block, num_warps=4,
+            _add_up, (num_tokens, triton.cdiv(width, block)), product_PD, choice.ids_TK, place_TK, out_TD,
+            weights.first, experts, width, TOP_K=top_k, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 
@@ -222,21 +216,21 @@ def aot_variants() -> list[AotVariant]:
     variants = []
 
     def add(name: str, kernel: Any, types: dict[str, str], options: dict[str, int], **constexprs: Any) -> None:
-        known = {"chosen_ptr": "*u8", "count_ptr": "*i32", "token_ptr": "*i32", "place_ptr": "*i32", "tile_ptr": "*i32"}
-        known |= {"weight_ptr": "*fp32", "address_ptr": "*i64", "bias_address_ptr": "*i64"} | types
+        known = dict.fromkeys(("ids_ptr", "count_ptr", "token_ptr", "place_ptr", "tile_ptr"), "*i32")
+        known |= {"weight_ptr": "*fp32", "pair_weight_ptr": "*fp32"}
+        known |= {"address_ptr": "*i64", "bias_address_ptr": "*i64"} | types
         known |= dict.fromkeys(constexprs, "constexpr")
         signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
         variants.append(
             AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
         )
 
-    warps = {"num_warps": 4}
-    add("count_pairs", _count_pairs, {}, warps, BLOCK=COUNT_TOKENS)
+    warps, top_8 = {"num_warps": 4}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
+    for kind in (*DTYPES.values(), "fp64"):
+        add(f"sort_pairs-{kind}", _sort_pairs, {"weight_ptr": f"*{kind}"}, warps, **top_8, BLOCK_E=128, BLOCK_M=16)
     for dtype, kind in DTYPES.items():
-        blocks = {"BLOCK": COUNT_TOKENS, "BLOCK_E": 128, "BLOCK_M": 16}
-        add(f"sort_pairs-{kind}", _sort_pairs, {"probs_ptr": f"*{kind}"}, warps, **blocks)
         products = {"product_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
-        add(f"add_up-{kind}", _add_up, products, warps, TOP_K=8, BLOCK_E=128, BLOCK=1024)
+        add(f"add_up-{kind}", _add_up, products, warps, TOP_K=8, BLOCK=1024)
         for pairs in (64,) if dtype is torch.float32 else (64, 32 * 64, 64 * 64, 128 * 64):
             m, n, k, num_warps, num_stages = tile_sizes(pairs, 64, dtype)
             for gather in (True, False):

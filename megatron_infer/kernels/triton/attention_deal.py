@@ -1,0 +1,94 @@
+"""How attention cuts rows' keys into splits, and deals all rows' splits out to programs on the device.
+
+A row's keys are cut every CHUNK keys, counted from position 0; a row of more such chunks than it may have splits takes
+the least multiple of CHUNK that gives no more than that. The splits of all rows, end to end, are dealt out evenly in
+runs to as many programs as the device holds at once, each finding its run from the rows' lengths as they are when it
+starts: a long row among short ones is spread as well, and an upper bound of lengths costs no programs. Who does a split
+changes no bit: each starts from nothing and leaves its own partial sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS = tl.constexpr(256)
+"""Rows whose lengths are looked at together."""
+
+
+@triton.jit
+def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
+    """(origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
+    first_chunk = first_key // CHUNK
+    chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
+    share = tl.maximum(tl.cdiv(chunks, max_splits), 1)
+    return first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
+
+
+@triton.jit
+def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first visible key, origin, keys of a split, splits) of a row with one query."""
+    first_key = num_keys * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_keys - WINDOW, 0)
+    origin, split_keys, splits = cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
+    return first_key, origin, split_keys, splits
+
+
+@triton.jit
+def slice_splits(
+    num_queries, num_keys, QUERIES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """(tiles of QUERIES queries, origin, keys of a split, splits) of a row with several queries.
+
+    Tiles times splits are ITEMS at most; keys of fewer than two chunks are not worth a cut.
+    """
+    tiles = tl.cdiv(num_queries, QUERIES)
+    first_key = num_keys * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_keys - num_queries + 1 - WINDOW, 0)
+    most = tl.where(num_keys - first_key < 2 * CHUNK, 1, ITEMS // tl.maximum(tiles, 1))
+    origin, split_keys, splits = cut_keys(first_key, num_keys, tl.maximum(most, 1), CHUNK)
+    return tiles, origin, split_keys, splits
+
+
+@triton.jit
+def _items_of_rows(
+    cu_q, kv_len, first, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr
+):
+    """What rows first .. first + ROWS - 1 give to do; 0 behind the last."""
+    row = first + tl.arange(0, ROWS)
+    inside = row < num_rows
+    num_keys = tl.load(kv_len + row, mask=inside, other=0)
+    if QUERIES == 0:
+        _, _, _, items = row_splits(num_keys, CHUNK, MOST, WINDOW)
+    else:
+        num_queries = tl.load(cu_q + row + 1, mask=inside, other=0) - tl.load(cu_q + row, mask=inside, other=0)
+        tiles, _, _, splits = slice_splits(num_queries, num_keys, QUERIES, CHUNK, MOST, WINDOW)
+        items = tl.where(splits > 1, tiles * splits, 0)
+    return tl.where(inside, items, 0)
+
+
+@triton.jit
+def deal(cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr):
+    """This program's part of all rows' items laid end to end: (how many, row of the first, which of that row's).
+
+    QUERIES 0: rows with one query, whose items are their splits, MOST at most. Else rows' items are tiles of QUERIES
+    queries times splits, MOST at most; a row without a cut has none. cu_q is read in the second case alone.
+    """
+    total = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        total += tl.sum(_items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, MOST, WINDOW), 0)
+    share = tl.cdiv(total, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    row = num_rows * 0
+    before = num_rows * 0
+    passed = num_rows * 0
+    for first in range(0, num_rows, ROWS):
+        items = _items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, MOST, WINDOW)
+        ends = passed + tl.cumsum(items, 0)
+        earlier = (ends <= begin) & (first + tl.arange(0, ROWS) < num_rows)
+        row += tl.sum(earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(earlier, ends, 0), 0))
+        passed += tl.sum(items, 0)
+    return tl.minimum(share, total - begin), row, begin - before

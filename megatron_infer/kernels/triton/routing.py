@@ -1,0 +1,262 @@
+"""Which experts a token goes to, in one launch: scores, groups, the choice, weights, and counts for the sort.
+
+A program has a run of tokens, each token's experts on the lanes of a row; groups of experts are padded to a power of
+two each, so that they are an axis. Numbers are rounded to the router's dtype where torch rounds them, and computed in
+fp32 between (fp64 for a router in fp64, whose softmax and sigmoid are fp32 in megatron-core, too). Not yet run on a
+GPU.
+
+Shape legend: T tokens, E all ranks' experts, K experts a token chooses, C runs of tokens, G groups of S experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_infer.kernels.experts import Choice, RoutingRules
+from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
+from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+DTYPES = COMPUTED | {torch.float64: "fp64"}
+LANES = 2048
+"""Experts times tokens of one program."""
+MAX_RUN = 32
+
+
+@triton.jit
+def _best(key, free, lane, AXIS: tl.constexpr):
+    """Where the first of the largest free keys is; behind all lanes if none is free."""
+    top = tl.max(tl.where(free, key, float("-inf")), axis=AXIS, keep_dims=True)
+    return lane == tl.min(tl.where(free & (key == top), lane, 2147483647), axis=AXIS, keep_dims=True)
+
+
+@triton.jit
+def _as_keys(x):
+    """What to compare by: what is no number is the largest, as for torch.topk."""
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _of_best_groups(
+    key, real, ROUNDED: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Lanes of the GROUP_TOPK groups whose GROUP_BEST largest keys have the largest sum."""
+    key_TGS = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
+    free_TGS = tl.reshape(real, [BLOCK_T, BLOCK_G, BLOCK_S])
+    exists_TG1 = tl.max(free_TGS.to(tl.int32), axis=2, keep_dims=True) > 0
+    member = tl.arange(0, BLOCK_S)[None, None, :]
+    score_TG1 = tl.zeros([BLOCK_T, BLOCK_G, 1], key.dtype)
+    for _ in tl.static_range(GROUP_BEST):
+        best_TGS = _best(key_TGS, free_TGS, member, 2)
+        score_TG1 += tl.max(tl.where(best_TGS & free_TGS, key_TGS, float("-inf")), axis=2, keep_dims=True)
+        free_TGS = free_TGS & (best_TGS == 0)
+    score_TG1 = _as_keys(score_TG1.to(ROUNDED).to(key.dtype))
+    group = tl.arange(0, BLOCK_G)[None, :, None]
+    taken_TG1 = exists_TG1 & (exists_TG1 == 0)
+    for _ in tl.static_range(GROUP_TOPK):
+        free_TG1 = exists_TG1 & (taken_TG1 == 0)
+        taken_TG1 = taken_TG1 | (_best(score_TG1, free_TG1, group, 1) & free_TG1)
+    every = tl.broadcast_to(taken_TG1, [BLOCK_T, BLOCK_G, BLOCK_S])
+    return tl.reshape(every, [BLOCK_T, BLOCK_G * BLOCK_S]) & real
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose(
+    logits_ptr, bias_ptr, ids_ptr, weight_ptr, count_ptr, num_tokens, logits_stride,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_TOPK: tl.constexpr,
+    GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """ids[t, k], ascending, weight[t, k], count[run, e]."""
+    dtype = weight_ptr.dtype.element_ty
+    exact = tl.float64 if dtype == tl.float64 else tl.float32
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
+    lane = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
+    expert = lane // BLOCK_S * GROUP_SIZE + lane % BLOCK_S
+    real = (lane % BLOCK_S < GROUP_SIZE) & (expert < NUM_EXPERTS) & (token < num_tokens)
+    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf"))
+    score, raw = logits.to(exact), logits.to(tl.float32)
+    if SIGMOID:
+        score = (1.0 / (1.0 + tl.exp(-raw))).to(dtype).to(exact)
+    elif PRE_SOFTMAX:
+        top = tl.where(token < num_tokens, tl.max(raw, axis=1, keep_dims=True), 0.0)
+        raised = tl.where(real, tl.exp(raw - top), 0.0)
+        score = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(dtype).to(exact)
+    key = score
+    if HAS_BIAS:
+        key = score + tl.load(bias_ptr + expert, mask=real, other=0.0).to(exact)
+    key = _as_keys(key)
+    among = real
+    if GROUP_TOPK > 0:
+        rounded = tl.float32 if HAS_BIAS and exact == tl.float32 else dtype
+        among = _of_best_groups(key, real, rounded, GROUP_TOPK, GROUP_BEST, BLOCK_T, BLOCK_G, BLOCK_S)
+    taken = real & (real == 0)
+    for _ in tl.static_range(TOP_K):
+        free = among & (taken == 0)
+        taken = taken | (_best(key, free, lane, 1) & free)
+
+    weight = score
+    if SIGMOID:
+        if TOP_K > 1:
+            total = tl.sum(tl.where(taken, score, 0.0), axis=1, keep_dims=True).to(dtype).to(exact)
+            weight = (score / (total + 1e-20).to(dtype).to(exact)).to(dtype).to(exact)
+    elif not PRE_SOFTMAX:
+        top = tl.max(tl.where(taken, raw, float("-inf")), axis=1, keep_dims=True)
+        raised = tl.where(taken, tl.exp(raw - tl.where(token < num_tokens, top, 0.0)), 0.0)
+        weight = (raised / tl.sum(raised, axis=1, keep_dims=True)).to(dtype).to(exact)
+    if SCALING != 0.0:
+        weight = weight * SCALING
+    place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
+    tl.store(ids_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_G * BLOCK_S]), mask=taken)
+    tl.store(weight_ptr + place, weight.to(dtype), mask=taken)
+    here = lane % BLOCK_S < GROUP_SIZE
+    count = count_ptr + tl.program_id(0) * NUM_EXPERTS + expert
+    tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=here & (expert < NUM_EXPERTS))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _list(
+    chosen_ptr, probs_ptr, ids_ptr, weight_ptr, count_ptr, num_tokens, chosen_stride, probs_stride,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same of a choice that was made elsewhere, of up to TOP_K experts a token."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    real = (expert < NUM_EXPERTS) & (token < num_tokens)
+    taken = tl.load(chosen_ptr + token * chosen_stride + expert, mask=real, other=0) != 0
+    weight = tl.load(probs_ptr + token * probs_stride + expert, mask=taken, other=0.0)
+    place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
+    tl.store(ids_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_E]), mask=taken)
+    tl.store(weight_ptr + place, weight, mask=taken)
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    behind = (choice >= tl.sum(taken.to(tl.int32), axis=1, keep_dims=True)) & (choice < TOP_K) & (token < num_tokens)
+    tl.store(ids_ptr + token * TOP_K + choice, tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=behind)
+    count = count_ptr + tl.program_id(0) * NUM_EXPERTS + expert
+    tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=expert < NUM_EXPERTS)
+
+
+def _run_of(lanes: int) -> int:
+    """Tokens of a program whose tokens take so many lanes each."""
+    return min(MAX_RUN, max(1, LANES // lanes))
+
+
+def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[str, Any]:
+    groups = rules.num_groups if rules.group_topk else 1
+    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
+    return {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": rules.top_k,
+        "GROUP_SIZE": num_experts // groups,
+        "GROUP_TOPK": rules.group_topk,
+        "GROUP_BEST": rules.top_k // rules.group_topk if rules.group_topk else 0,
+        "SIGMOID": rules.score_function == "sigmoid",
+        "PRE_SOFTMAX": rules.pre_softmax,
+        "HAS_BIAS": has_bias,
+        "SCALING": rules.scaling_factor,
+        "BLOCK_T": _run_of(block_g * block_s),
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+    }
+
+
+def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> Choice:
+    ids_TK, count_CE = (
+        torch.empty(shape, dtype=torch.int32, device=weights.device)
+        for shape in ((num_tokens, top_k), (triton.cdiv(num_tokens, run), num_experts))
+    )
+    return Choice(ids_TK=ids_TK, weight_TK=weights.new_empty(num_tokens, top_k), count_CE=count_CE)
+
+
+def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+    """As ExpertsBackend.choose."""
+    num_tokens, num_experts = logits_TE.shape
+    if logits_TE.dtype not in DTYPES or rules.unroutable(num_experts) is not None:
+        return None
+    if logits_TE.stride(1) != 1:
+        logits_TE = logits_TE.contiguous()
+    has_bias = bias_E is not None and rules.score_function == "sigmoid"
+    constexprs = _constexprs(rules, num_experts, has_bias)
+    choice = _empty(num_tokens, num_experts, rules.top_k, constexprs["BLOCK_T"], logits_TE)
+    launch(
+        _choose,
+        (choice.count_CE.shape[0],),
+        logits_TE,
+        bias_E if has_bias else logits_TE,
+        choice.ids_TK,
+        choice.weight_TK,
+        choice.count_CE,
+        num_tokens,
+        logits_TE.stride(0),
+        **constexprs,
+        num_warps=4,
+    )
+    return choice
+
+
+def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+    """As ExpertsBackend.listed."""
+    num_tokens, num_experts = chosen_TE.shape
+    chosen_TE, probs_TE = chosen_TE.bool().contiguous().view(torch.uint8), probs_TE.contiguous()
+    block_e = triton.next_power_of_2(num_experts)
+    run = _run_of(block_e)
+    choice = _empty(num_tokens, num_experts, top_k, run, probs_TE)
+    launch(
+        _list,
+        (choice.count_CE.shape[0],),
+        chosen_TE,
+        probs_TE,
+        choice.ids_TK,
+        choice.weight_TK,
+        choice.count_CE,
+        num_tokens,
+        chosen_TE.stride(0),
+        probs_TE.stride(0),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        BLOCK_T=run,
+        BLOCK_E=block_e,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=4,
+    )
+    return choice
+
+
+def aot_variants() -> list[AotVariant]:
+    """Routers as models have them, in each dtype, and the list of another's choice."""
+    grouped = {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5}
+    kinds = {
+        "128-8-softmax": (RoutingRules(top_k=8, score_function="softmax"), 128, False),
+        "60-4-presoftmax": (RoutingRules(top_k=4, score_function="softmax", pre_softmax=True), 60, False),
+        "256-8-groups": (RoutingRules(top_k=8, **grouped), 256, True),
+        "160-6-groups": (
+            RoutingRules(top_k=6, score_function="softmax", pre_softmax=True, num_groups=8, group_topk=3),
+            160,
+            False,
+        ),
+        "16-1-sigmoid": (RoutingRules(top_k=1, score_function="sigmoid"), 16, False),
+        "512-10-softmax": (RoutingRules(top_k=10, score_function="softmax"), 512, False),
+    }
+    variants = []
+
+    def add(name: str, kernel: Any, constexprs: dict[str, Any], kind: str) -> None:
+        types = dict.fromkeys(("ids_ptr", "count_ptr"), "*i32") | {"chosen_ptr": "*u8", "bias_ptr": "*fp32"}
+        types |= dict.fromkeys(("logits_ptr", "probs_ptr", "weight_ptr"), f"*{kind}")
+        types |= dict.fromkeys(constexprs, "constexpr")
+        signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+        options = {"num_warps": 4}
+        variants.append(
+            AotVariant(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options)
+        )
+
+    for kind in DTYPES.values():
+        for name, (rules, num_experts, has_bias) in kinds.items():
+            add(f"choose-{name}-{kind}", _choose, _constexprs(rules, num_experts, has_bias), kind)
+        sizes = {"NUM_EXPERTS": 60, "TOP_K": 6, "BLOCK_T": 32, "BLOCK_E": 64, "BLOCK_K": 8}
+        add(f"list-{kind}", _list, sizes, kind)
+    return variants
