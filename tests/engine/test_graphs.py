@@ -77,7 +77,7 @@ def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
 
 
 def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy, drawn and filtered requests, and some that only the host can draw for."""
+    """Greedy, drawn and filtered requests, with and without penalties, edited logits and log probabilities."""
     rng, made = random.Random(3), []
     stem = [rng.randrange(4, VOCAB) for _ in range(20)]
     ways: list[dict[str, Any]] = [
@@ -85,7 +85,9 @@ def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.9, "seed": 1},
         {"temperature": 0.8, "seed": 2, "top_k": 12},
         {"temperature": 1.1, "seed": 3, "top_p": 0.8},
-        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 0},
+        {"temperature": 0.0, "presence_penalty": 0.7, "min_tokens": 5, "stop_token_ids": (9, 11, 40, 77)},
+        {"seed": 5, "logit_bias": {7: 3.0, 90: -9.0}, "bad_token_ids": (8,), "return_sampled_logprobs": True},
     ]
     for i in range(count):
         prompt = stem[: rng.choice([0, 16, 20])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 18))]
@@ -99,10 +101,10 @@ def answers(engine: DynamicInferenceEngine, requests) -> list[list[list[int]]]:
 
 
 def check_used(engine: DynamicInferenceEngine) -> None:
-    """Steps were replayed, and every shape that was met could be captured."""
+    """Steps were replayed, every shape that was met could be captured, and all tokens of such steps drawn within."""
     counts = pool_of(engine).counts
     assert counts.replays > 0 and counts.uncaptured == 0, counts
-    assert not pool_of(engine).refused
+    assert not pool_of(engine).refused and not engine.parts.runner.sampler.drawn_outside
 
 
 @pytest.fixture(scope="module")
