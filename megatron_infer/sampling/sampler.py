@@ -216,7 +216,7 @@ class Sampler:
         key = (self.params.version, rows.tobytes(), flags.tobytes())
         if key == self._kept_key:
             return flags
-        self._lanes = None
+        self._lanes, self._kept_key = None, None
         asked = np.flatnonzero(flags & Wants.LOGPROBS)
         self._asked = make_lane(self.params, rows, flags, asked, self._means) if len(asked) else None
         self._carries = plan_carried(self.params, rows, flags, self._means)
