@@ -288,7 +288,8 @@ def assemble(
     where = Device(device if device != "auto" else adopted.device)
     where.take_thread()
     if team.lockstep is not None:
-        where.on_wait = team.check_alive
+        # Who has closed its engine has launched all of its last step: the others read theirs.
+        where.on_wait = partial(team.check_alive, goodbyes=False)
     shape = adopted.shape
     agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes

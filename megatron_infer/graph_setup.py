@@ -86,8 +86,7 @@ def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
     for group in groups:
         agreed = torch.tensor([int(flag)], device=device.torch)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        device.synchronize("agreement on a graph")
-        flag = bool(agreed.item())
+        flag = bool(device.begin_read(agreed).wait()[0].item())
     return flag
 
 

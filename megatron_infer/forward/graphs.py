@@ -83,7 +83,7 @@ class Recorder(Protocol):
         ...
 
     def capture(self, run: Callable[[], None]) -> Recorded:
-        """Behind `warm_up`. `run` may be called several times. Raises what it raises, `why_refused` says why."""
+        """Behind `warm_up`. `run` may be called several times. Raises what it raises."""
         ...
 
     def reset(self) -> None:
@@ -116,6 +116,9 @@ class CudaRecorder:
                     run()
         finally:  # whatever of it is enqueued reads the mirror that the next step is about to overwrite
             current.wait_stream(self._stream)
+        done = self._device.event("warm-up")  # looks whether the ranks that it waits for are there
+        done.record()
+        done.wait()
         torch.cuda.synchronize(self._device.torch)
         torch.cuda.empty_cache()
 
@@ -349,16 +352,16 @@ class GraphPool:
         with self._among_others(shape):
             try:
                 self.recorder.warm_up(run)
-            except torch.OutOfMemoryError as error:
-                if self._all_ranks is not None:
+            except RuntimeError as error:
+                if self._all_ranks is not None or is_of_collective(error):
                     raise
-                return f"no memory: {error}"
+                return why_refused(error)
             try:
                 graph = self.recorder.capture(run)
             except RuntimeError as error:
-                reason = why_refused(error)
-                if reason is None:
+                if is_of_collective(error):
                     raise
+                reason = why_refused(error)
         if not self._agreed(reason is None):
             return reason or "another rank could not capture it"
         if graph is not None:
@@ -388,17 +391,10 @@ class GraphPool:
         return None
 
 
-def why_refused(error: RuntimeError) -> str | None:
-    """Why a capture was not possible, memory included; None: the error says something else.
-
-    What ends a capture is raised within it, and CUDA's word that the capture is over comes on top.
-    """
-    if is_of_collective(error):
-        return None
+def why_refused(error: RuntimeError) -> str:
+    """Why there is no graph: what was raised first, as CUDA's word that the capture is over comes on top of it."""
     found = list(causes(error))
     for one in found:
         if isinstance(one, torch.OutOfMemoryError):
             return f"no memory: {one}"
-    if any(isinstance(one, GraphRefused) or "captur" in str(one) for one in found):
-        return str(found[-1]) or type(found[-1]).__name__
-    return None
+    return str(found[-1]) or type(found[-1]).__name__

@@ -129,10 +129,13 @@ class Lockstep:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
             raise OtherRankFailed(told, ranks=[rank for rank, _ in answer["failed"]])
 
-    def check_alive(self) -> None:
-        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds."""
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds.
+
+        goodbyes: see `Watch.check`.
+        """
         try:
-            self._watch.check()
+            self._watch.check(goodbyes=goodbyes)
         except RankFailure as failure:
             self._fail(failure)
 

@@ -38,10 +38,10 @@ class Team:
         """The leader's value, in what JSON makes of it."""
         return value if self.lockstep is None else self.lockstep.meet(what, [], arguments=value, mine=False).arguments
 
-    def check_alive(self) -> None:
-        """Raise RankFailure if another rank is gone."""
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if another rank is gone. goodbyes: also one that has closed its engine."""
         if self.lockstep is not None:
-            self.lockstep.check_alive()
+            self.lockstep.check_alive(goodbyes=goodbyes)
 
     def check_collectives(self) -> None:
         """Raise RankFailure if collectives were ended because a rank is gone: what the device holds means nothing."""

@@ -65,9 +65,9 @@ class Watch:
         """What it was doing when it was last heard of."""
         return self._phases.get(rank, "an unknown phase")
 
-    def check(self) -> None:
-        """Raise RankFailure if a rank was missed."""
-        if self._lost is not None:
+    def check(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if a rank was missed. goodbyes: also one that said so, having done its part until then."""
+        if self._lost is not None and (goodbyes or not self._said_goodbye):
             rank, reason = self._lost
             raise RankFailure(rank, self._phase(), reason)
 

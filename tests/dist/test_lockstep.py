@@ -222,6 +222,7 @@ def test_a_rank_that_says_goodbye_ends_no_collectives():
             lockstep.close()
             return
         time.sleep(1.0)
+        lockstep.check_alive(goodbyes=False)
         lockstep.check_alive()
 
     errors = play(3, act, timeout_s=0.8, give_up=lambda rank: bool(given_up.append(rank)) or True)
