@@ -22,6 +22,7 @@ from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan
 
 NOTHING = Plan(step=-1)
@@ -44,7 +45,7 @@ class Outputs:
 
 
 class PaddedStep:
-    """forward.graphs.Capturable over a model on one rank."""
+    """forward.graphs.Capturable over a model, or over this rank's part of one."""
 
     def __init__(
         self,
@@ -53,16 +54,18 @@ class PaddedStep:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        sampler: Sampler | None,
+        sampler: Sampler | TensorParallelSampler | None,
         ops: Ops,
+        max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
-        """sampler: None where a token is drawn by several ranks: the logits are all then. received_TD: room for what
-        the pipeline stage before hands on, of the largest shape; None in the first. is_last: it has the output layer.
+        """sampler: None where no token is drawn. max_drawn_rows: shapes of more end with their logits; None: none do.
+        received_TD: room for what the pipeline stage before hands on, of the largest shape; None in the first.
+        is_last: it has the output layer.
         """
         self._model, self._builder, self._store, self._sampler, self._ops = model, builder, store, sampler, ops
-        self.received_TD, self._is_last = received_TD, is_last
+        self.received_TD, self._is_last, self._max_drawn_rows = received_TD, is_last, max_drawn_rows
         self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill or not is_last), default=0)
         self._max_rows = max((shape.num_rows for shape in shapes), default=0)
         self.out = Outputs()
@@ -75,9 +78,6 @@ class PaddedStep:
     def prepare(self, shape: GraphShape) -> None:
         self.refresh()
         self._builder.build(NOTHING, (), shape=shape)
-        lacks_logits = self._is_last and self.out.logits_SV is None
-        if lacks_logits or (self._gives_hidden(shape) and self.out.hidden_TD is None):
-            self.run(shape)  # makes the outputs, which are nobody's: within a capture they would be the graph's
 
     def run(self, shape: GraphShape) -> None:
         batch = self._builder.static_view(shape)
@@ -93,7 +93,7 @@ class PaddedStep:
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
         logits_SV = self._model.logits(hidden_SD, self._ops)
         self._put("logits_SV", logits_SV, self._max_rows)
-        if self._sampler is not None:
+        if self._sampler is not None and self.draws(shape):
             if self.out.drawn is None:
                 self.out.drawn = DrawRoom.make(self._max_rows, logits_SV.device)
             self._sampler.static_sample(
@@ -103,6 +103,10 @@ class PaddedStep:
                 self._builder.token_pool,
                 self.out.drawn.first(shape.num_rows),
             )
+
+    def draws(self, shape: GraphShape) -> bool:
+        """Whether steps of this shape leave tokens."""
+        return self._sampler is not None and (self._max_drawn_rows is None or shape.num_rows <= self._max_drawn_rows)
 
     def _gives_hidden(self, shape: GraphShape) -> bool:
         """Whether somebody reads the hidden states: the next stage, or what prompts ask for."""
@@ -156,11 +160,12 @@ class StepGraphs:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        sampler: Sampler | None,
+        sampler: Sampler | TensorParallelSampler | None,
         device: Device,
         ops: Ops,
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
-        all_ranks: Callable[[bool], bool] = bool,
+        all_ranks: Callable[[bool], bool] | None = None,
+        max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
@@ -171,6 +176,7 @@ class StepGraphs:
             store=store,
             sampler=sampler,
             ops=ops,
+            max_drawn_rows=max_drawn_rows,
             received_TD=received_TD,
             is_last=is_last,
         )
@@ -214,7 +220,7 @@ class StepGraphs:
             if not shape.num_prefill or out.hidden_TD is None
             else out.hidden_TD[shape.num_decode - num_decode :],
             logits_SV=None if not count or out.logits_SV is None else out.logits_SV[:count],
-            drawn=None if not count or out.drawn is None else out.drawn.first(count),
+            drawn=out.drawn.first(count) if count and out.drawn is not None and self._step.draws(shape) else None,
         )
 
     def residual_TD(self, shape: GraphShape) -> Tensor:
