@@ -294,6 +294,9 @@ def assemble(
     team = Team(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
     where.take_thread()
+    if team.lockstep is not None:
+        # Who has closed its engine has launched all of its last step: the others read theirs.
+        where.on_wait = partial(team.check_alive, goodbyes=False)
     shape = adopted.shape
     agreed = agreed_sizes(config, shape, where, team)
     sizes = agreed.sizes
@@ -528,7 +531,5 @@ def make_runner(
     )
     of_all = for_group(sampler, adopted.tp_group)
     make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
-    graphs = step_graphs(
-        adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=sampler, link=link
-    )
+    graphs = step_graphs(adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=of_all, link=link)
     return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)

@@ -384,15 +384,14 @@ class InferenceConfig:
         )
         if not shapes:
             return sizes
+        graph_bytes = largest_live_bytes(shapes, shape, tensor_parallel_size=tensor_parallel_size)
         how = {
             "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}, {self.cuda_graph_sizing_distribution.value}; "
             f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
             "graph_bytes": "estimate: activations and logits of the largest, whose pool all share; measured as they "
             "are captured",
         }
-        return replace(
-            sizes, graph_shapes=shapes, graph_bytes=largest_live_bytes(shapes, shape), how={**sizes.how, **how}
-        )
+        return replace(sizes, graph_shapes=shapes, graph_bytes=graph_bytes, how={**sizes.how, **how})
 
     def kv_dtype_of(self, shape: ModelShape) -> str:
         """Name of the torch dtype that keys and values of a model are kept in."""

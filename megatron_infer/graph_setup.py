@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.config import ConfigWarning, InferenceConfig, ResolvedSizes
+from megatron_infer.config import ConfigWarning, InferenceConfig, ModelShape, ResolvedSizes
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import Device
@@ -23,6 +23,7 @@ from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import MAX_WHOLE_BYTES, TensorParallelSampler
 
 OPERATION = "CUDA graphs"
 
@@ -36,7 +37,7 @@ def step_graphs(
     *,
     builder: BatchBuilder,
     store: StateStore,
-    sampler: Sampler,
+    sampler: Sampler | TensorParallelSampler,
     link: StageLink | None,
 ) -> StepGraphs | None:
     """The graphs that were asked for, or None; a row of the start-up table says which, and why not."""
@@ -62,17 +63,19 @@ def step_graphs(
         )
         return None
     chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
+    num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     return StepGraphs(
         adopted,
         shapes,
         found,
         builder=builder,
         store=store,
-        sampler=sampler if adopted.tp_group is None and adopted.is_last_stage else None,
+        sampler=sampler if adopted.is_last_stage else None,
         device=device,
         ops=chosen.ops,
-        expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape),
-        all_ranks=partial(_all_ranks, adopted.groups(), device),
+        expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape, tensor_parallel_size=num_parts),
+        all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
+        max_drawn_rows=None if num_parts == 1 else MAX_WHOLE_BYTES // _logits_bytes(adopted.shape),
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         is_last=adopted.is_last_stage,
     )
@@ -83,8 +86,13 @@ def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
     for group in groups:
         agreed = torch.tensor([int(flag)], device=device.torch)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        flag = bool(agreed.item())
+        flag = bool(device.begin_read(agreed).wait()[0].item())
     return flag
+
+
+def _logits_bytes(shape: ModelShape) -> int:
+    """Of one row, whole."""
+    return shape.padded_vocab_size * getattr(torch, shape.dtype).itemsize
 
 
 def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], device: Device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 from megatron_infer.assembly import Assembly
 from megatron_infer.errors import InferenceError
 from megatron_infer.forward.flight import Drawn, Flight
-from megatron_infer.forward.pipeline import is_of_collective
+from megatron_infer.forward.pipeline import is_broken_off, is_of_collective
 from megatron_infer.ledger import Ledger
 from megatron_infer.outputs import RequestOutput
 from megatron_infer.sampling.masks import TokenMasks
@@ -176,7 +176,7 @@ class StepLoop:
             self.parts.runner.sample(flight, masks)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             if self._ranks is not None:
-                self._ranks.step_failed(error, time.perf_counter() - started, fatal=is_of_collective(error))
+                self._tell(error, started, fatal=is_of_collective(error) or is_broken_off(error))
             self._stopped = plan
             self._commit(outputs)
             if self._stopped is not None:  # else it went with an earlier one that failed
@@ -259,11 +259,18 @@ class StepLoop:
         try:
             drawn = flight.read()
         except Exception as error:
-            self._ranks.step_failed(error, time.perf_counter() - started, fatal=True)
+            self._tell(error, started, fatal=True)
             raise
+        self.parts.team.check_collectives()
         if drawn.error:
             self._ranks.step_failed(FailedStep(drawn.error), time.perf_counter() - started, cause=drawn.cause)
         return drawn
+
+    def _tell(self, error: Exception, started: float, *, fatal: bool) -> None:
+        """The other ranks hear what raised here. Returns if it raised there as well, and all can go on."""
+        assert self._ranks is not None
+        seconds = time.perf_counter() - started
+        self._ranks.step_failed(error, seconds, fatal=fatal, own=not is_of_collective(error))
 
     def _give_up(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
         """The oldest step in flight failed: its requests end, those of later ones start over."""

@@ -6,8 +6,9 @@ import ctypes
 import os
 import resource
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from megatron_infer.errors import ConfigError
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """glibc's; freed tensors below its mmap threshold stay with the process without it."""
 
+POLL_S = 5e-5
+"""Between two looks at an event, but for the first QUICK_LOOKS, where the wait is watched."""
+QUICK_LOOKS = 200
 ALIGNMENT = 16
 """Bytes: pieces of one buffer begin at multiples of it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,6 +50,8 @@ class Device:
             self.torch = torch.device("cuda", torch.cuda.current_device())
         self.syncs: Counter[str] = Counter()
         """How often the host waited for the device, by what for; on a CPU, how often it would have."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called over and over while an event is waited for, of work that other ranks take part in; may raise."""
         self.pinned = PinnedPool(lambda: self.event("upload"))
         """Page-locked memory that copies from and to a GPU go through."""
 
@@ -161,10 +167,17 @@ class Event:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Return once the device is past the mark."""
+        """Return once the device is past the mark. Raises what `Device.on_wait` does."""
         self._device.syncs[self._name] += 1
-        if self._event is not None:
-            self._event.synchronize()
+        if self._event is None:
+            return
+        if self._device.on_wait is not None:
+            looks = 0
+            while not self._event.query():
+                self._device.on_wait()
+                looks += 1
+                time.sleep(POLL_S if looks > QUICK_LOOKS else 0.0)
+        self._event.synchronize()
 
 
 class HostRead:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.device import Device, HostRead
+from megatron_infer.forward.pipeline import FAILED
 from megatron_infer.forward.pooling import Pooled
 from megatron_infer.forward.step_graphs import Replayed
 from megatron_infer.graph_shapes import GraphShape
@@ -49,6 +50,8 @@ class Drawn:
     cause: str = ""
     """What raised, where that was on this rank; `error` is every rank's."""
     pooled: list[Pooled] = field(default_factory=list)
+    failed_stage: int | None = None
+    """A pipeline stage before this one that failed: nothing here means anything."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class Flight:
     """What such a step left."""
     routed_TLK: Tensor | None = None
     """What the layers, of this stage and those before, note of their choice."""
+    failed_before: Tensor | None = None
+    """fp32 [1] on the device, from the pipeline stage before: the first that failed, or FAILED."""
     _drawn: SampleOutput | None = None
     _read: HostRead | None = None
 
@@ -76,6 +81,8 @@ class Flight:
         tensors = [] if drawn is None else [drawn.tokens_S, drawn.bad_S]
         if self.routed_TLK is not None:
             tensors.append(self.routed_TLK)
+        if self.failed_before is not None:
+            tensors.append(self.failed_before)
         self._read = device.begin_read(*tensors, *(tensor for part in self._parts() for tensor in _tensors_of(part)))
 
     def is_done(self) -> bool:
@@ -88,12 +95,20 @@ class Flight:
         host = list(self._read.wait())[::-1]
         tokens, bad = (host.pop().numpy(), host.pop().numpy()) if self._drawn is not None else _NOTHING
         routing = None if self.routed_TLK is None else as_ids(host.pop())
+        failed = FAILED if self.failed_before is None else int(host.pop())
         logprobs, carried, scores, pooled = None, None, self.prompt_scores, self.pooled
         if host:
             logprobs, carried, *others = (_with_tensors(part, host) for part in self._parts())
             scores, pooled = others[: len(scores)], others[len(scores) :]
         return Drawn(
-            StepResult(tokens.tolist()), logprobs, np.flatnonzero(bad).tolist(), scores, carried, routing, pooled=pooled
+            StepResult(tokens.tolist()),
+            logprobs,
+            np.flatnonzero(bad).tolist(),
+            scores,
+            carried,
+            routing,
+            pooled=pooled,
+            failed_stage=None if failed == FAILED else failed,
         )
 
     def _parts(self) -> list[Any]:

@@ -6,7 +6,8 @@ What a captured graph cannot do, it refuses; what a captured graph gets wrong, i
 * asking the device for a value (`.item()`, `nonzero`, a comparison on the host) raises GraphRefused;
 * reading memory that the host made for this run alone (`torch.tensor`, `torch.from_numpy`) raises it, too: a replay
   would read it long after it is gone.
-It does not reuse the memory of what is dead, keeps no streams, and knows no collectives.
+Collectives of gloo are repeated like other calls, and waited for. It does not reuse the memory of what is dead and
+keeps no streams.
 """
 
 from __future__ import annotations
@@ -63,11 +64,17 @@ UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
 class ReplayRecorder:
-    """Captures a run twice: once to see which memory it reads that is there before it, once to note its calls."""
+    """Captures a run by two: once to see which memory it reads that is there before it, once to note its calls."""
 
     name = "replay (stand-in on a CPU)"
-    collectives = ()
+    collectives = ("gloo",)
     holds_compiled = False  # compiled code calls its kernels past torch's dispatcher
+
+    def reserve(self, num_bytes: int) -> None:
+        """Each run takes its own."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        run()
 
     def capture(self, run: Callable[[], None]) -> Tape:
         warm_up = Tape(None)
@@ -119,11 +126,15 @@ class Tape:
         fresh = [place for place, leaf in enumerate(outputs) if _storage(leaf) not in inputs]
         for place in fresh:
             self._made[_storage(outputs[place])] = outputs[place]
-        if name.startswith(UNDEFINED) or not (fresh or func._schema.is_mutable):
+        is_collective = name.startswith("c10d::")
+        if name.startswith(UNDEFINED) or not (fresh or func._schema.is_mutable or is_collective):
             return out  # views: they see what is in the memory by then
 
         def again() -> None:
-            results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if _has_memory(leaf)]
+            leaves = tree_leaves(func(*args, **kwargs))
+            if is_collective:
+                leaves.pop().wait()
+            results = [leaf for leaf in leaves if _has_memory(leaf)]
             for place in fresh:
                 outputs[place].copy_(results[place])
 

@@ -9,6 +9,13 @@ a step of padding alone: it writes to the dummy block, the dummy slot and the du
 How many: the list of shapes is the bound (`num_cuda_graphs`), so that none is ever dropped for another; all share one
 pool of memory, since only one runs at a time, and the outputs have buffers of their own that all write to. A shape
 whose capture fails or finds no memory left runs padded and uncaptured from then on; the reason is logged and counted.
+
+Ranks that compute together capture together:
+
+    prepare, take the memory and give it back --agree--> warm up: collectives --> capture: none runs --agree--> replay
+
+What goes wrong on one rank where they agree next is no rank's graph. What goes wrong in the warm-up leaves the others
+in a collective: `BrokenOff`, which ends the engine on all of them, at once and by name.
 """
 
 from __future__ import annotations
@@ -21,12 +28,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.forward.device import Device
+from megatron_infer.forward.pipeline import BrokenOff, causes, is_of_collective
 from megatron_infer.graph_shapes import GraphShape, ShapeIndex
 
 log = logging.getLogger("megatron_infer")
@@ -65,8 +74,16 @@ class Recorder(Protocol):
     holds_compiled: bool
     """Whether it can hold what torch.compile made."""
 
+    def reserve(self, num_bytes: int) -> None:
+        """Take that much memory and keep it for the warm-up; raises torch.OutOfMemoryError where there is none."""
+        ...
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Do whatever of `run` happens the first time only, by running it. Raises what it raises."""
+        ...
+
     def capture(self, run: Callable[[], None]) -> Recorded:
-        """`run` may be called several times, and what it does then is done. Raises what it raises."""
+        """Behind `warm_up`. `run` may be called several times. Raises what it raises."""
         ...
 
     def reset(self) -> None:
@@ -86,7 +103,11 @@ class CudaRecorder:
         self._stream: Any = torch.cuda.Stream(device.torch)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], None]) -> Recorded:
+    def reserve(self, num_bytes: int) -> None:
+        with torch.cuda.stream(self._stream):  # the allocator keeps what was freed for the stream it was taken on
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch)
+
+    def warm_up(self, run: Callable[[], None]) -> None:
         current = torch.cuda.current_stream(self._device.torch)
         self._stream.wait_stream(current)
         try:
@@ -95,8 +116,13 @@ class CudaRecorder:
                     run()
         finally:  # whatever of it is enqueued reads the mirror that the next step is about to overwrite
             current.wait_stream(self._stream)
+        done = self._device.event("warm-up")  # looks whether the ranks that it waits for are there
+        done.record()
+        done.wait()
         torch.cuda.synchronize(self._device.torch)
         torch.cuda.empty_cache()
+
+    def capture(self, run: Callable[[], None]) -> Recorded:
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
         with (
@@ -138,6 +164,12 @@ class EagerRecorder:
     collectives = None
     holds_compiled = True
 
+    def reserve(self, num_bytes: int) -> None:
+        """Each run takes its own."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Each run is the first."""
+
     def capture(self, run: Callable[[], None]) -> Recorded:
         return _EagerRecorded(run)
 
@@ -169,7 +201,7 @@ class Capturable(Protocol):
     """A padded step as the pool sees it."""
 
     def prepare(self, shape: GraphShape) -> None:
-        """Make the step that is captured: padding alone."""
+        """Make the step that is captured: padding alone. It talks to no other rank."""
         ...
 
     def run(self, shape: GraphShape) -> None:
@@ -215,12 +247,11 @@ class GraphPool:
         *,
         device: Device,
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
-        all_ranks: Callable[[bool], bool] = bool,
+        all_ranks: Callable[[bool], bool] | None = None,
     ) -> None:
         """expected_bytes: what a shape may take; less free memory than that and its graph is not captured.
 
-        all_ranks: whether every rank that takes part in a step's collectives says so. Warming up runs them, so either
-        all ranks capture or none does.
+        all_ranks: whether every rank that takes part in a step's collectives says so; None: there are no others.
         """
         self.index = ShapeIndex(shapes)
         self.recorder = recorder
@@ -254,21 +285,15 @@ class GraphPool:
             self._addresses = addresses
         if shape in self._graphs or shape in self._refused:
             return
-        reason = self._no_room(shape)
-        if not self._all_ranks(reason is None):
+        started = time.perf_counter()
+        reason = self._why_unready(shape)
+        if not self._agreed(reason is None):
             reason = reason or "another rank has no memory for it"
         if reason is None:
-            started = time.perf_counter()
-            try:
-                self._step.prepare(shape)
-                self._graphs[shape] = self.recorder.capture(lambda: self._step.run(shape))
-            except torch.OutOfMemoryError as error:
-                reason = f"no memory: {error}"
-            except RuntimeError as error:  # GraphRefused, and what CUDA says of an operation it cannot capture
-                reason = str(error) or type(error).__name__
-            else:
-                self.counts.captures += 1
-                self.counts.capture_s += time.perf_counter() - started
+            reason = self._record(shape)
+        if reason is None:
+            self.counts.captures += 1
+            self.counts.capture_s += time.perf_counter() - started
         if reason is not None:
             log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
             self._refused[shape] = reason
@@ -288,7 +313,7 @@ class GraphPool:
 
         Where they moved on one rank all of them drop: to capture again, they have to be together.
         """
-        if self._weights is not None and not self._all_ranks(addresses == self._weights):
+        if self._weights is not None and not self._agreed(addresses == self._weights):
             self.drop("weights moved")
         self._weights = addresses
 
@@ -305,9 +330,71 @@ class GraphPool:
         self.recorder.reset()
         return freed
 
+    def _agreed(self, flag: bool) -> bool:
+        return flag if self._all_ranks is None else self._all_ranks(flag)
+
+    def _why_unready(self, shape: GraphShape) -> str | None:
+        """Everything that may fail on this rank alone, done before the ranks compute together."""
+        try:
+            reason = self._no_room(shape)
+            if reason is None:
+                self._step.prepare(shape)
+        except torch.OutOfMemoryError as error:
+            reason = f"no memory: {error}"
+        except RuntimeError as error:
+            reason = str(error) or type(error).__name__
+        return reason
+
+    def _record(self, shape: GraphShape) -> str | None:
+        """Warm up and capture; the other ranks do the same -> why there is no graph of it."""
+        run = partial(self._step.run, shape)
+        graph, reason = None, None
+        with self._among_others(shape):
+            try:
+                self.recorder.warm_up(run)
+            except RuntimeError as error:
+                if self._all_ranks is not None or is_of_collective(error):
+                    raise
+                return why_refused(error)
+            try:
+                graph = self.recorder.capture(run)
+            except RuntimeError as error:
+                if is_of_collective(error):
+                    raise
+                reason = why_refused(error)
+        if not self._agreed(reason is None):
+            return reason or "another rank could not capture it"
+        if graph is not None:
+            self._graphs[shape] = graph
+        return reason
+
+    @contextlib.contextmanager
+    def _among_others(self, shape: GraphShape) -> Iterator[None]:
+        """What raises on this rank leaves the others waiting for it."""
+        try:
+            yield
+        except Exception as error:
+            if self._all_ranks is None or is_of_collective(error):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise BrokenOff(f"the first run of {shape}, together with other ranks, raised {what}") from error
+
     def _no_room(self, shape: GraphShape) -> str | None:
         if not self._device.is_cuda:
             return None
         self._device.trim()
-        free, needed = self._device.available_bytes(), self._expected_bytes(shape) + SPARE_BYTES
-        return None if free >= needed else f"{free:,} bytes are free, {needed:,} may be needed"
+        expected = self._expected_bytes(shape)
+        free, needed = self._device.available_bytes(), expected + SPARE_BYTES
+        if free < needed:
+            return f"{free:,} bytes are free, {needed:,} may be needed"
+        self.recorder.reserve(expected)
+        return None
+
+
+def why_refused(error: RuntimeError) -> str:
+    """Why there is no graph: what was raised first, as CUDA's word that the capture is over comes on top of it."""
+    found = list(causes(error))
+    for one in found:
+        if isinstance(one, torch.OutOfMemoryError):
+            return f"no memory: {one}"
+    return str(found[-1]) or type(found[-1]).__name__

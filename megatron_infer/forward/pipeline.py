@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,14 +37,30 @@ class StageLost(InferenceError, RuntimeError):
     """A pipeline stage could not be reached: its process ended, or did not answer in its group's time."""
 
 
+class BrokenOff(InferenceError, RuntimeError):
+    """This rank raised in the middle of what it computes together with others, and they wait for it in a collective."""
+
+
+def is_broken_off(error: BaseException) -> bool:
+    """Whether the ranks that this one computes with wait for it, and can do nothing else."""
+    return any(isinstance(one, BrokenOff) for one in causes(error))
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from or on top of, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
 def is_of_collective(error: BaseException) -> bool:
     """Whether the error comes from torch.distributed, itself or by its cause.
 
     The group is of no use then: its ranks are at different places, and gloo closes a connection that timed out. gloo
     raises plain RuntimeErrors of many wordings, so what counts is where an error comes from.
     """
-    found: BaseException | None = error
-    while found is not None:
+    for found in causes(error):
         if isinstance(found, StageLost | dist.DistError):
             return True
         frame = found.__traceback__
@@ -52,7 +68,6 @@ def is_of_collective(error: BaseException) -> bool:
             if frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed."):
                 return True
             frame = frame.tb_next
-        found = found.__cause__ or found.__context__
     return False
 
 
@@ -129,19 +144,20 @@ class StageLink:
 
     # ------------------------------------------------------------------ stage to stage
 
-    def receive(self, num_tokens: int, *, notes: int = 0) -> tuple[Tensor | None, Tensor | None, int | None]:
-        """(residual stream of the stage before, fp32 [T, D]; its notes, fp32 [T, notes]; the stage that failed).
+    def receive(self, num_tokens: int, *, notes: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(residual stream of the stage before, fp32 [T, D]; its notes, fp32 [T, notes]; the stage that failed, [1]).
 
-        notes: numbers that come with each token. None: there is no stage before; nobody failed.
+        notes: numbers that come with each token. None: there is no stage before. The first stage that failed is FAILED
+        where none did; the residual stream is zeros then. On a GPU nobody waits: what is received is ordered on the
+        stream, the failure is a number on the device like the others. gloo's receive waits for the stage before.
         """
         if self.is_first:
             return None, None, None
         split = num_tokens * self._hidden_size
         buffer = torch.empty(split + num_tokens * notes + 1, device=self._device)
         self._wait(self._irecv(buffer, self.rank - 1, self._group, _HIDDEN))
-        failed = int(buffer[-1])
         residual_TD = buffer[:split].view(num_tokens, self._hidden_size)
-        return residual_TD, buffer[split:-1].view(num_tokens, notes), None if failed == FAILED else failed
+        return residual_TD, buffer[split:-1].view(num_tokens, notes), buffer[-1:]
 
     def send(
         self,
@@ -150,19 +166,24 @@ class StageLink:
         *,
         notes: int = 0,
         notes_TN: Tensor | None = None,
-        failed_stage: int | None = None,
+        failed_before: Tensor | None = None,
     ) -> None:
-        """Hand the residual stream to the next stage, or word of a failure in its place; does nothing in the last.
+        """Hand the residual stream to the next stage, or word that this one failed (None); does nothing in the last.
 
-        notes, notes_TN: see `receive`; whole numbers below 2**24, which fp32 holds.
+        notes, notes_TN: see `receive`; whole numbers below 2**24, which fp32 holds. failed_before: as received.
         """
         if self.is_last:
             return
         split = num_tokens * self._hidden_size
         buffer = torch.empty(split + num_tokens * notes + 1, device=self._device)
-        buffer[-1] = FAILED if failed_stage is None else failed_stage
-        if residual_TD is not None:
+        if residual_TD is None:
+            buffer.zero_()  # computed with by the stages behind, to no end
+            buffer[-1:].fill_(self.rank)
+        else:
+            buffer[-1:].fill_(FAILED)
             buffer[:split].view(num_tokens, self._hidden_size).copy_(residual_TD)
+        if failed_before is not None:
+            torch.where(failed_before == FAILED, buffer[-1:], failed_before, out=buffer[-1:])
         if notes_TN is not None:
             buffer[split:-1].view(num_tokens, notes).copy_(notes_TN)
         self._post(buffer, self.rank + 1, self._group, _HIDDEN)

@@ -20,7 +20,7 @@ import torch
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.flight import Drawn, Flight, PromptScores
-from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_of_collective
+from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_broken_off, is_of_collective
 from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
 from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.forward.step_graphs import asks_routing
@@ -41,11 +41,11 @@ class StageFlight(Flight):
     """A step on its way through the stages."""
 
     failed_stage: int | None = None
-    """The first stage whose forward raised."""
+    """This stage, where its forward raised."""
     cause: str = ""
     """What raised, where that was on this rank and no collective."""
     broken: Exception | None = None
-    """What a collective within this stage raised: `read` raises it."""
+    """What a collective within this stage raised, or left its other ranks waiting: `read` raises it."""
     computed: Future[None] | None = None
     """This stage's part."""
     arrived: Future[Drawn] | None = None
@@ -62,8 +62,10 @@ class StageFlight(Flight):
         """
         assert self.computed is not None and self.arrived is not None, "the step was not sampled"
         self._wait(self.computed)
-        self._wait(self.arrived)
         self.computed.result()
+        if self.broken is not None:  # what the last stage draws may be waiting for this rank
+            raise self.broken
+        self._wait(self.arrived)
         drawn = self.arrived.result()
         if self.broken is not None:
             raise self.broken
@@ -136,7 +138,11 @@ class StageRunner(ModelRunner):
     def _compute(
         self, flight: StageFlight, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
     ) -> None:
-        """This stage's part of a step; whatever happens, one message is taken in and one handed on."""
+        """This stage's part of a step; whatever happens, one message is taken in and one handed on.
+
+        Whether a stage before failed, this one does not look: it computes with zeros then, into blocks and states that
+        are given up with the step, and the last stage finds out when it reads what was drawn.
+        """
         link, residual_TD = self.link, None
         num_tokens = self._num_sent(flight.plan)
         try:
@@ -145,12 +151,10 @@ class StageRunner(ModelRunner):
             self._note_failure(flight, error)
         asks = self._asks_routing(flight.plan)
         top_k, upto = (0, 0) if not asks or self.routing is None else (self.routing.top_k, self.routing.num_layers)
-        received_TD, notes_TN, failed_before = link.receive(num_tokens, notes=self._routing_before * top_k)
+        received_TD, notes_TN, flight.failed_before = link.receive(num_tokens, notes=self._routing_before * top_k)
         if notes_TN is not None and flight.routed_TLK is not None:
             before_TLK = notes_TN.view(num_tokens, self._routing_before, top_k)
             flight.routed_TLK[:, : self._routing_before] = before_TLK.to(flight.routed_TLK.dtype)
-        if failed_before is not None:
-            flight.failed_stage = failed_before
         if flight.failed_stage is None:
             try:
                 residual_TD = self._run_layers(flight, received_TD)
@@ -158,7 +162,7 @@ class StageRunner(ModelRunner):
                 self._note_failure(flight, error)
                 residual_TD = None
         notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
-        link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_stage=flight.failed_stage)
+        link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_before=flight.failed_before)
 
     def _num_sent(self, plan: Plan) -> int:
         """Tokens of the residual stream between stages: the shape's where the step is padded, on all of them."""
@@ -186,9 +190,10 @@ class StageRunner(ModelRunner):
                 drawn = Flight.read(flight)
             except Exception as error:
                 self._note_failure(flight, error)
-        if flight.failed_stage is not None:
-            self.link.send_drawn(Message(np.zeros(len(flight.plan.sampled), np.int64), flight.failed_stage))
-            return self._failure(flight, flight.failed_stage)
+        failed = drawn.failed_stage if flight.failed_stage is None else flight.failed_stage
+        if failed is not None:
+            self.link.send_drawn(Message(np.zeros(len(flight.plan.sampled), np.int64), failed))
+            return self._failure(flight, failed)
         tokens = np.array(drawn.result.tokens, dtype=np.int64)
         tokens[drawn.bad] = -1
         self.link.send_drawn(Message(tokens, None, _told(flight.plan, drawn)))
@@ -214,7 +219,7 @@ class StageRunner(ModelRunner):
     def _note_failure(self, flight: StageFlight, error: Exception) -> None:
         log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
         flight.failed_stage = self.link.rank
-        if is_of_collective(error):
+        if is_of_collective(error) or is_broken_off(error):
             flight.broken = error
         else:
             flight.cause = f"{type(error).__name__}: {error}"

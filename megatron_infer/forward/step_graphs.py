@@ -20,7 +20,9 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import GraphPool, Recorder
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan
 
 NOTHING = Plan(step=-1)
@@ -34,17 +36,16 @@ class Outputs:
     hidden_TD: Tensor | None = None
     """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that hands them on."""
     logits_SV: Tensor | None = None
-    tokens_S: Tensor | None = None
-    bad_S: Tensor | None = None
+    drawn: DrawRoom | None = None
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.hidden_TD, self.logits_SV, self.tokens_S, self.bad_S)
+        parts = (self.hidden_TD, self.logits_SV, self.drawn)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 class PaddedStep:
-    """forward.graphs.Capturable over a model on one rank."""
+    """forward.graphs.Capturable over a model, or over this rank's part of one."""
 
     def __init__(
         self,
@@ -53,16 +54,18 @@ class PaddedStep:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        sampler: Sampler | None,
+        sampler: Sampler | TensorParallelSampler | None,
         ops: Ops,
+        max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
-        """sampler: None where a token is drawn by several ranks: the logits are all then. received_TD: room for what
-        the pipeline stage before hands on, of the largest shape; None in the first. is_last: it has the output layer.
+        """sampler: None where no token is drawn. max_drawn_rows: shapes of more end with their logits; None: none do.
+        received_TD: room for what the pipeline stage before hands on, of the largest shape; None in the first.
+        is_last: it has the output layer.
         """
         self._model, self._builder, self._store, self._sampler, self._ops = model, builder, store, sampler, ops
-        self.received_TD, self._is_last = received_TD, is_last
+        self.received_TD, self._is_last, self._max_drawn_rows = received_TD, is_last, max_drawn_rows
         self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill or not is_last), default=0)
         self._max_rows = max((shape.num_rows for shape in shapes), default=0)
         self.out = Outputs()
@@ -75,9 +78,6 @@ class PaddedStep:
     def prepare(self, shape: GraphShape) -> None:
         self.refresh()
         self._builder.build(NOTHING, (), shape=shape)
-        lacks_logits = self._is_last and self.out.logits_SV is None
-        if lacks_logits or (self._gives_hidden(shape) and self.out.hidden_TD is None):
-            self.run(shape)  # makes the outputs, which are nobody's: within a capture they would be the graph's
 
     def run(self, shape: GraphShape) -> None:
         batch = self._builder.static_view(shape)
@@ -93,12 +93,20 @@ class PaddedStep:
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
         logits_SV = self._model.logits(hidden_SD, self._ops)
         self._put("logits_SV", logits_SV, self._max_rows)
-        if self._sampler is not None:
-            tokens_S, bad_S = self._sampler.static_sample(
-                logits_SV, batch.sample_row_S, batch.sample_position_S, self._builder.token_pool
+        if self._sampler is not None and self.draws(shape):
+            if self.out.drawn is None:
+                self.out.drawn = DrawRoom.make(self._max_rows, logits_SV.device)
+            self._sampler.static_sample(
+                logits_SV,
+                batch.sample_row_S,
+                batch.sample_position_S,
+                self._builder.token_pool,
+                self.out.drawn.first(shape.num_rows),
             )
-            self._put("tokens_S", tokens_S, self._max_rows)
-            self._put("bad_S", bad_S, self._max_rows)
+
+    def draws(self, shape: GraphShape) -> bool:
+        """Whether steps of this shape leave tokens."""
+        return self._sampler is not None and (self._max_drawn_rows is None or shape.num_rows <= self._max_drawn_rows)
 
     def _gives_hidden(self, shape: GraphShape) -> bool:
         """Whether somebody reads the hidden states: the next stage, or what prompts ask for."""
@@ -130,8 +138,8 @@ class Replayed:
     """As a step that was not padded would have it, from its first token that prefills on; None: it decodes only."""
     logits_SV: Tensor | None
     """None: nobody draws."""
-    drawn: tuple[Tensor, Tensor] | None
-    """(tokens_S, bad_S) as the static draw has them; in the token pool already. None: the logits are all there is."""
+    drawn: DrawRoom | None
+    """What the static draw found; its tokens are in the token pool already. None: the logits are all there is."""
 
 
 def asks_routing(plan: Plan) -> bool:
@@ -152,11 +160,12 @@ class StepGraphs:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        sampler: Sampler | None,
+        sampler: Sampler | TensorParallelSampler | None,
         device: Device,
         ops: Ops,
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
-        all_ranks: Callable[[bool], bool] = bool,
+        all_ranks: Callable[[bool], bool] | None = None,
+        max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
@@ -167,9 +176,12 @@ class StepGraphs:
             store=store,
             sampler=sampler,
             ops=ops,
+            max_drawn_rows=max_drawn_rows,
             received_TD=received_TD,
             is_last=is_last,
         )
+        self.sampler = sampler
+        """Whose draw the graphs hold; None: they end with the logits."""
         self._has_routing = model.routing is not None and model.routing.num_layers > 0
         self.pool = GraphPool(
             shapes, recorder, self._step, device=device, expected_bytes=expected_bytes, all_ranks=all_ranks
@@ -202,16 +214,13 @@ class StepGraphs:
             self._step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
         out, count = self._step.out, batch.num_sampled
-        drawn = None
-        if count and out.tokens_S is not None and out.bad_S is not None:
-            drawn = out.tokens_S[:count], out.bad_S[:count]
         return Replayed(
             # so that slices are found where they are in the plan, behind its own decode rows
             hidden_TD=None
             if not shape.num_prefill or out.hidden_TD is None
             else out.hidden_TD[shape.num_decode - num_decode :],
             logits_SV=None if not count or out.logits_SV is None else out.logits_SV[:count],
-            drawn=drawn,
+            drawn=out.drawn.first(count) if count and out.drawn is not None and self._step.draws(shape) else None,
         )
 
     def residual_TD(self, shape: GraphShape) -> Tensor:

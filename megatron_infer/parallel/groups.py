@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,8 @@ from torch.distributed import ProcessGroup
 from megatron_infer.errors import ConfigError
 from megatron_infer.parallel.links import connect
 from megatron_infer.parallel.lockstep import Lockstep
+
+log = logging.getLogger("megatron_infer")
 
 _WIDE = ("tp", "pp", "ep", "mp", "tp_ep", "expt_tp", "tp_ep_pp", "embd", "pos_embd")
 """Groups within a replica: whatever the model computes with may wait for one of these."""
@@ -84,14 +88,14 @@ class ParallelGroups:
         replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
         return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
 
-    def lockstep(self, *, timeout_s: float) -> Lockstep | None:
-        """Link the engine's ranks; None for a process alone. Every rank calls it."""
+    def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | None:
+        """Link the engine's ranks; None for a process alone. Every rank calls it. give_up: see `Watch`."""
         if self.engine is None:
             return None
         links = connect(
             self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(reachable_as())
         )
-        return Lockstep(links, timeout_s=timeout_s)
+        return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
 
     def _gather(self, text: str) -> list[str]:
         """Everyone's text over the engine's group."""
@@ -113,18 +117,41 @@ class TimeLimit:
     def __init__(self, groups: Iterable[ProcessGroup], timeout_s: float) -> None:
         self._groups, self._limit = tuple(groups), timedelta(seconds=timeout_s)
         self._before: list[timedelta] | None = None
+        self._lock = threading.Lock()
+        self.was_cut = False
+        """Collectives were ended: what they left on the device means nothing."""
 
     def enter(self) -> None:
         if self._before is None:
-            self._before = [_backend(group).options._timeout for group in self._groups]
+            before = [_backend(group).options._timeout for group in self._groups]
             for group in self._groups:
                 _backend(group)._set_default_timeout(self._limit)
+            self._before = before
 
     def leave(self) -> None:
         if self._before is not None:
-            for group, before in zip(self._groups, self._before, strict=True):
-                _backend(group)._set_default_timeout(before)
-            self._before = None
+            with self._lock:
+                before, self._before = self._before, None
+            for group, limit in zip(self._groups, before, strict=True):
+                _backend(group)._set_default_timeout(limit)
+
+    def cut(self) -> bool:
+        """End the collectives under way, for good: whoever waits for one goes on -> False outside `enter` and `leave`.
+
+        Another thread calls it: the one that launched a collective of NCCL may be waiting for the device, where no
+        limit reaches it, until NCCL's watchdog ends the process. gloo's end by the limit, or when the other process
+        does. Not yet run on a GPU.
+        """
+        with self._lock:
+            if self._before is None:
+                return False
+            backends = [_backend(group) for group in self._groups if _is_nccl(group)]
+            self.was_cut = bool(backends)
+        if backends:
+            log.error("ending the collectives of %d process groups: a rank is gone", len(backends))
+            # Kernels end at once, but a communicator stays until the last graph that holds it is gone.
+            threading.Thread(target=_abort, args=(backends,), daemon=True, name="megatron_infer abort").start()
+        return True
 
 
 def build_groups(
@@ -205,6 +232,20 @@ def _size(group: ProcessGroup | None) -> int:
 def _backend(group: ProcessGroup) -> Any:
     name = torch.distributed.get_backend(group)
     return group._get_backend(torch.device("cpu" if name == "gloo" else "cuda"))
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    """As one, for all of NCCL's communicators: one after the other they may wait for each other."""
+    backends[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        backends[0]._group_end()
+
+
+def _is_nccl(group: ProcessGroup) -> bool:
+    return bool(torch.distributed.get_backend(group) == "nccl")
 
 
 def reachable_as() -> Iterable[str]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ FOLLOW = "follow()"
 FAILED_STEP = "a failed step"
 SLICE_S = 0.2
 """A wait looks so often whether everyone is still there."""
+ALONE_S = 10.0
+"""Ranks whose part of a step raises alike come to say so within that time; others wait in a collective for the one."""
 
 
 class Meeting(NamedTuple):
@@ -56,13 +58,14 @@ class Lockstep:
     timeout_s: how long a rank may be late or silent before it counts as failed.
     """
 
-    def __init__(self, links: Links, *, timeout_s: float) -> None:
+    def __init__(self, links: Links, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> None:
+        """give_up: see `Watch`."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self.phase = "start"
         """What the engine does: named by errors, here and on the other ranks."""
         self._links = links
         phase = _PhaseOf(self)
-        self._watch = Watch(links.pulses, timeout_s=timeout_s, phase=phase)
+        self._watch = Watch(links.pulses, timeout_s=timeout_s, phase=phase, give_up=give_up)
         self._broken: RankFailure | LockstepError | None = None
         self._finalizer = weakref.finalize(self, _close, self._watch, links)
 
@@ -126,10 +129,13 @@ class Lockstep:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
             raise OtherRankFailed(told, ranks=[rank for rank, _ in answer["failed"]])
 
-    def check_alive(self) -> None:
-        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds."""
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds.
+
+        goodbyes: see `Watch.check`.
+        """
         try:
-            self._watch.check()
+            self._watch.check(goodbyes=goodbyes)
         except RankFailure as failure:
             self._fail(failure)
 
@@ -152,15 +158,24 @@ class Lockstep:
         self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
         raise self._broken
 
-    def step_failed(self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "") -> None:
+    def step_failed(
+        self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "", own: bool = False
+    ) -> None:
         """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
         fatal on none; else the engine has failed, and RankFailure names the rank that was the first to raise.
 
         fatal: what the ranks compute with is of no use from here on, however alike their errors are. cause: what raised
-        on this very rank, where `error` is of all of them; such a rank is named before those that missed it.
+        on this very rank, where `error` is of all of them; such a rank is named before those that missed it. own: it
+        raised here and is no sign of another rank's trouble. Others that do not come are waiting for this rank then: it
+        names itself after ALONE_S, and at once where the error is fatal as well.
         """
-        text = json.dumps([f"{type(error).__name__}: {error}", seconds, fatal, cause])
-        texts = [json.loads(text) for text in self._round(_Report(FAILED_STEP, text=text, failed=True))["texts"]]
+        what = f"{type(error).__name__}: {error}"
+        here = RankFailure(self.rank, self.phase, what) if own else None
+        if here is not None and fatal:
+            self._check_broken()
+            self._fail(here)
+        report = _Report(FAILED_STEP, text=json.dumps([what, seconds, fatal, cause]), failed=True)
+        texts = [json.loads(text) for text in self._round(report, alone=here)["texts"]]
         if len({message for message, *_ in texts}) == 1 and not any(final for *_, final, _ in texts):
             return
         origins = [rank for rank in range(self.size) if texts[rank][3]] or range(self.size)
@@ -169,11 +184,17 @@ class Lockstep:
 
     # ------------------------------------------------------------------ the exchange
 
-    def _round(self, mine: _Report, content: Any = None, *, patient: bool = False) -> dict[str, Any]:
+    def _check_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
+
+    def _round(
+        self, mine: _Report, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
+    ) -> dict[str, Any]:
+        """alone: what is raised if a rank does not come within ALONE_S; None: it has the usual time, and is named."""
+        self._check_broken()
         try:
-            answer = self._lead(mine, content) if self.is_leader else self._report(mine, patient)
+            answer = self._lead(mine, content, alone) if self.is_leader else self._report(mine, patient, alone)
         except RankFailure as failure:
             self._fail(failure)
         if "lost" in answer:
@@ -183,10 +204,10 @@ class Lockstep:
             raise LockstepError(answer["differ"])
         return answer
 
-    def _lead(self, mine: _Report, content: Any) -> dict[str, Any]:
+    def _lead(self, mine: _Report, content: Any, alone: RankFailure | None) -> dict[str, Any]:
         reports = [mine]
         try:
-            reports += [self._hear(rank, mine.call) for rank in range(1, self.size)]
+            reports += [self._hear(rank, mine.call, alone) for rank in range(1, self.size)]
         except RankFailure as failure:
             self._tell({"lost": [failure.rank, failure.reason]})
             raise
@@ -194,18 +215,20 @@ class Lockstep:
         self._tell(answer)
         return answer
 
-    def _hear(self, rank: int, call: str) -> _Report:
-        deadline, link = time.monotonic() + self._watch.patience_s, self._links.calls[rank]
+    def _hear(self, rank: int, call: str, alone: RankFailure | None) -> _Report:
+        patience_s, link = self._watch.patience_s, self._links.calls[rank]
+        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         while True:
             try:
                 message = link.receive(SLICE_S)
             except LinkClosed:
+                self._watch.check()  # it may have said why before
                 raise RankFailure(rank, self.phase, "its process has ended") from None
             if message is not None:
                 return _Report(*message)
             self._watch.check()
             if time.monotonic() > deadline:
-                raise RankFailure(rank, self.phase, self._late(rank, call))
+                raise alone or RankFailure(rank, self.phase, self._late(rank, call))
 
     def _tell(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
@@ -214,9 +237,10 @@ class Lockstep:
             except LinkClosed:
                 continue  # the next round misses it
 
-    def _report(self, mine: _Report, patient: bool) -> dict[str, Any]:
+    def _report(self, mine: _Report, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
         # Others may be awaited first, each as long as we would be.
-        deadline, link = time.monotonic() + self.size * self._watch.patience_s, self._links.calls[0]
+        patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
+        deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         lost = False
         try:
             link.send(mine)
@@ -226,12 +250,13 @@ class Lockstep:
             try:
                 message: dict[str, Any] | None = link.receive(SLICE_S)
             except LinkClosed:
-                if self._watch.lost is not None:
-                    self._watch.check()
+                self._watch.check()
                 raise RankFailure(0, self.phase, "its process has ended") from None
             if message is not None:
                 return message
             self._watch.check()
+            if not lost and alone is not None and time.monotonic() > deadline:
+                raise alone
             if lost or (not patient and time.monotonic() > deadline):
                 raise RankFailure(0, self.phase, "its process has ended" if lost else self._late(0, mine.call))
 

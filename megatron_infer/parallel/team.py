@@ -15,9 +15,9 @@ class Team:
     def __init__(self, groups: ParallelGroups, *, timeout_s: float) -> None:
         """Links the ranks; every rank of the engine calls it."""
         self.groups = groups
-        self.lockstep: Lockstep | None = groups.lockstep(timeout_s=timeout_s)
-        """None for a process alone."""
         self._time_limit = TimeLimit(groups.inner, timeout_s)
+        self.lockstep: Lockstep | None = groups.lockstep(timeout_s=timeout_s, give_up=self._time_limit.cut)
+        """None for a process alone."""
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """The body happens on every rank or fails on every rank (see `Lockstep.together`)."""
@@ -38,10 +38,15 @@ class Team:
         """The leader's value, in what JSON makes of it."""
         return value if self.lockstep is None else self.lockstep.meet(what, [], arguments=value, mine=False).arguments
 
-    def check_alive(self) -> None:
-        """Raise RankFailure if another rank is gone."""
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if another rank is gone. goodbyes: also one that has closed its engine."""
         if self.lockstep is not None:
-            self.lockstep.check_alive()
+            self.lockstep.check_alive(goodbyes=goodbyes)
+
+    def check_collectives(self) -> None:
+        """Raise RankFailure if collectives were ended because a rank is gone: what the device holds means nothing."""
+        if self._time_limit.was_cut:
+            self.check_alive()
 
     def limit_collectives(self, limited: bool) -> None:
         """Whether collectives of the model's groups wait no longer than the engine's ranks do for each other."""

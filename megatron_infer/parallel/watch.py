@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -10,6 +11,8 @@ from typing import Any
 
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.links import Link, LinkClosed
+
+log = logging.getLogger("megatron_infer")
 
 PULSES_PER_DEADLINE = 8
 MAX_INTERVAL_S = 1.0
@@ -22,14 +25,25 @@ class Watch:
     a pulse. The leader tells the others whom it misses, so that all name the same rank.
     """
 
-    def __init__(self, links: dict[int, Link], *, timeout_s: float, phase: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        links: dict[int, Link],
+        *,
+        timeout_s: float,
+        phase: Callable[[], str],
+        give_up: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """give_up: called from the watch's thread once a rank is missed that did not say goodbye, to end what waits for
+        it; again with the next pulse until there was something to end.
+        """
         self._links, self._timeout_s = links, timeout_s
-        self._phase = phase
+        self._phase, self._give_up = phase, give_up
         self._interval_s = min(MAX_INTERVAL_S, timeout_s / PULSES_PER_DEADLINE)
         now = time.monotonic()
         self._seen = dict.fromkeys(links, now)
         self._phases = dict.fromkeys(links, "start")
         self._lost: tuple[int, str] | None = None
+        self._said_goodbye = self._has_given_up = False
         self._closing, self._awake, self._told = threading.Event(), threading.Event(), threading.Event()
         # The thread must not keep an engine alive that everyone else has forgotten.
         events = self._closing, self._awake
@@ -51,9 +65,9 @@ class Watch:
         """What it was doing when it was last heard of."""
         return self._phases.get(rank, "an unknown phase")
 
-    def check(self) -> None:
-        """Raise RankFailure if a rank was missed."""
-        if self._lost is not None:
+    def check(self, *, goodbyes: bool = True) -> None:
+        """Raise RankFailure if a rank was missed. goodbyes: also one that said so, having done its part until then."""
+        if self._lost is not None and (goodbyes or not self._said_goodbye):
             rank, reason = self._lost
             raise RankFailure(rank, self._phase(), reason)
 
@@ -85,7 +99,7 @@ class Watch:
             self._judge()
         message: dict[str, Any] = {"phase": self._phase()}
         if self._lost is not None:
-            message["lost"] = self._lost
+            message["lost"] = [*self._lost, self._said_goodbye]
         for rank, link in self._links.items():
             try:
                 link.send(message, wait_s=self._interval_s)
@@ -93,7 +107,18 @@ class Watch:
                 self._miss(rank, "its process has ended, or cannot be reached any more")
         if "lost" in message:
             self._told.set()
+            self._end_waits()
         return self._interval_s
+
+    def _end_waits(self) -> None:
+        """Behind what the others are told: it may take a while."""
+        if self._said_goodbye or self._has_given_up:
+            return
+        try:
+            self._has_given_up = self._give_up()
+        except Exception:  # the waits end at their own limit then, and the pulses go on
+            self._has_given_up = True
+            log.exception("what waits for a rank that is gone could not be ended")
 
     def _read(self) -> None:
         for rank, link in self._links.items():
@@ -101,11 +126,12 @@ class Watch:
                 while (message := link.receive(0.0)) is not None:
                     self._seen[rank] = time.monotonic()
                     if message.get("bye"):
-                        self._miss(rank, "it has closed its engine")
+                        self._miss(rank, "it has closed its engine", goodbye=True)
                     if "phase" in message:
                         self._phases[rank] = message["phase"]
                     if message.get("lost") is not None:
-                        self._miss(*message["lost"])
+                        lost, reason, goodbye = message["lost"]
+                        self._miss(lost, reason, goodbye=goodbye)
             except LinkClosed:
                 self._miss(rank, "its process has ended")
 
@@ -115,8 +141,9 @@ class Watch:
             if now - seen > self._timeout_s:
                 self._miss(rank, f"no sign of life for {now - seen:.1f} s")
 
-    def _miss(self, rank: int, reason: str) -> None:
+    def _miss(self, rank: int, reason: str, *, goodbye: bool = False) -> None:
         if self._lost is None:
+            self._said_goodbye = goodbye
             self._lost = rank, reason
 
 

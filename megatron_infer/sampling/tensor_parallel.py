@@ -6,12 +6,17 @@
 A rank never holds more logits than its own part has: S/n whole rows are as large as S rows of V/n. What the ordinary
 sampler does to a row does not depend on the row's company, so drawing a part of the rows gives the bits of drawing all.
 Per step: one all_gather of a few integers a row, and where a row is more than greedy one all_to_all before it.
+
+Within a captured step, where which rows want what is not known, every rank takes all columns of all rows and draws
+everything (`static_sample`): S * V logits arrive at each rank, 16 MiB for 64 rows of 128k in bf16, and none of it waits
+for a host.
 Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plainly greedy, O the others, M
 this rank's share of O, A rows to be scored, C columns of results.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.carried import CARRIED, CarriedBatch, num_bytes, support_places
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -33,6 +39,8 @@ _MASKED = int(sort_keys(torch.tensor(-torch.inf), torch.tensor(0)))
 """Key of a row with every token masked, and smaller than any other token's."""
 _NOTHING = torch.iinfo(torch.int64).min
 """Key of a rank whose part is padding alone: smaller than any token's."""
+MAX_WHOLE_BYTES = 64 << 20
+"""Logits that a captured step gathers on each rank, at most; with more rows the ranks exchange behind the step."""
 
 
 def for_group(sampler: Sampler, group: Any) -> Sampler | TensorParallelSampler:
@@ -93,8 +101,36 @@ class TensorParallelSampler:
         return SampleOutput(tokens_S, bad_S, scored, told)
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Never: what the ranks exchange follows from what the rows want, so no graph holds the draw of a split row."""
-        return False
+        """As `Sampler.can_be_static`, from the rows' parameters, the same on every rank; but for what is computed of
+        whole rows behind the draw."""
+        if (self.params.num_logprobs[rows] > 0).any() or (self.params.flags[rows] & Wants.SUPPORT).any():
+            self.drawn_outside["alternatives or supports of rows in parts"] += 1
+            return False
+        return self._sampler.can_be_static(rows, positions)
+
+    @property
+    def drawn_outside(self) -> Counter[str]:
+        """As `Sampler.drawn_outside`."""
+        return self._sampler.drawn_outside
+
+    def refresh_static(self) -> None:
+        """As `Sampler.refresh_static`."""
+        self._sampler.refresh_static()
+
+    def static_sample(
+        self, logits_SW: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
+    ) -> None:
+        """As `Sampler.static_sample`, from this rank's part of the logits: the same on every rank, pools included."""
+        size, (num_rows, width) = self._spread.size, logits_SW.shape
+        parts = logits_SW.new_empty(size * num_rows, width)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(parts, logits_SW.contiguous(), group=self._spread.group)
+        whole_SV = parts.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
+        self._sampler.static_sample(whole_SV, row_S, position_S, token_pool, out)
+
+    def after_static(self, logits_SW: Tensor, inputs: SampleInputs, room: DrawRoom) -> SampleOutput:
+        """As `Sampler.after_static`, which needs no logits for what `can_be_static` lets through."""
+        return self._sampler.after_static(logits_SW, inputs, room)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.

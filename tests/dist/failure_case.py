@@ -1,6 +1,6 @@
 """Every way a rank can go away, each in two fresh processes: python failure_case.py RESULTS.json TIMEOUT_S
 
-One process imports everything once and forks the ranks of each case.
+One process imports everything once and forks the ranks of each case, AT_ONCE cases at a time: they mostly wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Generator
 from typing import Any
 
 import engine_ranks as ranks
@@ -24,18 +25,23 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 Case = tuple[str, str, int, str]
 """Phase, how, rank, and what divides the model: tp or pp."""
-CASES: list[Case] = [
-    (phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")
-] + [
-    ("decode", "SIGKILL", 0, "tp"),
-    ("decode", "SIGSTOP", 0, "tp"),
-    ("step", "SIGKILL", 1, "tp"),
-    ("follow", "SIGSTOP", 0, "tp"),
-    ("decode", "SIGKILL", 1, "pp"),
-    ("decode", "SIGSTOP", 1, "pp"),
-    ("decode", "STUCK", 1, "pp"),
-    ("decode", "STUCK", 0, "pp"),
-]
+Run = Generator[None, None, dict[str, Any]]
+AT_ONCE = 3
+CASES: list[Case] = (
+    [
+        ("decode", "STUCK", 1, "pp"),  # the longest first
+        ("decode", "STUCK", 0, "pp"),
+    ]
+    + [(phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")]
+    + [
+        ("decode", "SIGKILL", 0, "tp"),
+        ("decode", "SIGSTOP", 0, "tp"),
+        ("step", "SIGKILL", 1, "tp"),
+        ("follow", "SIGSTOP", 0, "tp"),
+        ("decode", "SIGKILL", 1, "pp"),
+        ("decode", "SIGSTOP", 1, "pp"),
+    ]
+)
 """STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
 
 
@@ -110,7 +116,8 @@ def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
     os.rename(f"{folder}/result.{rank}.tmp", f"{folder}/result.{rank}")
 
 
-def run_case(case: Case, timeout_s: float) -> dict[str, Any]:
+def run_case(case: Case, timeout_s: float) -> Run:
+    """Gives up the thread wherever it would wait."""
     how, victim = case[1:3]
     folder = tempfile.mkdtemp()  # not a context: a forked rank would leave it, too
     pids = []
@@ -131,11 +138,11 @@ def run_case(case: Case, timeout_s: float) -> dict[str, Any]:
     while code is None and time.monotonic() - began < 4 * timeout_s + 20:
         pid, status = os.waitpid(survivor, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if pid else None
-        time.sleep(0.02)
+        yield
     exited = time.time()
     ended = time.monotonic() - began
     while how == "STUCK" and not os.path.exists(f"{folder}/result.{victim}") and time.time() < exited + 2 * timeout_s:
-        time.sleep(0.02)
+        yield
     for pid in (pids[victim], *([survivor] if code is None else [])):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -156,16 +163,31 @@ def run_case(case: Case, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def run_undisturbed(case: Case, timeout_s: float) -> dict[str, Any]:
+def run_undisturbed(case: Case, timeout_s: float) -> Run:
     """A busy machine may keep a rank from a sign of life before its fault has come: then the case is played again."""
     for _ in range(3):
-        result = run_case(case, timeout_s)
+        result = yield from run_case(case, timeout_s)
         if result["error"] is None or case[0] in result["phase"]:
             break
     return result
 
 
+def run_all(timeout_s: float) -> list[dict[str, Any]]:
+    waiting, running, results = list(CASES), [], []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(run_undisturbed(waiting.pop(0), timeout_s))
+        for run in list(running):
+            try:
+                next(run)
+            except StopIteration as end:
+                results.append(end.value)
+                running.remove(run)
+        time.sleep(0.02)
+    return results
+
+
 if __name__ == "__main__":
-    results = [run_undisturbed(case, float(sys.argv[2])) for case in CASES]
+    results = run_all(float(sys.argv[2]))
     with open(sys.argv[1], "w", encoding="utf-8") as out:
         json.dump(results, out)

@@ -1,49 +1,161 @@
-"""Padded and captured steps of an engine over two ranks: stages capture their part, tensor-parallel ranks pad alike."""
+"""Padded and captured steps of an engine over two ranks: stages capture their part, tensor-parallel ranks all of it."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gloo_ranks as ranks
 import pytest
 import stage_case
+import torch
 
 from megatron_infer.config import ConfigWarning
+from megatron_infer.errors import RankFailure
+from megatron_infer.forward.graph_replay import ReplayRecorder, _NoReading
+from megatron_infer.sampling.tensor_parallel import RowSpread
+from megatron_infer.schedule.params import SamplingParams
 
 GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 32, "enable_chunked_prefill": True}
 NAMES = ("tied", "last stage without Mamba")
+PROMPTS = [[5, 6, 7, 8, 9], [11], [12, 13, 14], [15] * 20, [16, 3]]
+PLAIN = {"max_tokens": 12, "ignore_eos": True}
+DRAWS = [
+    SamplingParams(temperature=0.0, **PLAIN),
+    SamplingParams(temperature=1.2, seed=5, **PLAIN),
+    SamplingParams(temperature=0.9, seed=6, top_k=9, top_p=0.9, **PLAIN),
+    SamplingParams(temperature=1.0, seed=7, min_p=0.05, **PLAIN),
+    SamplingParams(seed=8, repetition_penalty=1.4, bad_token_ids=(3, 4), return_sampled_logprobs=True, **PLAIN),
+]
+"""What a captured step draws by itself."""
 
 
 def take_static_kernels(graphs: str) -> None:
     os.environ |= {"MEGATRON_INFER_BACKEND": "static", "MEGATRON_INFER_GRAPHS": graphs}
 
 
-def check_used(engine) -> None:
-    counts = engine.parts.runner.graphs.pool.counts
-    assert counts.replays > 10 and counts.uncaptured == 0 and not engine.parts.runner.graphs.pool.refused, counts
+def pool_of(engine: Any) -> Any:
+    return engine.parts.runner.graphs.pool
 
 
-def run_stages(rank: int, size: int, folder: Path) -> None:
+def check_used(engine: Any) -> None:
+    counts = pool_of(engine).counts
+    assert counts.replays > 10 and counts.uncaptured == 0 and not pool_of(engine).refused, counts
+
+
+def drawn_tokens(engine: Any) -> list[list[int]]:
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], DRAWS)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def no_waits_for_the_stage_before(engine: Any) -> Iterator[None]:
+    """Nothing of what is received is looked at on the host; of all, the last stage reads its steps' results."""
+    link, syncs = engine.parts.runner.link, engine.parts.device.syncs
+    receive, before = link.receive, dict(syncs)
+
+    def watched(*args: Any, **options: Any) -> Any:
+        with _NoReading():
+            return receive(*args, **options)
+
+    link.receive = watched
+    yield
+    waits = {name: count - before.get(name, 0) for name, count in syncs.items() if count > before.get(name, 0)}
+    assert set(waits) == ({"read"} if link.is_last else set()), waits
+
+
+@contextmanager
+def exchanges_counted() -> Iterator[list[int]]:
+    """Rows that tensor-parallel ranks exchange behind a step."""
+    seen: list[int] = []
+    exchange = RowSpread.exchange
+
+    def counted(self: RowSpread, *args: Any) -> Any:
+        seen.append(args[1])
+        return exchange(self, *args)
+
+    RowSpread.exchange = counted  # type: ignore[method-assign]
+    yield seen
+    RowSpread.exchange = exchange  # type: ignore[method-assign]
+
+
+def run_ranks(rank: int, size: int, folder: Path) -> None:
     take_static_kernels("replay")
     expected = stage_case.json.loads((folder / "expected.json").read_text())
     for name in NAMES:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
         engine = stage_case.make_engine(model, overlap=True, **GRAPHS)
-        stage_case.assert_same(stage_case.generate(engine), expected[name], name, tolerance=1e-4)
+        with no_waits_for_the_stage_before(engine):
+            answers = stage_case.generate(engine)
+        stage_case.assert_same(answers, expected[name], name, tolerance=1e-4)
         check_used(engine)
         stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], name, tolerance=1e-4)
 
     ranks.new_groups(tensor_model_parallel_size=size)
-    take_static_kernels("eager")
     model = stage_case.load_model(folder, "tied", tensor_parallel=size)
     engine = stage_case.make_engine(model, **GRAPHS)
     stage_case.assert_same(stage_case.generate(engine), expected["tied"], "two tensor-parallel ranks", tolerance=1e-4)
     check_used(engine)
-    take_static_kernels("replay")
+    with exchanges_counted() as exchanged:
+        assert drawn_tokens(engine) == expected["draws"], "drawn within the step"
+        assert not exchanged, "rows were exchanged behind a step"
+        engine.parts.runner.graphs._step._max_drawn_rows = 1
+        pool_of(engine).drop("drawn outside")
+        assert drawn_tokens(engine) == expected["draws"], "drawn behind the step"
+        assert exchanged
+    lacks_memory(rank, model, expected["draws"])
+    held, ReplayRecorder.collectives = ReplayRecorder.collectives, ()
     with pytest.warns(ConfigWarning, match="holds no collectives of gloo; every step runs eagerly"):
         engine = stage_case.make_engine(model, **GRAPHS)
     assert engine.parts.runner.graphs is None
+    ReplayRecorder.collectives = held
+    breaks_off(rank, model)  # the last: its group is of no use behind it
+
+
+def lacks_memory(rank: int, model: Any, expected: list[list[int]]) -> None:
+    """Before its warm-up or in its capture, on one rank: no rank has the graph, and nothing else is different."""
+    for where in ("prepare", "capture"):
+        engine = stage_case.make_engine(model, **GRAPHS)
+        pool = pool_of(engine)
+        owner = pool._step if where == "prepare" else pool.recorder
+        if rank == 1:
+            setattr(owner, where, out_of_memory_behind(getattr(owner, where)))
+        assert drawn_tokens(engine) == expected, where
+        reasons = " ".join(pool.refused.values())
+        assert not pool.captured and ("no room" if rank == 1 else "another rank") in reasons, (where, reasons)
+
+
+def out_of_memory_behind(function: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
+        function(*args)
+        raise torch.OutOfMemoryError("no room")
+
+    return wrapped
+
+
+def breaks_off(rank: int, model: Any) -> None:
+    """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
+    engine = stage_case.make_engine(model, collective_timeout_s=3, **GRAPHS)
+    if rank == 1:
+        engine.parts.adopted._lean[1] = Breaking()
+    if rank == 0:
+        engine.add_request({"prompt_token_ids": PROMPTS[0]}, DRAWS[0])
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*together with other ranks.*no room"):
+        engine.step()
+    assert time.monotonic() - started < (1.5 if rank == 1 else 6.0)
+    engine.parts.team.lockstep.close()
+
+
+class Breaking:
+    """A layer for which there is no memory."""
+
+    def run(self, *args: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
 
 
 @pytest.mark.timeout(200)
@@ -54,6 +166,9 @@ def test_two_ranks_pad_and_capture_alike_and_answer_as_one_process(tmp_path):
         for name in NAMES:
             model = stage_case.MODELS[name]()
             stage_case.save_checkpoint(model, tmp_path / name)
-            expected[name] = stage_case.generate(stage_case.make_engine(model))
+            engine = stage_case.make_engine(model)
+            expected[name] = stage_case.generate(engine)
+            if name == "tied":
+                expected["draws"] = drawn_tokens(engine)
     stage_case.write_json(tmp_path / "expected.json", expected)
-    ranks.run_on_ranks(run_stages, 2, tmp_path)
+    ranks.run_on_ranks(run_ranks, 2, tmp_path)

@@ -6,20 +6,31 @@ import json
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
 from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.parallel import groups
+from megatron_infer.parallel import lockstep as lockstep_module
+from megatron_infer.parallel.groups import TimeLimit
 from megatron_infer.parallel.links import Link, LinkClosed, connect
 from megatron_infer.parallel.lockstep import Lockstep
 from megatron_infer.schedule.plan import Plan
 
 
-def play(size: int, act: Callable[[Lockstep], Any], *, timeout_s: float = 5.0) -> list[Any]:
-    """act(lockstep) on `size` ranks -> what each returned or raised."""
+def play(
+    size: int,
+    act: Callable[[Lockstep], Any],
+    *,
+    timeout_s: float = 5.0,
+    give_up: Callable[[int], bool] = lambda rank: True,
+) -> list[Any]:
+    """act(lockstep) on `size` ranks -> what each returned or raised. give_up: see `Watch`, with the rank."""
     barrier, texts = threading.Barrier(size), {}
     results: list[Any] = [None] * size
 
@@ -31,7 +42,8 @@ def play(size: int, act: Callable[[Lockstep], Any], *, timeout_s: float = 5.0) -
         return everyone
 
     def run(rank: int) -> None:
-        lockstep = Lockstep(connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0), timeout_s=timeout_s)
+        links = connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0)
+        lockstep = Lockstep(links, timeout_s=timeout_s, give_up=lambda: give_up(rank))
         try:
             results[rank] = act(lockstep)
         except BaseException as error:
@@ -162,6 +174,90 @@ def test_a_failed_step_that_is_fatal_on_one_rank_is_the_end_of_all():
 
     for error in play(3, act):
         assert isinstance(error, RankFailure) and error.rank == 2 and "Timed out" in str(error)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_broke_off_is_named_at_once_and_waits_for_it_are_ended(victim: int):
+    ended = [threading.Event() for _ in range(3)]
+    asked: list[int] = []
+
+    def give_up(rank: int) -> bool:
+        asked.append(rank)
+        if asked.count(rank) > 1:  # the first time there was nothing to end yet: asked again
+            ended[rank].set()
+        return ended[rank].is_set()
+
+    def act(lockstep: Lockstep) -> None:
+        lockstep.phase = "decode of step 4"
+        if lockstep.rank == victim:
+            lockstep.step_failed(MemoryError("no room"), 0.1, fatal=True, own=True)
+        assert ended[lockstep.rank].wait(10), "it waits in a collective until then"
+        lockstep.step_failed(RuntimeError("communicator was aborted"), 0.5, fatal=True)
+
+    started = time.monotonic()
+    for error in play(3, act, give_up=give_up):
+        assert isinstance(error, RankFailure) and error.rank == victim and "no room" in str(error), error
+    assert time.monotonic() - started < 4, "less than timeout_s"
+
+
+def test_a_rank_whose_step_alone_raised_names_itself_and_not_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(lockstep_module, "ALONE_S", 0.3)
+    for victim in (0, 1):
+
+        def act(lockstep: Lockstep, victim: int = victim) -> None:
+            if lockstep.rank == victim:
+                lockstep.step_failed(MemoryError("no room"), 0.1, own=True)
+            time.sleep(1.0)
+            lockstep.check_alive()
+
+        for error in play(2, act):
+            assert isinstance(error, RankFailure) and error.rank == victim and "no room" in str(error), error
+
+
+def test_a_rank_that_says_goodbye_ends_no_collectives():
+    given_up: list[int] = []
+
+    def act(lockstep: Lockstep) -> None:
+        if lockstep.rank == 2:
+            lockstep.close()
+            return
+        time.sleep(1.0)
+        lockstep.check_alive(goodbyes=False)
+        lockstep.check_alive()
+
+    errors = play(3, act, timeout_s=0.8, give_up=lambda rank: bool(given_up.append(rank)) or True)
+    assert all(isinstance(error, RankFailure) and "closed its engine" in str(error) for error in errors[:2])
+    assert not given_up
+
+
+def test_collectives_are_ended_within_a_step_alone_and_on_nccl_alone(monkeypatch):
+    calls: list[str] = []
+
+    def backend(name: str) -> Any:
+        note = {call: (lambda call=call: calls.append(f"{name} {call}")) for call in ("_group_start", "_group_end")}
+        options = types.SimpleNamespace(_timeout=timedelta(seconds=600))
+        return types.SimpleNamespace(
+            options=options,
+            _set_default_timeout=lambda limit: None,
+            abort=lambda: calls.append(f"{name} abort"),
+            **note,
+        )
+
+    backends = {name: backend(name) for name in ("gloo", "nccl a", "nccl b")}
+    monkeypatch.setattr(groups, "_backend", backends.__getitem__)
+    monkeypatch.setattr(groups, "_is_nccl", lambda name: name.startswith("nccl"))
+    limit, on_cpu = TimeLimit(backends, 5.0), TimeLimit(["gloo"], 5.0)
+    limit.enter()
+    limit.leave()
+    assert not limit.cut() and not limit.was_cut, "training's own"
+    for one in (limit, on_cpu):
+        one.enter()
+        assert one.cut()
+    for thread in threading.enumerate():
+        if thread.name == "megatron_infer abort":
+            thread.join(5)
+    assert calls == ["nccl a _group_start", "nccl a abort", "nccl b abort", "nccl a _group_end"]
+    assert limit.was_cut and not on_cpu.was_cut
 
 
 def test_a_message_that_says_it_is_too_large_is_not_waited_for():

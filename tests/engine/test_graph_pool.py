@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_infer.forward.device import Device
-from megatron_infer.forward.graphs import EagerRecorder, GraphPool
+from megatron_infer.forward.graphs import EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.forward.pipeline import BrokenOff
 from megatron_infer.graph_shapes import GraphShape
 
 SHAPE = GraphShape(4, 0, 4)
@@ -44,16 +48,36 @@ def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[
         asked.append(flag)
         return answers.pop(0) if answers else flag
 
-    return GraphPool([SHAPE], EagerRecorder(), step, device=Device("cpu"), all_ranks=all_ranks), step, asked
+    return GraphPool([SHAPE], Recorder(), step, device=Device("cpu"), all_ranks=all_ranks), step, asked
+
+
+class Recorder(EagerRecorder):
+    """Raises what it is told to."""
+
+    in_warm_up: Exception | None = None
+    in_capture: Exception | None = None
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        if self.in_warm_up is not None:
+            raise self.in_warm_up
+
+    def capture(self, run: Callable[[], None]):
+        if self.in_capture is None:
+            return super().capture(run)
+        try:
+            raise self.in_capture
+        finally:  # what CUDA says on top where a capture ends by an error
+            if not isinstance(self.in_capture, GraphRefused):
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(False, False), (True, False), (False, True)])
 def test_weights_that_moved_on_one_rank_drop_the_graphs_of_all(here, elsewhere):
-    pool, _, asked = make_pool([True, not (here or elsewhere)])
+    pool, _, asked = make_pool([True, True, not (here or elsewhere)])
     pool.see_weights("there")
     pool.ready(SHAPE)
     pool.see_weights("here" if here else "there")
-    assert asked == [True, not here], "once for the capture, once for the weights"
+    assert asked == [True, True, not here], "before the warm-up, after the capture, once for the weights"
     assert bool(pool.captured) is not (here or elsewhere)
 
 
@@ -65,3 +89,57 @@ def test_a_capture_that_cannot_be_prepared_leaves_the_step_uncaptured(error):
     assert not pool.captured and pool.refused[SHAPE]
     pool.launch(SHAPE)
     assert step.runs == pool.counts.uncaptured == 1
+
+
+def test_memory_that_one_rank_lacks_is_known_before_anyone_computes():
+    for here, elsewhere in ((torch.OutOfMemoryError("no room"), True), (None, False)):
+        pool, step, asked = make_pool([here is None and elsewhere])
+        pool.recorder.warm_up = lambda run: pytest.fail("the others are not there")
+        step.in_prepare = here
+        pool.ready(SHAPE)
+        assert asked == [here is None] and ("no room" if here else "another rank") in pool.refused[SHAPE]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_nobody_waits(alone):
+    pool, _, asked = make_pool()
+    pool.recorder.in_warm_up = torch.OutOfMemoryError("no room")
+    if alone:
+        pool._all_ranks = None
+        pool.ready(SHAPE)
+        assert "no room" in pool.refused[SHAPE]
+        return
+    with pytest.raises(BrokenOff, match="no room"):
+        pool.ready(SHAPE)
+    assert asked == [True] and not pool.captured
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("no room"), "no memory: no room"),
+        (RuntimeError("operation not permitted when stream is capturing"), "not permitted"),
+        (GraphRefused("aten::item asks the device"), "asks the device"),
+        (None, "another rank could not capture it"),
+    ],
+)
+def test_what_cannot_be_captured_on_one_rank_is_captured_on_none(error, reason):
+    pool, step, asked = make_pool([True, False])
+    pool.recorder.in_capture = error
+    pool.ready(SHAPE)
+    assert asked == [True, error is None] and reason in pool.refused[SHAPE]
+    pool.launch(SHAPE)
+    assert step.runs == pool.counts.uncaptured == 1 and not pool.captured
+
+
+@pytest.mark.parametrize("where", ["in_warm_up", "in_capture"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_error_of_the_process_group_is_not_taken_for_a_refusal(where, alone):
+    pool, _, _ = make_pool()
+    if alone:
+        pool._all_ranks = None
+    setattr(pool.recorder, where, dist.DistBackendError("NCCL error: unhandled system error"))
+    with pytest.raises(RuntimeError) as caught:
+        pool.ready(SHAPE)
+    assert "NCCL error" in str(caught.value) or "NCCL error" in str(caught.value.__context__)
+    assert not pool.refused and not isinstance(caught.value, BrokenOff)

@@ -17,6 +17,7 @@ from megatron_infer.context.copies import CopyPipeline
 from megatron_infer.context.regions.pinned import PinnedPool
 from megatron_infer.context.store import StateStore
 from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.errors import RankFailure
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import HostRead
 from megatron_infer.forward.graphs import CudaRecorder, GraphPool
@@ -196,6 +197,13 @@ def reads_without_waiting(patch) -> None:
 
 
 def outputs_within_the_graph(patch) -> None:
+    run = PaddedStep.run
+
+    def run_with_room_of_its_own(self, shape) -> None:
+        self.out.drawn = None
+        run(self, shape)
+
+    patch.setattr(PaddedStep, "run", run_with_room_of_its_own)
     patch.setattr(PaddedStep, "_put", lambda self, name, result, capacity: setattr(self.out, name, result))
 
 
@@ -272,6 +280,7 @@ SEAMS = (
     *((LateDevice, name) for name in ("upload", "begin_read")),
     (RowMirror, "refresh"),
     (Sampler, "sample"),
+    (Sampler, "after_static"),
     (HostRead, "wait"),
 )
 
@@ -339,6 +348,32 @@ def test_an_interrupt_of_the_wait_behind_an_interrupt_leaves_the_engine_whole(mo
     monkeypatch.setattr(ModelRunner, "sample", sampled)
     monkeypatch.setattr(HostRead, "wait", waited)
     assert answers(engine) == expected["attention"] and waits
+
+
+def test_a_wait_for_the_device_ends_when_another_rank_is_gone_and_costs_no_token(models, expected, monkeypatch):
+    gpu, looks = LateGpu(monkeypatch, keeps_up=0.02), [0]
+    engine = make_engine(models["attention"], **GRAPHS)
+    device = engine.parts.device
+
+    def look() -> None:
+        looks[0] += 1
+
+    device.on_wait = look
+    with gpu.on():
+        assert answers(engine) == expected["attention"] and looks[0]
+        read = device.begin_read(torch.zeros(1) + 1)
+        looks[0] = 0
+
+        def look_and_miss() -> None:
+            looks[0] += 1
+            if looks[0] == 3:
+                raise RankFailure(1, "decode of step 4", "its process has ended")
+
+        device.on_wait = look_and_miss
+        monkeypatch.setattr("late_device.LateEvent.query", lambda self: False)
+        monkeypatch.setattr("late_device.LateEvent.synchronize", lambda self: pytest.fail("it waits for ever"))
+        with pytest.raises(RankFailure):
+            read.wait()
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["", "not ordered"])
