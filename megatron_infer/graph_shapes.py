@@ -264,11 +264,14 @@ def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape, *, tenso
     """Estimate of what the activations of the largest shape take; graphs share one pool, so that it is that of all.
 
     A token: its residual stream in fp32, the projection of a layer's heads, LIVE_WIDTHS hidden sizes; a row that may
-    draw: its logits, in the model's dtype and again in the buffer that they are read from; of several tensor-parallel
-    ranks each has its part of them twice so, and the whole twice on the way to its draw.
+    draw: its logits, in the model's dtype, again in the buffer that they are read from, and in fp32 as penalties and
+    other edits make them; of several tensor-parallel ranks each has its part of them twice, and the whole twice on the
+    way to its draw.
     """
     heads = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     token = 4 * model.hidden_size + model.kv_dtype_bytes * (heads + LIVE_WIDTHS * model.hidden_size)
     logits = 2 * model.padded_vocab_size * model.kv_dtype_bytes
-    row = logits if tensor_parallel_size == 1 else logits + logits // tensor_parallel_size
+    if tensor_parallel_size > 1:
+        logits += logits // tensor_parallel_size
+    row = logits + 4 * model.padded_vocab_size
     return max((shape.num_tokens * token + shape.num_rows * row for shape in shapes), default=0)

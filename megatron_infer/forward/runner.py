@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
-from megatron_infer.forward.batch import Batch, BatchBuilder
+from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.flight import Flight, PromptScores
 from megatron_infer.forward.pooling import pool
@@ -20,7 +20,7 @@ from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import Wants
-from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+from megatron_infer.sampling.sampler import SampleInputs, Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan
 
@@ -124,23 +124,20 @@ class ModelRunner:
             flight.depart(self._device)
             return
         batch = flight.batch
-        drawn = None if flight.replayed is None or masks is not None else flight.replayed.drawn
-        if drawn is not None and self._drawn_as_wanted(batch):
-            out = SampleOutput(*drawn, None)
+        inputs = SampleInputs(
+            rows=batch.sample_rows,
+            positions=batch.sample_positions,
+            token_pool=self.builder.token_pool,
+            masks=masks,
+        )
+        drawn = None if flight.replayed is None else flight.replayed.drawn
+        if drawn is not None and self.sampler.can_be_static(inputs.rows, inputs.positions):
+            assert self.graphs is not None and self.graphs.sampler is not None
+            out = self.graphs.sampler.after_static(flight.logits_SV, inputs, drawn)
         else:
-            inputs = SampleInputs(
-                rows=batch.sample_rows,
-                positions=batch.sample_positions,
-                token_pool=self.builder.token_pool,
-                masks=masks,
-            )
             out = self.sampler.sample(flight.logits_SV, inputs)
             self.builder.store_drawn(batch, out.tokens_S)
         flight.depart(self._device, out)
-
-    def _drawn_as_wanted(self, batch: Batch) -> bool:
-        """Whether the draw within a padded step gives its rows all they want."""
-        return self.sampler.can_be_static(batch.sample_rows, batch.sample_positions)
 
     def _set_rows(self, plan: Plan) -> None:
         """Sampling parameters of rows that changed hands in this plan."""

@@ -20,6 +20,7 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import GraphPool, Recorder
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 from megatron_infer.schedule.plan import Plan
@@ -35,12 +36,11 @@ class Outputs:
     hidden_TD: Tensor | None = None
     """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that hands them on."""
     logits_SV: Tensor | None = None
-    tokens_S: Tensor | None = None
-    bad_S: Tensor | None = None
+    drawn: DrawRoom | None = None
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.hidden_TD, self.logits_SV, self.tokens_S, self.bad_S)
+        parts = (self.hidden_TD, self.logits_SV, self.drawn)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -94,11 +94,15 @@ class PaddedStep:
         logits_SV = self._model.logits(hidden_SD, self._ops)
         self._put("logits_SV", logits_SV, self._max_rows)
         if self._sampler is not None and self.draws(shape):
-            tokens_S, bad_S = self._sampler.static_sample(
-                logits_SV, batch.sample_row_S, batch.sample_position_S, self._builder.token_pool
+            if self.out.drawn is None:
+                self.out.drawn = DrawRoom.make(self._max_rows, logits_SV.device)
+            self._sampler.static_sample(
+                logits_SV,
+                batch.sample_row_S,
+                batch.sample_position_S,
+                self._builder.token_pool,
+                self.out.drawn.first(shape.num_rows),
             )
-            self._put("tokens_S", tokens_S, self._max_rows)
-            self._put("bad_S", bad_S, self._max_rows)
 
     def draws(self, shape: GraphShape) -> bool:
         """Whether steps of this shape leave tokens."""
@@ -134,8 +138,8 @@ class Replayed:
     """As a step that was not padded would have it, from its first token that prefills on; None: it decodes only."""
     logits_SV: Tensor | None
     """None: nobody draws."""
-    drawn: tuple[Tensor, Tensor] | None
-    """(tokens_S, bad_S) as the static draw has them; in the token pool already. None: the logits are all there is."""
+    drawn: DrawRoom | None
+    """What the static draw found; its tokens are in the token pool already. None: the logits are all there is."""
 
 
 def asks_routing(plan: Plan) -> bool:
@@ -176,6 +180,8 @@ class StepGraphs:
             received_TD=received_TD,
             is_last=is_last,
         )
+        self.sampler = sampler
+        """Whose draw the graphs hold; None: they end with the logits."""
         self._has_routing = model.routing is not None and model.routing.num_layers > 0
         self.pool = GraphPool(
             shapes, recorder, self._step, device=device, expected_bytes=expected_bytes, all_ranks=all_ranks
@@ -208,16 +214,14 @@ class StepGraphs:
             self._step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
         out, count = self._step.out, batch.num_sampled
-        drawn = None
-        if count and self._step.draws(shape) and out.tokens_S is not None and out.bad_S is not None:
-            drawn = out.tokens_S[:count], out.bad_S[:count]
+        draws = count and self._step.draws(shape)
         return Replayed(
             # so that slices are found where they are in the plan, behind its own decode rows
             hidden_TD=None
             if not shape.num_prefill or out.hidden_TD is None
             else out.hidden_TD[shape.num_decode - num_decode :],
             logits_SV=None if not count or out.logits_SV is None else out.logits_SV[:count],
-            drawn=drawn,
+            drawn=None if not draws or out.drawn is None else out.drawn.first(count),
         )
 
     def residual_TD(self, shape: GraphShape) -> Tensor:

@@ -107,19 +107,23 @@ def carry(
     score: Score,
     score_own: Score,
 ) -> CarriedBatch:
-    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order. score_own: `score` for the
-    lane's rows of the model's logits."""
+    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order; what it tells of log
+    probabilities is not computed again. score_own: `score` for the lane's rows of the model's logits."""
     lane, vocab = plan.lane, logits_SV.shape[1]
-    values, token_A = lane.take(logits_SV), lane.take(tokens_S)
-    raw = score_own(values, token_A, 0)[0]
+    token_A = lane.take(tokens_S)
+    raw = score_own(lane.take(logits_SV), token_A, 0)[0] if drawn.raw_M is None else lane.take(drawn.raw_M)
+    own = raw if plan.same else None
+    if drawn.own_M is not None:
+        own = lane.take(drawn.own_M)
     bits = torch.empty(0, num_bytes(vocab), dtype=torch.uint8, device=logits_SV.device)
-    if plan.same:
-        return CarriedBatch(lane.places, raw, raw.masked_fill(plan.greedy_A, 0.0), plan.support, bits, vocab)
-    values = lane.drawn_from(values, positions, token_pool, masks, drawn, plan.temperature_A)
-    own = score(values, token_A, 0)[0].masked_fill(plan.greedy_A, 0.0)
-    if plan.cut_A is not None:
-        bits = pack_bits(values.index_select(0, plan.cut_A) > -torch.inf)
-    return CarriedBatch(lane.places, raw, own, plan.support, bits, vocab)
+    if own is None or plan.cut_A is not None:
+        values = lane.take(logits_SV)
+        values = lane.drawn_from(values, positions, token_pool, masks, drawn, plan.temperature_A)
+        if own is None:
+            own = score(values, token_A, 0)[0]
+        if plan.cut_A is not None:
+            bits = pack_bits(values.index_select(0, plan.cut_A) > -torch.inf)
+    return CarriedBatch(lane.places, raw, own.masked_fill(plan.greedy_A, 0.0), plan.support, bits, vocab)
 
 
 def pack_bits(kept_BV: Tensor) -> Tensor:

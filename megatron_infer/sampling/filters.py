@@ -52,6 +52,11 @@ class Choice:
     """The last candidate kept by the filters; None: nothing was cut."""
     mass_M: Tensor | None = None
     """int64 sum of the whole row's weights at temperature 1, for rows whose draw has taken it; 0 for others."""
+    own_M: Tensor | None = None
+    """fp32 log probability of the token under the distribution it was drawn from, as the draw's sums give it; NaN for
+    rows whose draw has not taken them."""
+    raw_M: Tensor | None = None
+    """fp32 log probability as the model has it, for rows that carry it."""
 
     def replace(self, index: Tensor, other: Choice) -> None:
         """Rows `index` become `other`'s."""
@@ -63,6 +68,8 @@ class Choice:
             self.cut_id_M.index_copy_(0, index, other.cut_id_M)
         if self.mass_M is not None and other.mass_M is not None:
             self.mass_M.index_copy_(0, index, other.mass_M)
+        if self.own_M is not None and other.own_M is not None:
+            self.own_M.index_copy_(0, index, other.own_M)
 
 
 def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:

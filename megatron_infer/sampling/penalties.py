@@ -81,9 +81,9 @@ class Penalties:
         self._rows = stage(rows.astype(np.int64))
         self._base = stage(self.places * params.vocab_size).unsqueeze(1)
         self._count_base = torch.arange(len(rows), device=device).unsqueeze(1) * params.vocab_size
-        self._counts = None
-        if bool(params.table[5:7, rows].any()):
-            self._counts = torch.zeros(len(rows) * params.vocab_size, device=device)
+        self._num_counts = len(rows) * params.vocab_size if bool(params.table[5:7, rows].any()) else 0
+        self._counts: Tensor | None = None
+        """Made when they are first needed: a lane may be one of rows that are drawn elsewhere."""
 
     def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Stage) -> None:
         """positions [M]: context lengths; token_pool int32 [rows, positions].
@@ -102,7 +102,9 @@ class Penalties:
         flat, flat_PL = logits_MV.view(-1), tokens_PL + self._base
         values = flat[flat_PL]
         values = torch.where(values > 0, values / self._repetition, values * self._repetition)
-        if self._counts is not None:
+        if self._num_counts:
+            if self._counts is None:
+                self._counts = torch.zeros(self._num_counts, device=logits_MV.device)
             count_at = (tokens_PL + self._count_base).view(-1)
             self._counts.scatter_add_(0, count_at, (inside & (at >= self._prompt_len)).float().view(-1))
             counts = self._counts[count_at].view_as(values)

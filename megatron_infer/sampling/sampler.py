@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.sampling.carried import CARRIED, CarriedBatch, CarryPlan, carry, plan_carried
+from megatron_infer.kernels.draw_columns import DrawRoom
+from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
 from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
 from megatron_infer.sampling.masks import TokenMasks
@@ -20,14 +22,15 @@ from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
 from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, Means, make_lane, split
 from megatron_infer.sampling.staging import Stage
-from megatron_infer.sampling.static import RowMirror, put_drawn, static_draw
+from megatron_infer.sampling.static import RowMirror, static_draw, why_outside
 
 
 class SamplingKernels(Protocol):
     """A backend's own draws and scores, for logits of the model's dtype and fp32; rows may be strided."""
 
-    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What `filters.draw_any` and `draw_filtered` do, by `Shape.columns_5M` -> the fields of a Choice."""
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, ...]:
+        """What `filters.draw_any` and `draw_filtered` do, by `Shape.columns_5M` -> the first fields of a Choice, up to
+        mass_M at least."""
         ...
 
     def score(
@@ -43,21 +46,19 @@ class DeviceKernels(Protocol):
     def static_draw(
         self,
         logits_SV: Tensor,
-        columns_4R: Tensor,
-        stream_R: Tensor,
+        columns_NR: Tensor,
+        lists_RI: Tensor,
         row_S: Tensor,
         position_S: Tensor,
         token_pool: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        out: DrawRoom,
+    ) -> None:
         """`Sampler.static_sample`, with the parameters as `RowMirror` has them."""
         ...
 
     def forbid(self, work_MV: Tensor, bits_GW: Tensor, rows_G: Tensor | None) -> None:
         """`masks.forbid`."""
         ...
-
-
-_NOT_STATIC = int((TOUCHED & ~Wants.MIN_TOKENS) | Wants.LOGPROBS | CARRIED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +124,12 @@ class Sampler:
         self.stage: Stage = self._plain_stage if stage is None else stage
         self._means = Means(stage=self.stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
         self._mirror: RowMirror | None = None
+        self.drawn_outside: Counter[str] = Counter()
+        """Reason -> steps that `can_be_static` has refused."""
         self.score: Score = score if kernels is None else kernels.score
         """For prompts too: see `prompt_logprobs`."""
         self._kept_key: tuple[int, bytes, bytes] | None = None
-        self._lanes: list[Lane] = []
+        self._lanes: list[Lane] | None = None
         self._asked: Lane | None = None
         self._carries: CarryPlan | None = None
 
@@ -136,27 +139,15 @@ class Sampler:
             f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
         )
         self._device = logits_SV.device
-        rows, positions = inputs.rows, inputs.positions
-        self._plan(rows, positions)
+        flags = self._plan(inputs.rows, inputs.positions)
+        if self._lanes is None:
+            self._lanes = split(self.params, inputs.rows, flags, self._means)
         logits_SV = logits_SV[:, : self.vocab_size]
         choices = [self._choose(lane, logits_SV, inputs) for lane in self._lanes]
-        whole = choices[0] if len(choices) == 1 else self._merge(choices, len(rows), logits_SV.device)
+        whole = choices[0] if len(choices) == 1 else self._merge(choices, len(flags), logits_SV.device)
         bad_S = ~whole.top_M.isfinite()
         tokens_S = whole.token_M.masked_fill(bad_S, 0)
-        carried = None
-        if self._carries is not None:
-            score_own = self._score_of_model(self._carries.lane, whole)
-            carried = carry(
-                self._carries,
-                logits_SV,
-                positions,
-                inputs.token_pool,
-                inputs.masks,
-                tokens_S,
-                whole,
-                self.score,
-                score_own,
-            )
+        carried = self._carry(logits_SV, inputs, tokens_S, whole)
         return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
 
     def _plain_stage(self, array: np.ndarray) -> Tensor:
@@ -164,57 +155,73 @@ class Sampler:
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether `static_sample` gives these rows all that they want; positions as in SampleInputs."""
-        flags = self.params.flags[rows]
-        wants = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-        if wants & _NOT_STATIC:
-            return False
-        if wants & Wants.MIN_TOKENS:
-            early = positions < self.params.min_total[rows]
-            return not bool((early & ((flags & Wants.MIN_TOKENS) != 0)).any())
-        return True
+        reason = why_outside(self.params, rows, self._flags(rows, positions))
+        if reason is not None:
+            self.drawn_outside[reason] += 1
+        return reason is None
 
     @torch.inference_mode()
     def refresh_static(self) -> None:
         """Bring the parameters that `static_sample` reads up to date; before each step of its own, not captured."""
         if self._mirror is None:
-            self._mirror = RowMirror(self.params, self._means.stage)
+            self._mirror = RowMirror(self.params, self._means.stage, is_processed=self._processed)
         self._mirror.refresh()
 
     def static_sample(
-        self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(token, whether bad) of each row as in SampleOutput, from device tensors alone; the pool gets the tokens.
+        self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
+    ) -> None:
+        """Each row's token and what is told of it, from device tensors alone, into `out` [S]; the pool gets the tokens.
 
         row_S, position_S: integers as in SampleInputs; padding has a row of nobody, whose parameters are greedy, and
         any position. Fit for a captured graph: one sequence of launches, whatever the rows want, of shapes that follow
-        from logits_SV. The tokens are those of `sample`.
+        from logits_SV. The tokens are those of `sample`; `after_static` gives the rest.
         """
         assert self._mirror is not None, "static_sample before refresh_static"
-        logits_SV = logits_SV[:, : self.vocab_size]
-        if self._device_kernels is not None:
-            mirror = self._mirror
-            return self._device_kernels.static_draw(
-                logits_SV, mirror.columns_4R, mirror.stream_R, row_S, position_S, token_pool
+        logits_SV, mirror = logits_SV[:, : self.vocab_size], self._mirror
+        if self._device_kernels is None:
+            static_draw(logits_SV, mirror, row_S, position_S, token_pool, out)
+        else:
+            self._device_kernels.static_draw(
+                logits_SV, mirror.columns_NR, mirror.lists_RI, row_S, position_S, token_pool, out
             )
-        choice = static_draw(logits_SV, self._mirror, row_S, position_S)
-        bad_S = ~choice.top_M.isfinite()
-        token_S = choice.token_M.masked_fill(bad_S, 0)
-        put_drawn(token_pool, row_S, position_S, token_S)
-        return token_S, bad_S
 
-    def _plan(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Lanes for this step: the last step's if the same rows want the same things."""
-        flags = self.params.flags[rows]
-        if np.bitwise_or.reduce(flags) & Wants.MIN_TOKENS:
+    def after_static(self, logits_SV: Tensor, inputs: SampleInputs, room: DrawRoom) -> SampleOutput:
+        """What `sample` gives, of rows that `static_sample` has drawn: alternatives and supports of those who ask are
+        all that is computed here. logits_SV: the logits that it drew from."""
+        self._device = logits_SV.device
+        self._plan(inputs.rows, inputs.positions)
+        logits_SV = logits_SV[:, : self.vocab_size]
+        drawn = Choice(room.tokens, room.top, room.cut_logit, room.cut_id, room.mass, room.own, room.raw)
+        lane, carried = self._asked, self._carry(logits_SV, inputs, room.tokens, drawn)
+        if lane is None:
+            return SampleOutput(room.tokens, room.bad, None, carried)
+        counts = self.params.num_logprobs[inputs.rows[lane.places]]
+        if counts.max() > 0:
+            return SampleOutput(room.tokens, room.bad, self._score(logits_SV, inputs, room.tokens, drawn), carried)
+        logprob = lane.take(room.own if self._processed else room.raw)
+        none = logprob.new_empty(len(counts), 0)
+        scored = LogprobBatch(lane.places, logprob, lane.take(room.rank), none.to(torch.int64), none, counts)
+        return SampleOutput(room.tokens, room.bad, scored, carried)
+
+    def _flags(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What the rows want in this step: MIN_TOKENS ends with their position."""
+        flags: np.ndarray = self.params.flags[rows]
+        if len(flags) and np.bitwise_or.reduce(flags) & Wants.MIN_TOKENS:
             flags[positions >= self.params.min_total[rows]] &= ~int(Wants.MIN_TOKENS)
+        return flags
+
+    def _plan(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Who is told what in this step: as in the last one if the same rows want the same things -> flags."""
+        flags = self._flags(rows, positions)
         key = (self.params.version, rows.tobytes(), flags.tobytes())
         if key == self._kept_key:
-            return
-        self._lanes = split(self.params, rows, flags, self._means)
+            return flags
+        self._lanes, self._kept_key = None, None
         asked = np.flatnonzero(flags & Wants.LOGPROBS)
         self._asked = make_lane(self.params, rows, flags, asked, self._means) if len(asked) else None
         self._carries = plan_carried(self.params, rows, flags, self._means)
         self._kept_key = key
+        return flags
 
     def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
         values = lane.take(logits_SV)
@@ -225,7 +232,7 @@ class Sampler:
             return Choice(self.argmax(values), values.amax(-1).float())
         lane.shape.columns_5M[4].copy_(self._means.stage(uniform(lane.seed, inputs.positions[lane.places])))
         if self._kernels is not None:
-            choice = Choice(*self._kernels.draw(values, lane.shape.columns_5M))
+            choice = Choice(*self._kernels.draw(values, lane.shape.columns_5M))  # type: ignore[arg-type]
             if lane.wants & TOUCHED:
                 choice.mass_M = None  # of other logits than the model's
             return choice
@@ -241,9 +248,21 @@ class Sampler:
             torch.full((num_rows,), self.vocab_size, dtype=torch.int64, device=device),
             torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
+        if any(choice.own_M is not None for choice in choices):
+            whole.own_M = torch.full((num_rows,), torch.nan, device=device)
+        assert self._lanes is not None
         for lane, choice in zip(self._lanes, choices, strict=True):
             whole.replace(lane.places_M, choice)
         return whole
+
+    def _carry(self, logits_SV: Tensor, inputs: SampleInputs, tokens_S: Tensor, drawn: Choice) -> CarriedBatch | None:
+        """What the tokens carry of rows that asked."""
+        plan = self._carries
+        if plan is None:
+            return None
+        score_own = self._score_of_model(plan.lane, drawn)
+        positions, pool, masks = inputs.positions, inputs.token_pool, inputs.masks
+        return carry(plan, logits_SV, positions, pool, masks, tokens_S, drawn, self.score, score_own)
 
     def _score(self, logits_SV: Tensor, inputs: SampleInputs, tokens_S: Tensor, drawn: Choice) -> LogprobBatch | None:
         """Log probabilities for the rows that asked, of the model's distribution or of the one drawn from."""
@@ -260,8 +279,11 @@ class Sampler:
                 values = lane.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
                 score_rows = self.score
         counts = self.params.num_logprobs[rows]
-        scored = score_rows(values, lane.take(tokens_S), int(counts.max()))
-        return LogprobBatch(lane.places, *scored, counts)
+        logprob, *others = score_rows(values, lane.take(tokens_S), int(counts.max()))
+        if self._processed and drawn.own_M is not None:
+            own = lane.take(drawn.own_M)  # the same bits, whether or not the draw was captured
+            logprob = torch.where(own.isnan(), logprob, own)
+        return LogprobBatch(lane.places, logprob, *others, counts)
 
     def _score_of_model(self, lane: Lane, drawn: Choice) -> Score:
         """`score` for the lane's rows of the model's logits: what drawing has summed up is not summed again."""

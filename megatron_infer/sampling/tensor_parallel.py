@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.carried import CARRIED, CarriedBatch, num_bytes, support_places
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -99,23 +100,38 @@ class TensorParallelSampler:
         return SampleOutput(tokens_S, bad_S, scored, told)
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """As `Sampler.can_be_static`: from the rows' parameters, the same on every rank."""
-        return self._sampler.can_be_static(rows, positions)
+        """As `Sampler.can_be_static`: from the rows' parameters, the same on every rank.
+
+        Not where `Sampler.after_static` would look at whole rows of logits, of which there are parts alone by then.
+        """
+        if not self._sampler.can_be_static(rows, positions):
+            return False
+        flags: np.ndarray = self.params.flags[rows]
+        has_alternatives = self.params.num_logprobs[rows[(flags & Wants.LOGPROBS) != 0]] > 0
+        _, support = self._carried(flags, rows)
+        if has_alternatives.any() or (support >= 0).any():
+            self._sampler.drawn_outside["alternatives or supports, of a vocabulary in parts"] += 1
+            return False
+        return True
 
     def refresh_static(self) -> None:
         """As `Sampler.refresh_static`."""
         self._sampler.refresh_static()
 
     def static_sample(
-        self, logits_SW: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, logits_SW: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
+    ) -> None:
         """As `Sampler.static_sample`, from this rank's part of the logits: the same on every rank, pools included."""
         size, (num_rows, width) = self._spread.size, logits_SW.shape
         parts = logits_SW.new_empty(size * num_rows, width)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(parts, logits_SW.contiguous(), group=self._spread.group)
         whole_SV = parts.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
-        return self._sampler.static_sample(whole_SV, row_S, position_S, token_pool)
+        self._sampler.static_sample(whole_SV, row_S, position_S, token_pool, out)
+
+    def after_static(self, logits_SW: Tensor, inputs: SampleInputs, room: DrawRoom) -> SampleOutput:
+        """As `Sampler.after_static`, for rows that `can_be_static`: it looks at the logits' shape alone."""
+        return self._sampler.after_static(logits_SW[:, :1].expand(-1, self.padded_vocab_size), inputs, room)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.

@@ -14,6 +14,7 @@ from megatron_infer.embeddings import params_for
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.forward.graphs import GraphPool
+from megatron_infer.outputs import CompletionOutput
 from megatron_infer.schedule.params import SamplingParams
 
 VOCAB = 128
@@ -77,7 +78,7 @@ def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
 
 
 def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy, drawn and filtered requests, and some that only the host can draw for."""
+    """Greedy, drawn and filtered requests, with and without penalties, edited logits and log probabilities."""
     rng, made = random.Random(3), []
     stem = [rng.randrange(4, VOCAB) for _ in range(20)]
     ways: list[dict[str, Any]] = [
@@ -85,7 +86,9 @@ def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.9, "seed": 1},
         {"temperature": 0.8, "seed": 2, "top_k": 12},
         {"temperature": 1.1, "seed": 3, "top_p": 0.8},
-        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 0},
+        {"temperature": 0.0, "presence_penalty": 0.7, "min_tokens": 5, "stop_token_ids": (9, 11, 40, 77)},
+        {"seed": 5, "logit_bias": {7: 3.0, 90: -9.0}, "bad_token_ids": (8,), "return_sampled_logprobs": True},
     ]
     for i in range(count):
         prompt = stem[: rng.choice([0, 16, 20])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 18))]
@@ -99,10 +102,10 @@ def answers(engine: DynamicInferenceEngine, requests) -> list[list[list[int]]]:
 
 
 def check_used(engine: DynamicInferenceEngine) -> None:
-    """Steps were replayed, and every shape that was met could be captured."""
+    """Steps were replayed, every shape that was met could be captured, and all tokens of such steps drawn within."""
     counts = pool_of(engine).counts
     assert counts.replays > 0 and counts.uncaptured == 0, counts
-    assert not pool_of(engine).refused
+    assert not pool_of(engine).refused and not engine.parts.runner.sampler.drawn_outside
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +179,64 @@ def test_wishes_of_the_host_are_met_from_a_replayed_steps_logits_and_hidden_stat
             torch.testing.assert_close(torch.tensor(got.pooled), torch.tensor(want.pooled), rtol=1e-4, atol=1e-5)
 
 
+def wishful(rng: random.Random) -> SamplingParams:
+    """Any mixture of what a draw can be asked for; half of them are two answers to one prompt."""
+    ids = rng.sample(range(VOCAB), 12)
+    wishes: list[dict[str, Any]] = [
+        {"repetition_penalty": rng.choice([0.8, 1.4])},
+        {"frequency_penalty": 0.5, "presence_penalty": -0.3},
+        {"logit_bias": {one: rng.uniform(-4.0, 4.0) for one in ids[:3]}},
+        {"bad_token_ids": ids[3 : 3 + rng.randint(1, 6)]},
+        {"allowed_token_ids": ids[2:5]},
+        {"min_tokens": 4, "stop_token_ids": ids[9:]},
+        {"top_p": 0.8},
+        {"logprobs": rng.choice([0, 3])},
+        {"return_sampled_logprobs": True},
+        {"return_support": True},
+    ]
+    chosen = {key: value for wish in wishes if rng.random() < 0.45 for key, value in wish.items()}
+    how = {"temperature": rng.choice([0.0, 1.0, 0.8]), "seed": rng.randrange(99), "n": rng.choice([1, 2])}
+    return SamplingParams(max_tokens=rng.randint(5, 16), ignore_eos=True, **how, **chosen)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, monkeypatch):
+    """Rows change hands, fork, are evicted and aborted; some steps have a row that lists too many ids for a graph."""
+    rng = random.Random(8)
+    asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], wishful(rng)) for _ in range(24)]
+    plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
+    expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    monkeypatch.setattr("megatron_infer.sampling.static.LISTED", 6)
+    engine = make_engine(gpt, **GRAPHS, logprobs_mode=mode, overlap=True, pool_blocks=9, max_requests=5)
+    aborted, found, waiting = 0, {}, [(str(i), *one) for i, one in enumerate(asked)]
+    for i in (3, 9, 15):  # these are asked twice, and given up the first time
+        waiting.insert(i, (f"aborted {i}", *asked[i]))
+    while waiting or engine.has_unfinished():
+        for name, prompt, params in waiting[:2]:
+            engine.add_request(prompt, params, request_id=name, stream="final")
+        waiting = waiting[2:]
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+        for i in (3, 9, 15):
+            if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.ledger:
+                aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
+    counts, outside = pool_of(engine).counts, engine.parts.runner.sampler.drawn_outside
+    assert 0 < outside["a list of more than 6 ids"] < counts.replays
+    assert engine.stats().counters["evicted"] and aborted, "too little to test"
+    for i, want in enumerate(expected):
+        for mine, theirs in zip(found[str(i)].outputs, want.outputs, strict=True):
+            assert_same_told(mine, theirs)
+
+
+def assert_same_told(got: CompletionOutput, want: CompletionOutput) -> None:
+    assert got.token_ids == want.token_ids
+    assert_close(want.logprobs, got.logprobs)
+    for mine, theirs in ((got.raw_logprobs, want.raw_logprobs), (got.processed_logprobs, want.processed_logprobs)):
+        assert mine == (None if theirs is None else pytest.approx(theirs, abs=1e-4))
+    assert (got.support is None) == (want.support is None)
+    for place in range(0 if got.support is None or want.support is None else len(want.token_ids)):
+        assert got.support.ids_at(place).tolist() == want.support.ids_at(place).tolist()
+
+
 def assert_close(want, got) -> None:
     """Log probabilities of the same tokens at the same positions."""
     assert (want is None) == (got is None)
@@ -183,7 +244,8 @@ def assert_close(want, got) -> None:
         assert (one is None) == (other is None)
         if one is not None:
             assert one.keys() == other.keys()
-            assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+            assert all(one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4) for token in one)
+            assert all(one[token].rank == other[token].rank for token in one)
 
 
 def test_an_abort_between_replays_leaves_the_others_their_answers(gpt):

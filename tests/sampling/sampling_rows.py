@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 from sampling_oracle import make_request
 
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 
@@ -16,14 +19,13 @@ PADDING = 24
 class Rows:
     """Requests by row, their token pool (junk beyond each context), and a sampler over them."""
 
-    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None) -> None:
+    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None) -> None:
         self.requests, self.vocab_size = requests, vocab_size
         longest = max(len(r.tokens) for r in requests)
-        self.pool = torch.randint(0, vocab_size, (len(requests) + 1, longest + 9), dtype=torch.int32)
+        self.pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
         self.params = RowParams(len(requests) + 1, vocab_size)
         for row, request in enumerate(requests):
-            self.params.set(row, request)
-            self.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+            self.put(row, request)
         self.sampler = Sampler(
             self.params,
             vocab_size=vocab_size,
@@ -31,17 +33,63 @@ class Rows:
             logprobs_mode=mode,
             argmax=argmax,
             kernels=kernels,
+            device_kernels=device_kernels,
         )
+
+    def put(self, row: int, request) -> None:
+        """The row is this request's from now on."""
+        self.requests[row] = request
+        self.params.set(row, request)
+        self.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+
+    def positions_of(self, rows) -> np.ndarray:
+        return np.array([len(self.requests[row].tokens) for row in rows], dtype=np.int64)
+
+    def can_be_static(self, rows) -> bool:
+        return self.sampler.can_be_static(np.array(rows, dtype=np.int64), self.positions_of(rows))
 
     def sample(self, logits_RV: torch.Tensor, rows=None) -> SampleOutput:
         """Draw for `rows` (all of them) from logits_RV[row], real vocabulary only."""
         rows = np.arange(len(self.requests), dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32)
-        positions = np.array([len(self.requests[r].tokens) for r in rows])
+        positions = self.positions_of(rows)
         padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(rows).long()], (0, PADDING), value=1e4)
         before = padded.clone()
         out = self.sampler.sample(padded, SampleInputs(rows=rows, positions=positions, token_pool=self.pool))
         assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
         return out
+
+
+def static(rows: Rows, logits_RV: torch.Tensor, order) -> SampleOutput:
+    """Draw for rows in `order` as a padded step does, with two rows of nobody behind them."""
+    order = np.asarray(list(order), dtype=np.int32)
+    count, nobody, positions = len(order), len(rows.requests), rows.positions_of(order)
+    rows.sampler.refresh_static()
+    logits = torch.nn.functional.pad(logits_RV[torch.from_numpy(order).long()], (0, PADDING, 0, 2), value=1e4)
+    before, room = logits.clone(), DrawRoom.make(count + 2, logits.device)
+    row_S = torch.tensor([*order, nobody, nobody], dtype=torch.int32)
+    rows.sampler.static_sample(logits, row_S, torch.tensor([*positions, 0, 0], dtype=torch.int32), rows.pool, room)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
+    inputs = SampleInputs(rows=order, positions=positions, token_pool=rows.pool)
+    out = rows.sampler.after_static(logits[:count], inputs, room.first(count))
+    assert rows.pool[torch.from_numpy(order).long(), torch.from_numpy(positions)].tolist() == out.tokens_S.tolist()
+    return out
+
+
+def same_outputs(got: SampleOutput, wanted: SampleOutput) -> None:
+    """Bit for bit, but for what rows that are bad are told."""
+    assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
+    for name in ("logprobs", "carried"):
+        one, other = getattr(got, name), getattr(wanted, name)
+        assert (one is None) == (other is None), name
+        if one is None:
+            continue
+        good = ~wanted.bad_S[torch.from_numpy(other.index)]
+        for field in fields(other):
+            mine, theirs = getattr(one, field.name), getattr(other, field.name)
+            if field.name == "bits_BY" or not isinstance(theirs, torch.Tensor):
+                assert np.array_equal(mine, theirs), field.name
+            else:
+                assert torch.equal(mine[good], theirs[good]), (field.name, mine[good] - theirs[good])
 
 
 def random_request(rng: np.random.Generator, vocab_size: int, **fixed):

@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from sampling_oracle import make_request
-from sampling_rows import PADDING, Rows, random_logits, random_request
+from sampling_rows import Rows, random_logits, random_request, same_outputs, static
 
+from megatron_infer.kernels.draw_columns import LISTED, Asks, Column
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.rng import mix, uniform
 from megatron_infer.sampling.static import RowMirror, uniform_of
-
-PLAIN = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_token_ids": None,
-    "min_tokens": 0,
-    "logprobs": None,
-    "return_sampled_logprobs": False,
-    "return_support": False,
-}
-"""Nothing that the static draw leaves to the ordinary one."""
-
-
-def static(rows: Rows, logits_RV: torch.Tensor, order):
-    """Draw for rows in `order`, padded by two rows of nobody -> (tokens, bad) of the real ones."""
-    order = np.asarray(order)
-    nobody = len(rows.requests)
-    positions = [len(rows.requests[row].tokens) for row in order]
-    rows.sampler.refresh_static()
-    logits = torch.nn.functional.pad(logits_RV[torch.from_numpy(order)], (0, PADDING, 0, 2), value=1e4)
-    token, bad = rows.sampler.static_sample(
-        logits, torch.tensor([*order, nobody, nobody]), torch.tensor([*positions, 0, 0]), rows.pool
-    )
-    assert rows.pool[torch.from_numpy(order), torch.tensor(positions)].tolist() == token[: len(order)].tolist()
-    return token[: len(order)], bad[: len(order)]
 
 
 def test_uniforms_are_the_hosts_bit_for_bit():
@@ -49,30 +23,44 @@ def test_uniforms_are_the_hosts_bit_for_bit():
     assert np.array_equal(got.numpy(), uniform(seeds, positions))
 
 
-def test_tokens_are_those_of_the_ordinary_draw_in_any_order():
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_answers_are_those_of_the_ordinary_draw_whatever_rows_want_and_in_any_order(mode):
     rng = np.random.default_rng(1)
     for vocab_size, dtype, step in (
         (30, torch.float32, None),
-        (3000, torch.bfloat16, 0.125),
+        (2040, torch.bfloat16, 0.125),
         (5003, torch.float32, 0.5),
     ):
-        requests = [random_request(rng, vocab_size, **PLAIN) for _ in range(60)]
+        short = {} if vocab_size < LISTED else {"allowed_token_ids": None}
+        requests = [random_request(rng, vocab_size, **(short if i % 2 else {})) for i in range(60)]
         logits = random_logits(rng, 60, vocab_size, dtype=dtype, step=step)
-        rows = Rows(requests, vocab_size)
-        order = rng.permutation(60)
-        wanted = rows.sample(logits, order)
-        token, bad = static(rows, logits, order)
-        assert token.tolist() == wanted.tokens_S.tolist()
-        assert not bad.any()
+        rows = Rows(requests, vocab_size, mode=mode)
+        order = rng.permutation([i for i in range(60) if rows.can_be_static([i])])
+        assert len(order) > 40
+        got = static(rows, logits, order)
+        same_outputs(got, rows.sample(logits, order))
+        assert not got.bad_S.any() or vocab_size == 30
 
 
 def test_rows_without_a_distribution_are_bad():
-    logits = torch.randn(4, 100)
+    logits = torch.randn(5, 100)
     logits[0], logits[1, 5], logits[2, 7] = -torch.inf, torch.nan, torch.inf
-    for params in ({}, {"temperature": 0.0}, {"top_p": 0.5}):
-        token, bad = static(Rows([make_request([1], seed=i, **params) for i in range(4)], 100), logits, range(4))
-        assert bad.tolist() == [True, True, True, False]
-        assert token[:3].tolist() == [0, 0, 0]
+    for params in ({}, {"temperature": 0.0}, {"top_p": 0.5}, {"repetition_penalty": 1.2}):
+        requests = [make_request([1], seed=i, **params) for i in range(4)]
+        rows = Rows([*requests, make_request([1], allowed_token_ids=[3], bad_token_ids=[3])], 100)
+        got = static(rows, logits, range(5))
+        assert got.bad_S.tolist() == [True, True, True, False, True]
+        assert got.tokens_S[[0, 1, 2, 4]].tolist() == [0, 0, 0, 0]
+
+
+def test_a_row_is_drawn_by_what_it_wants_now_not_by_what_its_last_request_did():
+    rng, vocab_size = np.random.default_rng(4), 60
+    logits = random_logits(rng, 8, vocab_size)
+    rows = Rows([random_request(rng, vocab_size) for _ in range(8)], vocab_size)
+    for _ in range(12):
+        same_outputs(static(rows, logits, range(8)), rows.sample(logits))
+        for row in rng.choice(8, size=3, replace=False).tolist():
+            rows.put(row, random_request(rng, vocab_size) if rng.random() < 0.7 else make_request([1, 2], seed=row))
 
 
 def test_a_mirror_follows_rows_that_change_hands_at_the_address_it_began_with():
@@ -85,7 +73,7 @@ def test_a_mirror_follows_rows_that_change_hands_at_the_address_it_began_with():
 
     params = RowParams(9, 50)
     mirror = RowMirror(params, stage)
-    address = mirror.columns_4R.data_ptr(), mirror.stream_R.data_ptr()
+    address = mirror.columns_NR.data_ptr(), mirror.lists_RI.data_ptr()
     for _ in range(30):
         for row in rng.choice(8, size=int(rng.integers(0, 4)), replace=False).tolist():
             if rng.random() < 0.3:
@@ -95,26 +83,31 @@ def test_a_mirror_follows_rows_that_change_hands_at_the_address_it_began_with():
         staged.clear()
         mirror.refresh()
         mirror.refresh()
-        assert len(staged) <= 1 and all(shape[1] <= 3 for shape in staged)
+        assert len(staged) <= 2 and all(shape[1] <= 3 for shape in staged[:1])
         for row in range(9):
-            inverse, top_k, top_p, min_p = mirror.columns_4R[:, row].tolist()
+            inverse, top_k, top_p, min_p = mirror.values_NR[:4, row].tolist()
             if params.flags[row] & 1:
                 assert (inverse, top_k, top_p, min_p) == (1.0 / params.table[0, row], *params.table[1:4, row])
-                assert mirror.stream_R[row].item() == mix(params.seed[row : row + 1]).view(np.int64)[0]
+                assert mirror.columns_NR[Column.STREAM, row].item() == mix(params.seed[row : row + 1]).view(np.int64)[0]
             else:
                 assert inverse == 0.0
-    assert address == (mirror.columns_4R.data_ptr(), mirror.stream_R.data_ptr())
+            if not params.flags[row]:
+                assert mirror.columns_NR[Column.ASKS, row].item() == 0
+    assert address == (mirror.columns_NR.data_ptr(), mirror.lists_RI.data_ptr())
 
 
-def test_rows_that_want_more_are_left_to_the_ordinary_draw():
-    wishes = [{"logprobs": 0}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 1.0}}, {"return_support": True}]
-    wishes += [{"return_sampled_logprobs": True}, {"bad_token_ids": [2]}]
-    requests = [make_request([1, 2], top_k=5, temperature=0.0 if i % 2 else 1.0) for i in range(3)]
-    requests += [make_request([1, 2], min_tokens=4, stop_ids=[3]), *(make_request([1, 2], **wish) for wish in wishes)]
-    sampler = Rows(requests, 50).sampler
-    assert sampler.can_be_static(np.array([0, 1, 2]), np.array([2, 2, 2]))
-    assert sampler.can_be_static(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
-    assert not sampler.can_be_static(np.array([0, 3]), np.array([2, 5]))
-    assert sampler.can_be_static(np.array([0, 3]), np.array([2, 6]))
-    for row in range(4, 4 + len(wishes)):
-        assert not sampler.can_be_static(np.array([0, row]), np.array([2, 2]))
+def test_what_only_the_host_can_do_is_left_to_the_ordinary_draw_and_counted():
+    vocab_size = 3 * LISTED
+    ids = list(range(LISTED))
+    requests = [make_request([1, 2], bad_token_ids=ids), make_request([1, 2], bad_token_ids=ids, logit_bias={7: 1.0})]
+    requests += [make_request([1, 2], min_tokens=4, stop_ids=range(LISTED + 1)), make_request([1, 2], logprobs=3)]
+    rows = Rows(requests, vocab_size)
+    assert rows.can_be_static([0, 3]) and rows.can_be_static([]) and not rows.sampler.drawn_outside
+    assert not rows.can_be_static([0, 1]) and not rows.can_be_static([2])
+    assert rows.sampler.can_be_static(np.array([2]), np.array([6])), "its stop ids are free by then"
+    rows.params.flags[0] |= 512  # Wants.GRAMMAR
+    assert not rows.can_be_static([0])
+    assert rows.sampler.drawn_outside == {"a list of more than 1,024 ids": 2, "structured output": 1}
+    rows.sampler.refresh_static()
+    asks = rows.sampler._mirror.columns_NR[Column.ASKS].tolist()
+    assert asks[0] & Asks.EDIT and not asks[1] & Asks.EDIT and not asks[2]

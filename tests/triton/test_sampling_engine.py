@@ -19,10 +19,10 @@ pytestmark = pytest.mark.triton
 
 WISHES = (
     {},
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.8, "top_p": 0.9, "return_sampled_logprobs": True},
     {"top_k": 7, "logprobs": 2},
-    {"min_p": 0.05, "repetition_penalty": 1.3, "bad_token_ids": [3, 4]},
+    {"min_p": 0.05, "repetition_penalty": 1.3, "bad_token_ids": [3, 4], "logprobs": 0, "return_sampled_logprobs": True},
 )
 
 
@@ -40,14 +40,17 @@ def tokens_of(model, **settings):
 
     with listening(note):
         outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WISHES))], params)
-    return [output.outputs[0].token_ids for output in outputs], kernels
+    assert not engine.parts.runner.sampler.drawn_outside
+    answers = [output.outputs[0] for output in outputs]
+    told = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
+    return [one.token_ids for one in answers], told, kernels
 
 
 def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    got, kernels = tokens_of(model)
+    got, _, kernels = tokens_of(model)
     assert {"draw_kernel", "best_kernel", "score_kernel"} <= kernels
     for name in ("torch",) if device.type == "cuda" else ("torch", "native"):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
@@ -55,16 +58,16 @@ def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
     assert len({tuple(tokens) for tokens in got}) > 1
 
 
-def test_padded_and_replayed_steps_draw_the_same_tokens(device, monkeypatch):
+def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_them(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    plain, _ = tokens_of(model)
+    *plain, _ = tokens_of(model)
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ConfigWarning)
-        replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
+        *replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
     if any("every step runs eagerly" in str(warning.message) for warning in told):
         pytest.skip("no step of this model can be captured here")
     assert replayed == plain

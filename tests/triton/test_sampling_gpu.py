@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
-from sampling_rows import random_logits, random_request
+from sampling_rows import random_logits, random_request, same_outputs
 
 from megatron_infer.forward.device import Device
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
@@ -27,6 +30,8 @@ PLAIN = {
     "return_sampled_logprobs": False,
     "return_support": False,
 }
+
+NO_LONG_LIST = {"allowed_token_ids": None}
 
 
 @pytest.fixture(autouse=True)
@@ -111,32 +116,52 @@ def test_masks_reach_the_gpu_without_a_wait():
     assert out.tokens_S[[1, 5]].tolist() == [7 * 32 + 3, 1249 * 32 + 31]
 
 
-def test_a_captured_draw_follows_rows_positions_parameters_and_logits():
+def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
     rng = np.random.default_rng(2)
-    requests = [random_request(rng, VOCAB, **PLAIN) for _ in range(ROWS)]
+    requests = [random_request(rng, VOCAB, **NO_LONG_LIST) for _ in range(ROWS)]
     logits, pool = on_gpu(requests, rng)
     sampler = make_sampler(requests)
     sampler.refresh_static()
     row_S, position_S = torch.zeros((2, ROWS), dtype=torch.int32, device="cuda")
-    stream = torch.cuda.Stream()
+    stream, room = torch.cuda.Stream(), DrawRoom.make(ROWS, logits.device)
     with torch.cuda.stream(stream):
-        sampler.static_sample(logits, row_S, position_S, pool)  # compiles
+        sampler.static_sample(logits, row_S, position_S, pool, room)  # compiles
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_S, bad_S = sampler.static_sample(logits, row_S, position_S, pool)
+        sampler.static_sample(logits, row_S, position_S, pool, room)
     for _ in range(5):
         for row in rng.choice(ROWS, size=6, replace=False).tolist():
-            requests[row] = random_request(rng, VOCAB, **PLAIN)
+            requests[row] = random_request(rng, VOCAB, **NO_LONG_LIST)
             sampler.params.set(row, requests[row])
         order = rng.permutation(ROWS).astype(np.int32)
         positions = np.array([len(requests[row].tokens) for row in order], dtype=np.int64)
-        logits.copy_(on_gpu(requests, rng)[0])
+        for target, new in zip((logits, pool), on_gpu(requests, rng), strict=True):
+            target.copy_(new)
         row_S.copy_(torch.from_numpy(order))
         position_S.copy_(torch.from_numpy(positions))
         sampler.refresh_static()
-        graph.replay()
-        wanted = sampler.sample(logits, SampleInputs(rows=order, positions=positions, token_pool=pool))
-        assert token_S.tolist() == wanted.tokens_S.tolist()
-        assert not bad_S.any()
-        assert pool[row_S.long(), position_S.long()].tolist() == token_S.tolist()
+        assert sampler.can_be_static(order, positions)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph.replay()
+            inputs = SampleInputs(rows=order, positions=positions, token_pool=pool)
+            got = sampler.after_static(logits, inputs, room)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wanted = sampler.sample(logits, inputs)
+        same_outputs(on_cpu(got), on_cpu(wanted))
+        assert not got.bad_S.any()
+        assert pool[row_S.long(), position_S.long()].tolist() == got.tokens_S.tolist()
+
+
+def on_cpu(part):
+    """A dataclass with its tensors, and those of what it holds, on the CPU."""
+    moved = {}
+    for one in fields(part):
+        value = getattr(part, one.name)
+        moved[one.name] = value.cpu() if isinstance(value, torch.Tensor) else value
+        if one.name in ("logprobs", "carried") and value is not None:
+            moved[one.name] = on_cpu(value)
+    return replace(part, **moved)

@@ -6,7 +6,8 @@
 Two kinds of logits: `text` (Zipf-like: a nucleus of tens of tokens) and `flat` (normal noise: half of the vocabulary is
 in the nucleus, the worst case of top_p). Parameters stay in their rows from step to step, as in decoding.
 MEGATRON_INFER_BACKEND=torch measures the path without a compiler. On a GPU a step is timed from its call to the end of
-its work, and `static` is the draw that a captured graph holds, launched from the host.
+its work, and `static ...` is the draw that a captured graph holds, launched from the host (of `logprobs 5` the log
+probability and rank alone).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from megatron_infer.forward.device import Device
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.kernels.select import Chosen, choose
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, Sampler
@@ -90,7 +92,8 @@ def make_step(
     if static:
         sampler.refresh_static()
         row_S, position_S = (device.stage(array.astype(np.int32)) for array in (inputs.rows, inputs.positions))
-        return lambda: sampler.static_sample(logits, row_S, position_S, pool)
+        room = DrawRoom.make(rows, device.torch)
+        return lambda: sampler.static_sample(logits, row_S, position_S, pool, room)
     return lambda: sampler.sample(logits, inputs)
 
 
@@ -128,18 +131,19 @@ def main() -> None:
     with torch.inference_mode():
         floor = best_ms(lambda: kinds["text"].amax(-1), args.repeat, device)
         print(
-            f"{'ms per step':<28}"
+            f"{'ms per step':<35}"
             + "".join(f"{kind:>9}" for kind in kinds)
             + f"   (one read of the logits: {floor:.2f})"
         )
-        names = [*CASES, "mixed"] + ["static"] * device.is_cuda
-        for name in names:
-            wants = [CASES[name if name in CASES else MIXED[i % 4]] for i in range(args.rows)]
+        names = [*CASES, "mixed"]
+        for name in [*names, *(f"static {name}" for name in names * device.is_cuda)]:
+            case, static = name.removeprefix("static "), name.startswith("static ")
+            wants = [CASES[case if case in CASES else MIXED[i % 4]] for i in range(args.rows)]
             results[name] = {
-                kind: best_ms(make_step(logits, wants, kernels, device, static=name == "static"), args.repeat, device)
+                kind: best_ms(make_step(logits, wants, kernels, device, static=static), args.repeat, device)
                 for kind, logits in kinds.items()
             }
-            print(f"{name:<28}" + "".join(f"{ms:>9.2f}" for ms in results[name].values()))
+            print(f"{name:<35}" + "".join(f"{ms:>9.2f}" for ms in results[name].values()))
     if args.json is not None:
         args.json.write_text(
             json.dumps({"floor_ms": floor, "ms": results, **{k: str(v) for k, v in vars(args).items()}})

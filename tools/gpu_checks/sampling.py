@@ -10,6 +10,7 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
 from megatron_infer.kernels import accelerated
+from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
 from megatron_infer.schedule.params import SamplingParams
@@ -58,7 +59,14 @@ class Rows:
             self.params.set(row, request)
         self.pool = torch.from_numpy(pool).to(device)
         kernels = self._kernels() if with_kernels else None
-        self.sampler = Sampler(self.params, vocab_size=vocabulary, padded_vocab_size=vocabulary + 8, kernels=kernels)
+        self.sampler = Sampler(
+            self.params,
+            vocab_size=vocabulary,
+            padded_vocab_size=vocabulary + 8,
+            kernels=kernels,
+            device_kernels=kernels,
+            stage=lambda array: torch.from_numpy(array).to(device),
+        )
 
     def _kernels(self) -> Any:
         found, _ = accelerated.available(accelerated.SAMPLING, self.device, torch.float32, forced=None)
@@ -70,6 +78,37 @@ class Rows:
         inputs = SampleInputs(rows=rows, positions=self.positions[rows], token_pool=self.pool)
         with torch.inference_mode():
             return self.sampler.sample(padded, inputs)
+
+    def captured(self, logits_RV: torch.Tensor) -> Any:
+        """A call that draws for rows in another order each time, from within a graph where there can be one -> (what
+        it gave, what a draw outside gives)."""
+        count = len(logits_RV)
+        logits = torch.nn.functional.pad(logits_RV, (0, 8), value=1e4).to(self.device)
+        own, room = logits.clone(), DrawRoom.make(count, self.device)
+        row_S, position_S = torch.zeros((2, count), dtype=torch.int32, device=self.device)
+
+        def run() -> None:
+            self.sampler.static_sample(own, row_S, position_S, self.pool, room)
+
+        self.sampler.refresh_static()
+        run()
+        replay = run
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            replay = graph.replay
+
+        def draw(order: np.ndarray) -> tuple[SampleOutput, SampleOutput]:
+            inputs = SampleInputs(rows=order, positions=self.positions[order], token_pool=self.pool)
+            for target, source in ((own, logits[torch.from_numpy(order).to(self.device)]), (row_S, order)):
+                target.copy_(torch.as_tensor(source))
+            position_S.copy_(torch.from_numpy(inputs.positions))
+            replay()
+            return self.sampler.after_static(own, inputs, room), self.sampler.sample(own, inputs)
+
+        return draw
 
 
 def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, rounds: int) -> Result:
@@ -105,6 +144,44 @@ def draws(ctx: Context) -> Result:
 )
 def edited(ctx: Context) -> Result:
     return _compare(ctx, EDITED, repeats=ctx.pick(4, 1), rounds=ctx.pick(3, 1))
+
+
+@check(
+    "captured_draws",
+    group="sampling",
+    promise="a captured draw gives what one outside of a graph does: tokens of edited logits, log probabilities, ranks",
+    budget_s=40,
+)
+def captured(ctx: Context) -> Result:
+    compare = Comparison("share of rows that differ")
+    asked = ({}, {"logprobs": 0}, {"return_sampled_logprobs": True})
+    for vocabulary in ctx.pick((1000, 50257, 262144), (120,)):
+        wishes = [{**way, **more} for way in (*PLAIN, *EDITED) for more in asked]
+        rows = Rows(wishes, vocabulary, ctx.device, with_kernels=True)
+        generator = torch.Generator().manual_seed(vocabulary)
+        logits = (torch.randn(len(wishes), vocabulary, generator=generator) * 3).to(
+            ctx.pick(torch.bfloat16, torch.float32)
+        )
+        with torch.inference_mode():
+            draw = rows.captured(logits)
+            for turn in range(ctx.pick(4, 1)):
+                got, wanted = draw(np.random.default_rng(turn).permutation(len(wishes)).astype(np.int32))
+                for name, one, other in _pairs(got, wanted):
+                    differ = (one != other).float().mean().item()
+                    compare.add(f"vocabulary {vocabulary}, {name}, turn {turn}", differ, 0.0)
+    return compare.result()
+
+
+def _pairs(got: SampleOutput, wanted: SampleOutput) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    assert got.logprobs is not None and wanted.logprobs is not None
+    assert got.carried is not None and wanted.carried is not None
+    return [
+        ("tokens", got.tokens_S, wanted.tokens_S),
+        ("log probabilities", got.logprobs.token_logprob, wanted.logprobs.token_logprob),
+        ("ranks", got.logprobs.token_rank, wanted.logprobs.token_rank),
+        ("raw", got.carried.raw, wanted.carried.raw),
+        ("processed", got.carried.processed, wanted.carried.processed),
+    ]
 
 
 @check(

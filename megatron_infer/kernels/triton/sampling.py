@@ -1,6 +1,7 @@
 """Draws, log probabilities and masks in Triton: one token a row out of logits that never leave the device.
 
     logits [S, V] --chunk_maxima--> maxima of groups, best of chunks --chunk_masses--> sums of weights --draw--> token
+    captured:            `--mark, edit--> fp32 logits of rows with penalties, bias, ... --^         draw --rank--> rank
 
 The first two run a program per chunk of CHUNK ids, the third one per row; a greedy row leaves the last two at once, and
 a row without a filter reads one chunk again. A filtered row collects the few candidates that its filters can reach
@@ -14,7 +15,11 @@ The tokens are those of sampling/filters.py and of native/sampling.cpp. Their ex
 float64: one weight in about 2**13 differs by 1 of 2**40, and a token could differ where the draw falls on such a
 boundary, about once in 2**30 draws.
 
-Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses. Not yet run on a GPU.
+A captured draw tells log probabilities, too: of what the draw has summed up, and of weights at temperature 1 taken
+while the same logits are in registers. Its edits and ranks are in `sampling_rows`.
+
+Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses; for a row whose logits are edited V * 20
+more, for one that asks for its rank V * (2 or 4). Not yet run on a GPU.
 Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups, W words of 32 tokens.
 """
 
@@ -24,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
 from megatron_infer.kernels.triton import launch as launching
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
@@ -35,6 +41,7 @@ from megatron_infer.kernels.triton.sampling_kernels import (
     forbid_kernel,
     score_kernel,
 )
+from megatron_infer.kernels.triton.sampling_rows import drawn_rank_kernel, edit_kernel, mark_kernel
 
 CHUNK, GROUP = 4096, 64
 HELD = 2048
@@ -45,6 +52,10 @@ BLOCK = 4096
 DRAW_WARPS = 16
 MANY = 256
 """Groups whose maxima bound the candidates where no top_k says how many."""
+PARTS, MARKED = 16, 1024
+"""Programs that mark the ids of a row's context, and how many of them at a time."""
+UNFUSED = {"enable_fp_fusion": False}
+"""Compiler's option: a product is rounded before it is added, as torch does it."""
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Low bits of a fp32 value that the dtype never sets."""
 
@@ -74,36 +85,51 @@ class TritonSampling:
             )
         return token_S
 
-    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`SamplingKernels.draw`; an inverse temperature of 0 draws the largest logit."""
         rows, device = len(logits_MV), logits_MV.device
         assert columns_5M.shape == (5, rows) and columns_5M.is_contiguous() and columns_5M.dtype is torch.float64
         token, cut_id, mass = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
-        top, cut_logit = torch.empty(rows, device=device), torch.empty(rows, device=device)
+        top, cut_logit, own = (torch.empty(rows, device=device) for _ in range(3))
         if rows:
-            inputs = (columns_5M, rows, None, None, None, None, 0)
-            self._draw(logits_MV, inputs, (token, top, None, cut_logit, cut_id, mass), static=False)
-        return token, top, cut_logit, cut_id, mass
+            room = _Room(logits_MV, self._held)
+            room.scan()
+            room.sum_up(columns_5M)
+            outputs = (token, top, None, cut_logit, cut_id, mass, own, None, None)
+            nobodys = (None, None, None, None, 0, None, 0, None, None)
+            self._draw(room, logits_MV, (columns_5M, columns_5M.stride(0), *nobodys), outputs)
+        return token, top, cut_logit, cut_id, mass, own
 
     def static_draw(
         self,
         logits_SV: Tensor,
-        columns_4R: Tensor,
-        stream_R: Tensor,
+        columns_NR: Tensor,
+        lists_RI: Tensor,
         row_S: Tensor,
         position_S: Tensor,
         token_pool: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """`DeviceKernels.static_draw`: three launches, whatever the rows want."""
-        rows, device = len(logits_SV), logits_SV.device
-        assert columns_4R.stride(1) == stream_R.stride(0) == token_pool.stride(1) == 1
-        assert row_S.is_contiguous() and position_S.is_contiguous() and len(row_S) == len(position_S) == rows
-        token_S = torch.empty(rows, dtype=torch.int64, device=device)
-        bad_S = torch.empty(rows, dtype=torch.uint8, device=device)
-        if rows:
-            inputs = (columns_4R, columns_4R.stride(0), stream_R, row_S, position_S, token_pool, token_pool.stride(0))
-            self._draw(logits_SV, inputs, (token_S, None, bad_S, None, None, None), static=True)
-        return token_S, bad_S.view(torch.bool)
+        out: DrawRoom,
+    ) -> None:
+        """`DeviceKernels.static_draw`: seven launches, whatever the rows want."""
+        rows = len(logits_SV)
+        assert columns_NR.shape[0] == len(Column) and lists_RI.shape[1] == LISTED
+        assert columns_NR.stride(1) == token_pool.stride(1) == lists_RI.stride(1) == 1 and lists_RI.is_contiguous()
+        assert row_S.is_contiguous() and position_S.is_contiguous()
+        assert len(row_S) == len(position_S) == len(out.tokens) == rows
+        if not rows:
+            return
+        room = _Room(logits_SV, self._held)
+        asked = _Asked(room, columns_NR, lists_RI, row_S, position_S)
+        room.scan(asked)
+        asked.edit(token_pool)
+        room.sum_up(asked.values, asked)
+        pool = (token_pool, token_pool.stride(0))
+        inputs = (asked.values, asked.stride, columns_NR, row_S, position_S, *pool, logits_SV, logits_SV.stride(0))
+        found = (out.tokens, out.top, out.bad.view(torch.uint8), out.cut_logit, out.cut_id, out.mass)
+        for logits, edited in ((logits_SV, False), (asked.work, True)):
+            told = (asked.model_best, asked.model_mass)
+            self._draw(room, logits, (*inputs, *told), (*found, out.own, out.raw, out.rank), static=True, edited=edited)
+        asked.count_ranks(out)
 
     def score(
         self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
@@ -156,7 +182,7 @@ class TritonSampling:
             top,
             vocab,
             room.num_chunks,
-            **room.cuts(self._held),
+            **room.cuts(self._held, logits_AV.dtype),
             num_warps=8,
         )
         return logprob, rank, top_ids, top_logprobs
@@ -184,32 +210,15 @@ class TritonSampling:
 
     def _draw(
         self,
+        room: _Room,
         logits: Tensor,
         inputs: tuple[Tensor | int | None, ...],
         outputs: tuple[Tensor | None, ...],
         *,
-        static: bool,
+        static: bool = False,
+        edited: bool = False,
     ) -> None:
-        room = _Room(logits, self._held)
-        room.scan()
-        columns, stride, _, row, *_ = inputs
-        launch(
-            chunk_masses_kernel,
-            (room.num_rows, room.num_chunks),
-            logits,
-            logits.stride(0),
-            room.best,
-            room.mass,
-            columns,
-            stride,
-            row,
-            room.vocab,
-            room.num_chunks,
-            CHUNK=CHUNK,
-            CHUNKS=room.chunks,
-            STATIC=static,
-            num_warps=4,
-        )
+        """logits: those that tokens are drawn from."""
         launch(
             draw_kernel,
             (room.num_rows,),
@@ -226,8 +235,9 @@ class TritonSampling:
             room.vocab,
             room.num_chunks,
             STATIC=static,
+            EDITED=edited,
             MANY=min(MANY, self._held // 2),
-            **room.cuts(self._held),
+            **room.cuts(self._held, logits.dtype),
             num_warps=DRAW_WARPS,
         )
 
@@ -241,7 +251,7 @@ class _Room:
         self.num_chunks = triton.cdiv(self.vocab, CHUNK)
         self.chunks = triton.next_power_of_2(self.num_chunks)
         self.groups = self.chunks * (CHUNK // GROUP)
-        self._logits_SV, device = logits_SV, logits_SV.device
+        self.logits, device = logits_SV, logits_SV.device
         shape = (self.num_rows, self.num_chunks)
         self.best, self.best_id = (
             torch.empty(shape, device=device),
@@ -252,27 +262,51 @@ class _Room:
         self.listed = torch.empty((self.num_rows, self.groups), dtype=torch.int32, device=device)
         self.held = torch.empty((self.num_rows, 4, held), dtype=torch.int32, device=device)
 
-    def scan(self) -> None:
-        """Fill the maxima."""
+    def scan(self, asked: _Asked | None = None) -> None:
+        """Fill the maxima; asked: of a captured draw."""
         if not self.num_rows:
             return
+        rows = (None, None, None, 0, None, None) if asked is None else asked.scanned()
         launch(
             chunk_maxima_kernel,
             (self.num_rows, self.num_chunks),
-            self._logits_SV,
-            self._logits_SV.stride(0),
+            self.logits,
+            self.logits.stride(0),
             self.maxima,
             self.best,
             self.best_id,
+            *rows,
             self.vocab,
             self.num_chunks,
             CHUNK=CHUNK,
             GROUP=GROUP,
+            STATIC=asked is not None,
             num_warps=8,
         )
 
-    def cuts(self, held: int) -> dict[str, int]:
-        """Constants of the kernels that run a row a program."""
+    def sum_up(self, columns: Tensor, asked: _Asked | None = None) -> None:
+        """Fill the masses of those rows whose draw needs them."""
+        rows = (None, None, None, None, None, None) if asked is None else asked.summed()
+        launch(
+            chunk_masses_kernel,
+            (self.num_rows, self.num_chunks),
+            self.logits,
+            self.logits.stride(0),
+            self.best,
+            self.mass,
+            columns,
+            columns.stride(0),
+            *rows,
+            self.vocab,
+            self.num_chunks,
+            CHUNK=CHUNK,
+            CHUNKS=self.chunks,
+            STATIC=asked is not None,
+            num_warps=4,
+        )
+
+    def cuts(self, held: int, dtype: torch.dtype) -> dict[str, int]:
+        """Constants of the kernels that run a row a program, over logits of this dtype."""
         return {
             "CHUNK": CHUNK,
             "CHUNKS": self.chunks,
@@ -281,8 +315,96 @@ class _Room:
             "TILE": TILE,
             "HELD": held,
             "BLOCK": BLOCK,
-            "SHIFT": SHIFTS[self._logits_SV.dtype],
+            "SHIFT": SHIFTS[dtype],
         }
+
+
+class _Asked:
+    """What the rows of a captured draw ask for, and the logits of those that have them edited."""
+
+    def __init__(self, room: _Room, columns_NR: Tensor, lists_RI: Tensor, row_S: Tensor, position_S: Tensor) -> None:
+        self._room, self._numbers, self._lists = room, columns_NR, lists_RI
+        self._row, self._position = row_S, position_S
+        self.values, self.stride = columns_NR.view(torch.float64), columns_NR.stride(0)
+        device = room.best.device
+        self.work = torch.empty((room.num_rows, room.vocab), device=device)
+        """fp32 [S, V]: marks, then logits; written and read of edited rows alone."""
+        self._marks = self.work.view(torch.int32)
+        self.model_best = torch.empty_like(room.best)
+        self.model_mass = torch.empty_like(room.mass)
+
+    def scanned(self) -> tuple[Tensor | int, ...]:
+        return self.model_best, self._marks, self._numbers, self.stride, self._row, self._position
+
+    def summed(self) -> tuple[Tensor, ...]:
+        return self._row, self._position, self._numbers, self.work, self.model_best, self.model_mass
+
+    def edit(self, token_pool: Tensor) -> None:
+        """Make the logits of edited rows, and their maxima."""
+        room, logits = self._room, self._room.logits
+        launch(
+            mark_kernel,
+            (room.num_rows, PARTS),
+            self._marks,
+            self._numbers,
+            self.stride,
+            self._lists,
+            self._row,
+            self._position,
+            token_pool,
+            token_pool.stride(0),
+            room.vocab,
+            PARTS,
+            LISTED=LISTED,
+            TILE=MARKED,
+            num_warps=4,
+        )
+        launch(
+            edit_kernel,
+            (room.num_rows, room.num_chunks),
+            logits,
+            logits.stride(0),
+            self._marks,
+            room.maxima,
+            room.best,
+            room.best_id,
+            self.values,
+            self._numbers,
+            self.stride,
+            self._lists,
+            self._row,
+            self._position,
+            room.vocab,
+            room.num_chunks,
+            LISTED=LISTED,
+            CHUNK=CHUNK,
+            GROUP=GROUP,
+            num_warps=8,
+            **UNFUSED,
+        )
+
+    def count_ranks(self, out: DrawRoom) -> None:
+        """Of the drawn tokens, for rows that want to know."""
+        room, logits = self._room, self._room.logits
+        launch(
+            drawn_rank_kernel,
+            (room.num_rows, room.num_chunks),
+            logits,
+            logits.stride(0),
+            self.work,
+            self.values,
+            self._numbers,
+            self.stride,
+            self._row,
+            self._position,
+            out.tokens,
+            out.cut_logit,
+            out.cut_id,
+            out.rank,
+            room.vocab,
+            CHUNK=CHUNK,
+            num_warps=4,
+        )
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -312,7 +434,12 @@ _POINTERS = {
     "cut_logit_ptr": "*fp32",
     "cut_id_ptr": "*i64",
     "row_mass_ptr": "*i64",
-    "stream_ptr": "*i64",
+    "numbers_ptr": "*i64",
+    "lists_ptr": "*i64",
+    "model_best_ptr": "*fp32",
+    "model_mass_ptr": "*i64",
+    "own_ptr": "*fp32",
+    "raw_ptr": "*fp32",
     "row_ptr": "*i32",
     "position_ptr": "*i32",
     "pool_ptr": "*i32",
@@ -329,49 +456,68 @@ _POINTERS = {
 _TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
+_OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_ptr", "model_best_ptr", "model_mass_ptr")
+_OF_ROWS += ("bad_ptr", "raw_ptr", "rank_ptr", "work_ptr")
+"""Absent of a draw that is not captured."""
+
+
 def _variant(
     name: str, kernel: object, dtype: torch.dtype, warps: int, absent: tuple[str, ...] = (), **constexprs: object
 ) -> AotVariant:
     names = kernel.arg_names  # type: ignore[attr-defined]
-    fixed = {**constexprs, **dict.fromkeys(absent)}
-    types = {**_POINTERS, "x_ptr": _TYPES[dtype]}
+    fixed = {**constexprs, **dict.fromkeys(name for name in absent if name in names)}
+    of_x = "*fp32" if constexprs.get("EDITED") else _TYPES[dtype]
+    types = {**_POINTERS, "x_ptr": of_x, "model_ptr": _TYPES[dtype]}
+    if kernel in (chunk_maxima_kernel, mark_kernel, edit_kernel):
+        types["work_ptr"] = "*i32"
     signature = {arg: "constexpr" if arg in fixed else types.get(arg, "i32") for arg in names}
-    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=fixed, options={"num_warps": warps})
+    options: dict[str, int] = {"num_warps": warps}
+    if kernel is edit_kernel:
+        options |= UNFUSED
+    return AotVariant(name=name, kernel=kernel, signature=signature, constexprs=fixed, options=options)
 
 
 def aot_variants() -> list[AotVariant]:
     """Each kernel for each dtype, with the cuts of a vocabulary of 131072; those of a small and a larger one once."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
+    variants.append(_variant("mark", mark_kernel, torch.float32, 4, LISTED=LISTED, TILE=MARKED))
     for chunks in (1, 64):
         cuts = {"CHUNK": CHUNK, "CHUNKS": chunks, "GROUP": GROUP, "GROUPS": chunks * (CHUNK // GROUP), "TILE": TILE}
         cuts |= {"HELD": HELD, "BLOCK": BLOCK, "SHIFT": 0}
-        absent = ("top_ptr", "cut_logit_ptr", "cut_id_ptr", "row_mass_ptr")
-        draws = {"STATIC": True, "MANY": MANY, **cuts}
+        draws = {"STATIC": True, "EDITED": False, "MANY": MANY, **cuts}
         name = f"{chunks}_chunks"
-        variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, absent, **draws))
+        variants.append(_variant(f"draw_{name}", draw_kernel, torch.float32, DRAW_WARPS, (), **draws))
         variants.append(_variant(f"score_{name}", score_kernel, torch.float32, 8, (), **cuts))
     for rows in ((), ("rows_ptr",)):
         variants.append(_variant(f"forbid{'_all' * len(rows)}", forbid_kernel, torch.float32, 4, rows, BLOCK=BLOCK))
     for dtype in SHIFTS:
-        tag = _TYPES[dtype][1:]
-        cuts = {"CHUNK": CHUNK, "CHUNKS": 32, "GROUP": GROUP}
-        many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK}
-        many |= {"SHIFT": SHIFTS[dtype], **cuts}
-        of_chunk = {"CHUNK": CHUNK, "CHUNKS": 32}
-        variants.append(_variant(f"maxima_{tag}", chunk_maxima_kernel, dtype, 8, CHUNK=CHUNK, GROUP=GROUP))
-        for static in (False, True):
-            eager = ("top_ptr", "cut_logit_ptr", "cut_id_ptr", "row_mass_ptr")
-            of_rows = ("stream_ptr", "row_ptr", "position_ptr", "pool_ptr", "bad_ptr")
-            name, absent = ("static", eager) if static else ("eager", of_rows)
-            no_row = () if static else ("row_ptr",)
-            variants.append(
-                _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, no_row, STATIC=static, **of_chunk)
-            )
-            variants.append(
-                _variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, STATIC=static, MANY=MANY, **many)
-            )
-        for known in (("known_ptr",), ()):
-            name = "fresh" if known else "known"
-            variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))
-            variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **many))
+        variants += _variants_of(dtype)
+    return variants
+
+
+def _variants_of(dtype: torch.dtype) -> list[AotVariant]:
+    variants, tag = [], _TYPES[dtype][1:]
+    of_chunk, grouped = {"CHUNK": CHUNK, "CHUNKS": 32}, {"CHUNK": CHUNK, "GROUP": GROUP}
+    many = {"GROUPS": 2048, "TILE": TILE, "HELD": HELD, "BLOCK": BLOCK, **of_chunk, **grouped}
+    shift = {"SHIFT": SHIFTS[dtype]}
+    for static in (False, True):
+        name, absent = ("static", ()) if static else ("eager", _OF_ROWS)
+        variants.append(
+            _variant(f"maxima_{name}_{tag}", chunk_maxima_kernel, dtype, 8, absent, STATIC=static, **grouped)
+        )
+        variants.append(
+            _variant(f"masses_{name}_{tag}", chunk_masses_kernel, dtype, 4, absent, STATIC=static, **of_chunk)
+        )
+        draws = {"STATIC": static, "EDITED": False, "MANY": MANY, **many, **shift}
+        variants.append(_variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, **draws))
+    if dtype is torch.bfloat16:  # what is drawn from is fp32, whatever the model's dtype
+        draws = {"STATIC": True, "EDITED": True, "MANY": MANY, **many, "SHIFT": 0}
+        variants.append(_variant("draw_edited", draw_kernel, dtype, DRAW_WARPS, (), **draws))
+    edits = {"LISTED": LISTED, **grouped}
+    variants.append(_variant(f"edit_{tag}", edit_kernel, dtype, 8, (), **edits))
+    variants.append(_variant(f"drawn_rank_{tag}", drawn_rank_kernel, dtype, 4, (), CHUNK=CHUNK))
+    for known in (("known_ptr",), ()):
+        name = "fresh" if known else "known"
+        variants.append(_variant(f"ranks_{name}_{tag}", chunk_ranks_kernel, dtype, 4, known, **of_chunk))
+        variants.append(_variant(f"score_{name}_{tag}", score_kernel, dtype, 8, known, **many, **shift))
     return variants

@@ -156,7 +156,8 @@ def draw_from(
     level_C, id_C, weight_C, lowest, highest, mass_V, top_k, top_p, min_p, uniform, x_ptr, vocab, top, inverse,
     ROW: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """top_k, top_p on what is left, min_p, then the draw -> (token, logit and id of the last candidate kept)."""
+    """top_k, top_p on what is left, min_p, then the draw -> (token, logit and id of the last candidate kept, the sum of
+    the weights of all that are)."""
     has_top_k = top_k < vocab
     bound = tl.full((), ANY_BOUND, tl.float64)
     if top_p < 1.0:
@@ -194,7 +195,7 @@ def draw_from(
     )
     index = (target - above) // tl.maximum(weight_of(logit_of(drawn, SHIFT), top, inverse), 1)
     token = nth_at(level_C, id_C, drawn, index.to(tl.int32), x_ptr, vocab, ROW, SHIFT, BLOCK)
-    return token, logit_of(cut, SHIFT), cut_id
+    return token, logit_of(cut, SHIFT), cut_id, total
 
 
 @triton.jit

@@ -16,28 +16,27 @@ from megatron_infer.kernels.triton.sampling_device import (
     logit_of,
     weight_of,
 )
+from megatron_infer.kernels.triton.sampling_rows import ASK_OWN, ASK_RAW, STREAM, asks_of, is_edited, put_maxima
 
 # fmt: off
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns_stride"])
 def chunk_maxima_kernel(
-    x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, vocab, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, model_best_ptr, work_ptr, numbers_ptr, columns_stride, row_ptr,
+    position_ptr, vocab, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):
-    """Maxima of groups, and of each chunk the largest logit (NaN if any is) with the lowest id that has it."""
+    """Maxima of groups and chunks of the model's logits. STATIC: and no marks where logits will be edited."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_G = tl.arange(0, CHUNK // GROUP)
     ids = chunk * CHUNK + group_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * x_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-    broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
-    x = tl.where(x == x, x, -float("inf"))
-    maxima = tl.max(x, 1)
-    best = tl.max(maxima, 0)
-    best_id = tl.min(tl.min(tl.where(x == best, ids, 0x7FFFFFFF), 1), 0)
     at = row * num_chunks + chunk
-    tl.store(maxima_ptr + at * (CHUNK // GROUP) + group_G, maxima)
-    tl.store(best_ptr + at, tl.where(broken > 0, float("nan"), best))
-    tl.store(best_id_ptr + at, best_id)
+    best = put_maxima(x, ids, maxima_ptr, best_ptr, best_id_ptr, at, group_G, CHUNK, GROUP)
+    if STATIC:
+        tl.store(model_best_ptr + at, best)
+        if is_edited(numbers_ptr, columns_stride, tl.load(row_ptr + row).to(tl.int64), tl.load(position_ptr + row)):
+            tl.store(work_ptr + row * vocab + ids, tl.zeros((CHUNK // GROUP, GROUP), tl.int32), mask=ids < vocab)
 
 
 @triton.jit
@@ -67,20 +66,53 @@ def needs_mass(top_k, top_p, min_p, vocab):
 
 @triton.jit(do_not_specialize=["columns_stride"])
 def chunk_masses_kernel(
-    x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, vocab, num_chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
+    x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, position_ptr, numbers_ptr, work_ptr,
+    model_best_ptr, model_mass_ptr, vocab, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
 ):
-    """Sums of weights of the chunks, for rows that are drawn from the whole or measured against it."""
+    """Sums of weights of the chunks, for rows that are drawn from the whole or measured against it. STATIC: and of the
+    model's logits at temperature 1, for rows that want to know."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row
     if STATIC:
         at = tl.load(row_ptr + row).to(tl.int64)
     inverse, top_k, top_p, min_p = wishes(columns_ptr, columns_stride, at)
     top, fit, _ = largest(best_ptr, row, num_chunks, CHUNKS)
-    if fit & needs_mass(top_k, top_p, min_p, vocab) & (inverse > 0.0):
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(x_ptr + row * x_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-        tl.store(mass_ptr + row * num_chunks + chunk, tl.sum(weight_of(x, top, inverse), 0))
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    here = ids < vocab
+    place = row * num_chunks + chunk
+    wanted = needs_mass(top_k, top_p, min_p, vocab) & (inverse > 0.0)
+    if STATIC:
+        asks = asks_of(numbers_ptr, columns_stride, at)
+        edited = is_edited(numbers_ptr, columns_stride, at, tl.load(position_ptr + row))
+        wanted = fit & (wanted | ((inverse <= 0.0) & ((asks & ASK_OWN) != 0)))
+        inverse = tl.where(inverse > 0.0, inverse, 1.0)
+        mass = tl.zeros((), tl.int64)
+        if wanted:
+            if edited:
+                x = tl.load(work_ptr + row * vocab + ids, mask=here, other=-float("inf"))
+            else:
+                x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
+            mass = tl.sum(weight_of(x, top, inverse), 0)
+            tl.store(mass_ptr + place, mass)
+        if (asks & ASK_RAW) != 0:
+            if wanted & (inverse == 1.0) & (edited == 0):
+                tl.store(model_mass_ptr + place, mass)
+            else:
+                model_top, model_fit, _ = largest(model_best_ptr, row, num_chunks, CHUNKS)
+                if model_fit:
+                    x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
+                    one = tl.full((), 1.0, tl.float64)
+                    tl.store(model_mass_ptr + place, tl.sum(weight_of(x, model_top, one), 0))
+    else:
+        if fit & wanted:
+            x = tl.load(x_ptr + row * x_stride + ids, mask=here, other=-float("inf")).to(tl.float32)
+            tl.store(mass_ptr + place, tl.sum(weight_of(x, top, inverse), 0))
+
+
+@triton.jit
+def logprob_of(x, top, inverse, mass):
+    """fp32 log probability of a fp32 logit in a distribution of that largest logit and sum of weights."""
+    return ((x.to(tl.float64) - top.to(tl.float64)) * inverse - tl.log(mass.to(tl.float64) / SCALE)).to(tl.float32)
 
 
 @triton.jit
@@ -110,7 +142,7 @@ def draw_free(x_ptr, mass_C, uniform, vocab, top, inverse, CHUNK: tl.constexpr, 
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     upto = before + tl.cumsum(weight_of(x, top, inverse), 0)
-    return chunk * CHUNK + tl.sum((upto <= target).to(tl.int32), 0)
+    return chunk * CHUNK + tl.sum((upto <= target).to(tl.int32), 0), total
 
 
 @triton.jit
@@ -122,6 +154,7 @@ def draw_held(
     """Among the first candidates, if they can be held -> (whether they were enough, then as `draw_from`)."""
     token, cut_id = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     cut_logit = tl.full((), -float("inf"), tl.float32)
+    kept_mass = tl.zeros((), tl.int64)
     enough = wanted < 0
     if wanted <= HELD // 2:
         num_held, lowest = gather_candidates(
@@ -137,12 +170,12 @@ def draw_held(
             enough = (top_k < vocab) | (num_held == vocab) | (last < min_p * SCALE)
             enough = enough | ((top_p < 1.0) & (held_mass >= top_p * total.to(tl.float64)))
             if enough:
-                token, cut_logit, cut_id = draw_from(
+                token, cut_logit, cut_id, kept_mass = draw_from(
                     level_H, id_H, weight_H, lowest, level_of(top, SHIFT), total, top_k, top_p, min_p, uniform,
                     x_ptr, vocab, top, inverse, False, SHIFT, BLOCK,
                 )
         tl.debug_barrier()  # the room may be filled again
-    return enough, token, cut_logit, cut_id
+    return enough, token, cut_logit, cut_id, kept_mass
 
 
 @triton.jit
@@ -153,40 +186,46 @@ def draw_filtered(
 ):
     """Among few candidates, else among more, else among all -> as `draw_from`."""
     wanted = tl.where(top_k < vocab, top_k, MANY)
-    enough, token, cut_logit, cut_id = draw_held(
+    enough, token, cut_logit, cut_id, kept_mass = draw_held(
         x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups, top,
         inverse, GROUP, GROUPS, TILE, HELD, BLOCK, SHIFT,
     )
     if enough == 0:
         wanted = tl.where(top_k < vocab, top_k, 4 * MANY)
-        enough, token, cut_logit, cut_id = draw_held(
+        enough, token, cut_logit, cut_id, kept_mass = draw_held(
             x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups,
             top, inverse, GROUP, GROUPS, TILE, 2 * HELD, BLOCK, SHIFT,
         )
     if enough == 0:
         lowest = level_of(tl.full((), -float("inf"), tl.float32), SHIFT)
         none = tl.arange(0, 1)
-        token, cut_logit, cut_id = draw_from(
+        token, cut_logit, cut_id, kept_mass = draw_from(
             none, none, none, lowest, level_of(top, SHIFT), total, top_k, top_p, min_p, uniform,
             x_ptr, vocab, top, inverse, True, SHIFT, BLOCK,
         )
-    return token, cut_logit, cut_id
+    return token, cut_logit, cut_id, kept_mass
 
 
 @triton.jit(do_not_specialize=["columns_stride"])
 def draw_kernel(
     x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, mass_ptr, listed_ptr, held_ptr,
-    columns_ptr, columns_stride, stream_ptr, row_ptr, position_ptr, pool_ptr, pool_stride,
-    token_ptr, top_ptr, bad_ptr, cut_logit_ptr, cut_id_ptr, row_mass_ptr, vocab, num_chunks,
-    STATIC: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
+    columns_ptr, columns_stride, numbers_ptr, row_ptr, position_ptr, pool_ptr, pool_stride, model_ptr, model_stride,
+    model_best_ptr, model_mass_ptr, token_ptr, top_ptr, bad_ptr, cut_logit_ptr, cut_id_ptr, row_mass_ptr, own_ptr,
+    raw_ptr, rank_ptr, vocab, num_chunks,
+    STATIC: tl.constexpr, EDITED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """One row's token. STATIC: parameters by request row, the uniform made here, the token put into the pool."""
+    """One row's token. STATIC: parameters by request row, the uniform made here, the token put into the pool; of rows
+    whose logits are EDITED, or of the others."""
     row = tl.program_id(0).to(tl.int64)
-    at = row
+    at, asks = row, tl.zeros((), tl.int32)
     if STATIC:
         at = tl.load(row_ptr + row).to(tl.int64)
+        position = tl.load(position_ptr + row)
+        if is_edited(numbers_ptr, columns_stride, at, position) != EDITED:
+            return
+        asks = asks_of(numbers_ptr, columns_stride, at)
     inverse, top_k, top_p, min_p = wishes(columns_ptr, columns_stride, at)
     x_ptr += row * x_stride
     top, fit, best_C = largest(best_ptr, row, num_chunks, CHUNKS)
@@ -195,13 +234,15 @@ def draw_kernel(
     token = tl.zeros((), tl.int32)
     cut_logit = tl.full((), -float("inf"), tl.float32)
     cut_id = token + vocab
-    row_mass = tl.zeros((), tl.int64)
+    row_mass, kept_mass = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     if fit & (inverse <= 0.0):
         id_C = tl.load(best_id_ptr + row * num_chunks + at_C, mask=here_C, other=0x7FFFFFFF)
         token = tl.min(tl.where(best_C == top, id_C, 0x7FFFFFFF), 0)
+        if (asks & ASK_OWN) != 0:
+            kept_mass = tl.sum(tl.load(mass_ptr + row * num_chunks + at_C, mask=here_C, other=0), 0)
     if fit & (inverse > 0.0):
         if STATIC:
-            uniform = uniform_of(tl.load(stream_ptr + at), tl.load(position_ptr + row))
+            uniform = uniform_of(tl.load(numbers_ptr + STREAM * columns_stride + at), position)
         else:
             uniform = tl.load(columns_ptr + 4 * columns_stride + at)
         mass_C = tl.zeros((CHUNKS,), tl.int64)
@@ -210,24 +251,37 @@ def draw_kernel(
         total = tl.sum(mass_C, 0)
         row_mass = tl.where(inverse == 1.0, total, 0)
         if (top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0):
-            token = draw_free(x_ptr, mass_C, uniform, vocab, top, inverse, CHUNK, CHUNKS)
+            token, kept_mass = draw_free(x_ptr, mass_C, uniform, vocab, top, inverse, CHUNK, CHUNKS)
         else:
             num_groups = num_chunks * (CHUNK // GROUP)
-            token, cut_logit, cut_id = draw_filtered(
+            token, cut_logit, cut_id, kept_mass = draw_filtered(
                 x_ptr, maxima_ptr + row * num_groups, listed_ptr + row * GROUPS, held_ptr + row * 4 * HELD, total,
                 top_k, top_p, min_p, uniform, vocab, num_groups, top, inverse,
                 GROUP, GROUPS, TILE, HELD, MANY, BLOCK, SHIFT,
             )
     token = tl.minimum(token, vocab - 1)
     tl.store(token_ptr + row, token.to(tl.int64))
+    own = logprob_of(tl.load(x_ptr + token).to(tl.float32), top, tl.where(inverse > 0.0, inverse, 1.0), kept_mass)
+    known = fit
+    if STATIC == 0:
+        known = fit & (inverse > 0.0)
+    tl.store(own_ptr + row, tl.where(known, own, float("nan")))
+    tl.store(top_ptr + row, top)
+    tl.store(cut_logit_ptr + row, cut_logit)
+    tl.store(cut_id_ptr + row, cut_id.to(tl.int64))
     if STATIC:
         tl.store(bad_ptr + row, (fit == 0).to(tl.int8))
-        tl.store(pool_ptr + at * pool_stride + tl.load(position_ptr + row), token)
-    else:
-        tl.store(top_ptr + row, top)
-        tl.store(cut_logit_ptr + row, cut_logit)
-        tl.store(cut_id_ptr + row, cut_id.to(tl.int64))
-        tl.store(row_mass_ptr + row, row_mass)
+        tl.store(pool_ptr + at * pool_stride + position, token)
+        tl.store(rank_ptr + row, tl.full((), 1, tl.int64))
+        if EDITED:
+            row_mass = tl.zeros((), tl.int64)
+        if (asks & ASK_RAW) != 0:
+            model_top, model_fit, _ = largest(model_best_ptr, row, num_chunks, CHUNKS)
+            row_mass = tl.sum(tl.load(model_mass_ptr + row * num_chunks + at_C, mask=here_C & model_fit, other=0), 0)
+            logit = tl.load(model_ptr + row * model_stride + token).to(tl.float32)
+            raw = logprob_of(logit, model_top, tl.full((), 1.0, tl.float64), row_mass)
+            tl.store(raw_ptr + row, tl.where(model_fit, raw, float("nan")))
+    tl.store(row_mass_ptr + row, row_mass)
 
 
 @triton.jit
@@ -283,18 +337,16 @@ def score_kernel(
         mass = tl.load(known_ptr + row)
     if mass <= 0:
         mass = tl.sum(tl.load(mass_ptr + row * num_chunks + at_C, mask=here_C & fit, other=0), 0)
-    norm = top.to(tl.float64) + tl.log(mass.to(tl.float64) / SCALE)
-    norm = tl.where(fit, norm, float("nan"))
-    own = tl.load(x_ptr + tl.load(token_ptr + row)).to(tl.float64)
+    own = logprob_of(tl.load(x_ptr + tl.load(token_ptr + row)).to(tl.float32), top, tl.full((), 1.0, tl.float64), mass)
     rank = 1 + tl.sum(tl.load(before_ptr + row * num_chunks + at_C, mask=here_C, other=0), 0)
-    tl.store(logprob_ptr + row, (own - norm).to(tl.float32))
+    tl.store(logprob_ptr + row, tl.where(fit, own, float("nan")))
     tl.store(rank_ptr + row, rank.to(tl.int64))
     top_ids_ptr += row * num_top
     top_logprobs_ptr += row * num_top
     if fit == 0:
         for i in range(num_top):
             tl.store(top_ids_ptr + i, i + tl.zeros((), tl.int64))
-            tl.store(top_logprobs_ptr + i, norm.to(tl.float32))
+            tl.store(top_logprobs_ptr + i, float("nan"))
     if fit & (num_top > 0):
         num_groups = num_chunks * (CHUNK // GROUP)
         num_held = tl.zeros((), tl.int32) + (HELD + 1)
@@ -311,13 +363,13 @@ def score_kernel(
             key_H = order_of(level_H, id_H)
             for i in range(num_top):
                 key = tl.max(key_H, 0)
-                put_alternative(top_ids_ptr + i, top_logprobs_ptr + i, key, norm, SHIFT)
+                put_alternative(top_ids_ptr + i, top_logprobs_ptr + i, key, top, mass, SHIFT)
                 key_H = tl.where(key_H == key, -0x7FFFFFFFFFFFFFFF, key_H)
         else:
             last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
             for i in range(num_top):
                 last = next_candidate(x_ptr, last, vocab, SHIFT, BLOCK)
-                put_alternative(top_ids_ptr + i, top_logprobs_ptr + i, last, norm, SHIFT)
+                put_alternative(top_ids_ptr + i, top_logprobs_ptr + i, last, top, mass, SHIFT)
 
 
 @triton.jit
@@ -327,11 +379,11 @@ def order_of(level, id):
 
 
 @triton.jit
-def put_alternative(id_ptr, logprob_ptr, key, norm, SHIFT: tl.constexpr):
+def put_alternative(id_ptr, logprob_ptr, key, top, mass, SHIFT: tl.constexpr):
     """The candidate of a key, and its log probability."""
     tl.store(id_ptr, 0x7FFFFFFF - (key & 0x7FFFFFFF))
     logit = logit_of((key >> 32).to(tl.int32), SHIFT)
-    tl.store(logprob_ptr, (logit.to(tl.float64) - norm).to(tl.float32))
+    tl.store(logprob_ptr, logprob_of(logit, top, tl.full((), 1.0, tl.float64), mass))
 
 
 @triton.jit
