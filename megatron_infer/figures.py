@@ -54,12 +54,14 @@ def graph_figures(parts: Assembly) -> dict[str, Any]:
         return {}
     pool = parts.runner.graphs.pool
     counts = pool.counts
+    sampler = parts.runner.graphs.sampler
     steps = (counts.replays, counts.uncaptured, sum(list(counts.eager.values())))
     return {
         "graphs": len(pool.captured),
         "graph_bytes": pool.num_bytes,
         "graph_captures": counts.captures,
         "graph_steps": dict(zip(GRAPH_STEPS, steps, strict=True)),
+        "graph_draws_outside": 0 if sampler is None else sum(list(sampler.drawn_outside.values())),
     }
 
 

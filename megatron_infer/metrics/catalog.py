@@ -57,6 +57,7 @@ ENGINE = _specs(
     ("engine_graph_bytes", "gauge", "bytes", "Device memory that they take, as measured"),
     ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
     ("engine_graph_steps_total", "counter", "steps", "Steps with graphs on: replayed, padded, eager", ("how",)),
+    ("engine_graph_draws_outside_total", "counter", "steps", "Those not eager whose tokens were drawn outside of them"),
     ("engine_transitions_total", "counter", "transitions", "Suspends and resumes", ("command",)),
     ("engine_transition_seconds_total", "counter", "seconds", "Time they took", ("command",)),
     ("engine_ttft_seconds", "histogram", "seconds", "From a request's arrival at the engine to its first token"),
@@ -212,6 +213,7 @@ def _plain_counts(f: EngineFigures) -> dict[str, int]:
         "engine_evictions_total": f.evictions,
         "engine_recomputed_tokens_total": f.recomputed_tokens,
         "engine_graph_captures_total": f.graph_captures,
+        "engine_graph_draws_outside_total": f.graph_draws_outside,
     }
 
 

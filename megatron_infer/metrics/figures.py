@@ -94,11 +94,13 @@ class EngineFigures:
     swaps_in: int = 0
     recomputed_tokens: int = 0
     graphs: int = 0
-    """CUDA graphs captured now; this and the next three are 0 where no steps are captured."""
+    """CUDA graphs captured now; this and the next four are 0 where no steps are captured."""
     graph_bytes: int = 0
     graph_captures: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     """By GRAPH_STEPS: replayed from a graph, padded to a shape without one, or run as they are."""
+    graph_draws_outside: int = 0
+    """Steps of the first two kinds that had a row no captured draw serves: see `Sampler.drawn_outside`."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """Requests by outcome: stop, length, abort, error."""
     transitions: Mapping[str, int] = field(default_factory=dict)

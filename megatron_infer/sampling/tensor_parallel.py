@@ -56,7 +56,7 @@ class TensorParallelSampler:
     def __init__(self, sampler: Sampler, group: Any) -> None:
         self._sampler, self._spread = sampler, RowSpread(group)
         self.params: RowParams = sampler.params
-        self._stage = sampler.stage
+        self._stage, self.drawn_outside = sampler.stage, sampler.drawn_outside
         self.vocab_size, self.padded_vocab_size = sampler.vocab_size, sampler.padded_vocab_size
         size = group.size()
         assert self.padded_vocab_size % size == 0, f"{self.padded_vocab_size} logits over {size} ranks"
@@ -110,7 +110,7 @@ class TensorParallelSampler:
         has_alternatives = self.params.num_logprobs[rows[(flags & Wants.LOGPROBS) != 0]] > 0
         _, support = self._carried(flags, rows)
         if has_alternatives.any() or (support >= 0).any():
-            self._sampler.drawn_outside["alternatives or supports, of a vocabulary in parts"] += 1
+            self.drawn_outside["alternatives or supports, of a vocabulary in parts"] += 1
             return False
         return True
 
