@@ -43,6 +43,7 @@ from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact import inexact_part
 from megatron_infer.parallel.groups import ParallelGroups
+from megatron_infer.parallel.lockstep import ALONE_S
 from megatron_infer.parallel.options import agree_on_config
 from megatron_infer.parallel.team import Team
 from megatron_infer.sampling.params import RowParams
@@ -530,6 +531,7 @@ def make_runner(
         stage=where.stage,
     )
     of_all = for_group(sampler, adopted.tp_group)
-    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait)
+    alone_s = ALONE_S if adopted.groups() else None
+    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait, alone_s=alone_s)
     graphs = step_graphs(adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=of_all, link=link)
     return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)

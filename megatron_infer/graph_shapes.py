@@ -270,6 +270,8 @@ def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape, *, tenso
     """
     heads = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     token = 4 * model.hidden_size + model.kv_dtype_bytes * (heads + LIVE_WIDTHS * model.hidden_size)
-    logits, edited = 2 * model.padded_vocab_size * model.kv_dtype_bytes, 4 * model.padded_vocab_size
-    row = edited + (logits if tensor_parallel_size == 1 else logits + logits // tensor_parallel_size)
+    logits = 2 * model.padded_vocab_size * model.kv_dtype_bytes
+    if tensor_parallel_size > 1:
+        logits += logits // tensor_parallel_size
+    row = logits + 4 * model.padded_vocab_size
     return max((shape.num_tokens * token + shape.num_rows * row for shape in shapes), default=0)

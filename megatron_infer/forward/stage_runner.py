@@ -8,6 +8,7 @@ inbox:                                     receive what step k drew             
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from megatron_infer.context.host import Move
 from megatron_infer.forward.batch import Batch
 from megatron_infer.forward.flight import Drawn, Flight, PromptScores
-from megatron_infer.forward.pipeline import Lane, Message, StageLink, is_broken_off, is_of_collective
+from megatron_infer.forward.pipeline import BrokenOff, Lane, Message, StageLink, is_broken_off, is_of_collective
 from megatron_infer.forward.pooling import Pooled, pooled_as, pooled_slices
 from megatron_infer.forward.runner import ModelRunner
 from megatron_infer.forward.step_graphs import asks_routing
@@ -51,6 +52,8 @@ class StageFlight(Flight):
     arrived: Future[Drawn] | None = None
     on_wait: Callable[[], None] = lambda: None
     """Called every now and then while `read` waits; may raise."""
+    alone_s: float | None = None
+    """How long to wait for what was drawn where this rank raised and others of its stage may wait for it."""
 
     def is_done(self) -> bool:
         return self.computed is None or self.arrived is None or (self.computed.done() and self.arrived.done())
@@ -58,22 +61,31 @@ class StageFlight(Flight):
     def read(self) -> Drawn:
         """Wait for this stage and for what the last one drew.
 
-        Raises StageLost when a stage cannot be reached, and what a collective among the ranks of this stage raised.
+        Raises StageLost when a stage cannot be reached, what a collective among the ranks of this stage raised, and
+        BrokenOff where this rank alone of its stage has raised.
         """
         assert self.computed is not None and self.arrived is not None, "the step was not sampled"
         self._wait(self.computed)
         self.computed.result()
         if self.broken is not None:  # what the last stage draws may be waiting for this rank
             raise self.broken
-        self._wait(self.arrived)
+        if not self._wait(self.arrived, self.alone_s if self.cause else None) or (
+            self.cause and self.arrived.exception() is not None
+        ):  # else all of its stage's ranks had raised, and the last stage had heard of it from each
+            raise BrokenOff(self.cause)
         drawn = self.arrived.result()
         if self.broken is not None:
             raise self.broken
         return drawn
 
-    def _wait(self, future: Future[Any]) -> None:
+    def _wait(self, future: Future[Any], limit_s: float | None = None) -> bool:
+        """Whether it came in time."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         while not wait([future], timeout=WAIT_S).done:
             self.on_wait()
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+        return True
 
 
 class StageRunner(ModelRunner):
@@ -82,10 +94,19 @@ class StageRunner(ModelRunner):
     A forward that raises, on whichever stage, is told to all of them: `Drawn.error`.
     """
 
-    def __init__(self, *args: Any, link: StageLink, on_wait: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
-        """on_wait: raises when the other stages are not to be waited for any longer."""
+    def __init__(
+        self,
+        *args: Any,
+        link: StageLink,
+        on_wait: Callable[[], None] = lambda: None,
+        alone_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """on_wait: raises when the other stages are not to be waited for any longer. alone_s: see `StageFlight`; None:
+        a stage of one rank.
+        """
         super().__init__(*args, **kwargs)
-        self.link, self._on_wait = link, on_wait
+        self.link, self._on_wait, self._alone_s = link, on_wait, alone_s
         self._lane = Lane(f"stage {link.rank}")
         self._lane.submit(self._device.take_thread)
         self._inbox = self._lane if link.is_last else Lane(f"stage {link.rank} inbox")
@@ -93,7 +114,7 @@ class StageRunner(ModelRunner):
         """Mixture-of-experts layers of the stages before; what is gathered up to this stage (None: nothing)."""
 
     def forward(self, plan: Plan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()) -> Flight:
-        flight = StageFlight(plan=plan, on_wait=self._on_wait)
+        flight = StageFlight(plan=plan, on_wait=self._on_wait, alone_s=self._alone_s)
         flight.computed = self._lane.submit(partial(self._compute, flight, table_writes, moves))
         if plan.returned:  # such a request may be gone before the lane gets here: nothing of it is in flight
             flight.computed.exception()

@@ -214,13 +214,14 @@ class StepGraphs:
             self._step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
         out, count = self._step.out, batch.num_sampled
+        draws = count and self._step.draws(shape)
         return Replayed(
             # so that slices are found where they are in the plan, behind its own decode rows
             hidden_TD=None
             if not shape.num_prefill or out.hidden_TD is None
             else out.hidden_TD[shape.num_decode - num_decode :],
             logits_SV=None if not count or out.logits_SV is None else out.logits_SV[:count],
-            drawn=out.drawn.first(count) if count and out.drawn is not None and self._step.draws(shape) else None,
+            drawn=None if not draws or out.drawn is None else out.drawn.first(count),
         )
 
     def residual_TD(self, shape: GraphShape) -> Tensor:

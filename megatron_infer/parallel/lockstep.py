@@ -222,7 +222,8 @@ class Lockstep:
             try:
                 message = link.receive(SLICE_S)
             except LinkClosed:
-                self._watch.check()  # it may have said why before
+                self._watch.catch_up()  # it may have said why
+                self._watch.check()
                 raise RankFailure(rank, self.phase, "its process has ended") from None
             if message is not None:
                 return _Report(*message)
@@ -250,6 +251,7 @@ class Lockstep:
             try:
                 message: dict[str, Any] | None = link.receive(SLICE_S)
             except LinkClosed:
+                self._watch.catch_up()
                 self._watch.check()
                 raise RankFailure(0, self.phase, "its process has ended") from None
             if message is not None:

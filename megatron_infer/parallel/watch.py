@@ -45,6 +45,7 @@ class Watch:
         self._lost: tuple[int, str] | None = None
         self._said_goodbye = self._has_given_up = False
         self._closing, self._awake, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._beaten = threading.Event()
         # The thread must not keep an engine alive that everyone else has forgotten.
         events = self._closing, self._awake
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self), *events), daemon=True)
@@ -79,6 +80,12 @@ class Watch:
         self._awake.set()
         self._told.wait(self._interval_s)
 
+    def catch_up(self) -> None:
+        """Take in what a rank that has just gone may have said before."""
+        self._beaten.clear()
+        self._awake.set()
+        self._beaten.wait(self._interval_s)
+
     def close(self) -> None:
         """Say goodbye and end the thread; the links are closed by whoever made them."""
         self._closing.set()
@@ -105,6 +112,7 @@ class Watch:
                 link.send(message, wait_s=self._interval_s)
             except LinkClosed:
                 self._miss(rank, "its process has ended, or cannot be reached any more")
+        self._beaten.set()
         if "lost" in message:
             self._told.set()
             self._end_waits()

@@ -16,7 +16,6 @@ this rank's share of O, A rows to be scored, C columns of results.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ class TensorParallelSampler:
     def __init__(self, sampler: Sampler, group: Any) -> None:
         self._sampler, self._spread = sampler, RowSpread(group)
         self.params: RowParams = sampler.params
-        self._stage = sampler.stage
+        self._stage, self.drawn_outside = sampler.stage, sampler.drawn_outside
         self.vocab_size, self.padded_vocab_size = sampler.vocab_size, sampler.padded_vocab_size
         size = group.size()
         assert self.padded_vocab_size % size == 0, f"{self.padded_vocab_size} logits over {size} ranks"
@@ -101,17 +100,19 @@ class TensorParallelSampler:
         return SampleOutput(tokens_S, bad_S, scored, told)
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """As `Sampler.can_be_static`, from the rows' parameters, the same on every rank; but for what is computed of
-        whole rows behind the draw."""
-        if (self.params.num_logprobs[rows] > 0).any() or (self.params.flags[rows] & Wants.SUPPORT).any():
-            self.drawn_outside["alternatives or supports of rows in parts"] += 1
-            return False
-        return self._sampler.can_be_static(rows, positions)
+        """As `Sampler.can_be_static`: from the rows' parameters, the same on every rank.
 
-    @property
-    def drawn_outside(self) -> Counter[str]:
-        """As `Sampler.drawn_outside`."""
-        return self._sampler.drawn_outside
+        Not where `Sampler.after_static` would look at whole rows of logits, of which there are parts alone by then.
+        """
+        if not self._sampler.can_be_static(rows, positions):
+            return False
+        flags: np.ndarray = self.params.flags[rows]
+        has_alternatives = self.params.num_logprobs[rows[(flags & Wants.LOGPROBS) != 0]] > 0
+        _, support = self._carried(flags, rows)
+        if has_alternatives.any() or (support >= 0).any():
+            self.drawn_outside["alternatives or supports, of a vocabulary in parts"] += 1
+            return False
+        return True
 
     def refresh_static(self) -> None:
         """As `Sampler.refresh_static`."""
@@ -129,8 +130,8 @@ class TensorParallelSampler:
         self._sampler.static_sample(whole_SV, row_S, position_S, token_pool, out)
 
     def after_static(self, logits_SW: Tensor, inputs: SampleInputs, room: DrawRoom) -> SampleOutput:
-        """As `Sampler.after_static`, which needs no logits for what `can_be_static` lets through."""
-        return self._sampler.after_static(logits_SW, inputs, room)
+        """As `Sampler.after_static`, for rows that `can_be_static`: it looks at the logits' shape alone."""
+        return self._sampler.after_static(logits_SW[:, :1].expand(-1, self.padded_vocab_size), inputs, room)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.

@@ -87,9 +87,9 @@ def failing(function, *, call):
     return wrapped
 
 
-def check_failures(model, expected, rank) -> None:
-    """A forward that raises on either stage ends the requests of its step on both, and no other."""
-    for victim in (0, 1):
+def check_failures(model, expected, rank, victims=(0, 1)) -> None:
+    """A forward that raises on any stage ends the requests of its step on all of them, and no other."""
+    for victim in victims:
         engine = stage_case.make_engine(model)
         if rank == victim:
             engine.parts.adopted.hidden = failing(engine.parts.adopted.hidden, call=6)
@@ -100,9 +100,9 @@ def check_failures(model, expected, rank) -> None:
         for answer, want in zip(answers, expected, strict=True):
             if not answer[0]:
                 stage_case.assert_same(answer, want, f"beside a failure on stage {victim}")
-        everyone = [None, None]
+        everyone = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, failed)
-        assert everyone[0] == everyone[1]
+        assert all(one == failed for one in everyone)
 
 
 @pytest.mark.timeout(300)
@@ -128,10 +128,11 @@ def run_four(rank: int, size: int, folder: Path) -> None:
         ("last stage without Mamba", {"pipeline_parallel": 4}),
     ):
         ranks.new_groups(**{key.replace("_", "_model_") + "_size": size for key, size in parallel.items()})
-        engine = stage_case.make_engine(
-            stage_case.load_model(folder, name, **parallel), "chunks, prefix cache, overlap"
-        )
+        model = stage_case.load_model(folder, name, **parallel)
+        engine = stage_case.make_engine(model, "chunks, prefix cache, overlap")
         stage_case.assert_same(stage_case.generate(engine), expected[name], f"{name}, {parallel}")
+        if name == "untied, uneven" and "tensor_parallel" not in parallel:
+            check_failures(model, expected[name], rank, victims=(1,))
 
 
 @pytest.mark.timeout(300)

@@ -167,9 +167,10 @@ def test_a_score_takes_over_what_the_draw_summed_up_and_a_row_of_nan_has_none(ke
     columns[1], columns[3], columns[4] = 700, 0.0, 0.4
     columns[0, 1] = 1 / 0.7  # the sum of another temperature does not serve
     logits, columns = logits.to(device), columns.to(device)
-    token, largest, _, _, mass = kernels.draw(logits, columns)
+    token, largest, _, _, mass, own = kernels.draw(logits, columns)
     assert (mass > 0).tolist() == [True, False, True, False]
     alone, taken = kernels.score(logits, token, 2), kernels.score(logits, token, 2, known=(mass, largest))
+    assert torch.equal(own[[0, 2]], alone[0][[0, 2]]) and own.isnan().tolist() == [False, False, False, True]
     for one, other in zip(alone, taken, strict=True):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
     assert alone[0].isnan().tolist() == [False, False, False, True] and alone[2][3].tolist() == [0, 1]
