@@ -101,14 +101,34 @@ class CudaRecorder:
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
         with (
             _no_collection(),
+            torch.cuda.stream(current),  # torch.cuda.graph stays on its own where a capture cannot be ended
+            self._over_when_it_fails(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             run()
         return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
 
+    @contextlib.contextmanager
+    def _over_when_it_fails(self) -> Iterator[None]:
+        """Up to 2.11 torch's allocator takes a capture that could not be ended for one under way, and never again can
+        its cache be emptied: neither for a suspend nor for the next capture (pytorch pull request 180395)."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it is over
+                torch._C._cuda_endAllocateToPool(self._device.torch.index or 0, self._pool)
+            raise
+
     def reset(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What ended a capture; that it then cannot be ended in order is said in its place otherwise."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 @contextlib.contextmanager
@@ -265,7 +285,8 @@ class GraphPool:
             except torch.OutOfMemoryError as error:
                 reason = f"no memory: {error}"
             except RuntimeError as error:  # GraphRefused, and what CUDA says of an operation it cannot capture
-                reason = str(error) or type(error).__name__
+                first = _first_of(error)
+                reason = str(first) or type(first).__name__
             else:
                 self.counts.captures += 1
                 self.counts.capture_s += time.perf_counter() - started
