@@ -17,7 +17,7 @@ search after vLLM's unified attention. Legend: `kernels/base.py`.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -39,6 +39,9 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+LARGE_SHARED_KIB = 160
+"""Shared memory of a block from which on tiles are the large ones; consumer cards have 99."""
 
 
 @triton.jit
@@ -169,10 +172,10 @@ def prefill_tiles(head_pad: int, element_bytes: int, shared_kib: int) -> Prefill
     if head_pad <= 64:
         return PrefillTiles(lines=128, keys=64, num_warps=4, num_stages=3)
     if head_pad <= 128:
-        if shared_kib >= 160:
+        if shared_kib >= LARGE_SHARED_KIB:
             return PrefillTiles(lines=128, keys=64, num_warps=8, num_stages=3)
         return PrefillTiles(lines=64, keys=64, num_warps=4, num_stages=2)
-    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= 160 else 2)
+    return PrefillTiles(lines=64, keys=32, num_warps=4, num_stages=3 if shared_kib >= LARGE_SHARED_KIB else 2)
 
 
 @functools.cache
@@ -239,4 +242,6 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)]
+    is_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
+    one = variant(f"prefill_{name}", prefill_kernel, _constexprs(layer, tiles), options, dtype, fp8=layer.fp8)
+    return [replace(one, min_shared=LARGE_SHARED_KIB << 10) if is_large else one]

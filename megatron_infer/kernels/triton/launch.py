@@ -175,6 +175,8 @@ class AotVariant:
     """num_warps, num_stages, ... as the launch gives them."""
     min_arch: int = 80
     """Older architectures lack an instruction of it."""
+    min_shared: int = 0
+    """Bytes: no device whose blocks have less shared memory launches it."""
 
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""
