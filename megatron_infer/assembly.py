@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -56,6 +57,8 @@ from megatron_infer.speeds import SpeedMeter
 
 log = logging.getLogger("megatron_infer")
 
+TRITON = "triton"
+"""What backends of this package's own kernels are called."""
 Tick = Callable[[str], None]
 
 
@@ -336,6 +339,7 @@ def assemble(
         )
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=team.check_alive)
     register_derived(parts)
+    warm_up(parts)
     if parts.context.host is not None:
         if groups.is_leader:
             parts.speeds = SpeedMeter(parts.runner.store)
@@ -434,6 +438,18 @@ def register_derived(parts: Assembly) -> None:
         )
     parts.derived.refresh()
     connect_graphs(parts)
+
+
+def warm_up(parts: Assembly) -> None:
+    """See kernels compiled that are compiled when they are first launched; those of packages are their own affair."""
+    adopted, chosen = parts.adopted, parts.chosen
+    used = [chosen.ops.name]
+    used += [chosen.attention.name] if adopted.specs else []
+    used += [] if chosen.scan is None else [chosen.scan.name]
+    if parts.device.is_cuda and set(used) == {TRITON} and adopted.foreign_layer() is None:
+        started = time.perf_counter()
+        parts.runner.warm_up(parts.sizes.max_tokens)
+        log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
 
 
 def connect_graphs(parts: Assembly) -> None:

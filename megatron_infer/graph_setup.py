@@ -22,6 +22,7 @@ from megatron_infer.forward.step_graphs import StepGraphs
 from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.parallel.groups import backend_on
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.tensor_parallel import MAX_WHOLE_BYTES, TensorParallelSampler
 
@@ -112,7 +113,7 @@ def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | 
     if adopted.pieces is not None and not recorder.holds_compiled:
         return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():
-        backend = dist.get_backend(group)
+        backend = backend_on(group, adopted.device.type)
         if recorder.collectives is not None and backend not in recorder.collectives:
             return f"{recorder.name} holds no collectives of {backend}"
     return None

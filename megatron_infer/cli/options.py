@@ -98,7 +98,7 @@ def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
     parse = parsers[kind]
-    metavar = {"int": "N", "float": "X", "int | float": "GIB", "bool": "{true,false,none}"}[kind]
+    metavar = {"int": "N", "float": "X", "int | float": "X", "bool": "{true,false,none}"}[kind]
     metavar = "GIB" if name.endswith("_gb") else metavar
     return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
 

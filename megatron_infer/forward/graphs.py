@@ -124,13 +124,27 @@ class CudaRecorder:
 
     def capture(self, run: Callable[[], None]) -> Recorded:
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
+        current = torch.cuda.current_stream(self._device.torch)
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
         with (
             _no_collection(),
+            torch.cuda.stream(current),  # torch.cuda.graph stays on its own where a capture cannot be ended
+            self._over_when_it_fails(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             run()
         return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
+
+    @contextlib.contextmanager
+    def _over_when_it_fails(self) -> Iterator[None]:
+        """Up to 2.11 torch's allocator takes a capture that could not be ended for one under way, and never again can
+        its cache be emptied: neither for a suspend nor for the next capture (pytorch pull request 180395)."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it is over
+                torch._C._cuda_endAllocateToPool(self._device.torch.index or 0, self._pool)
+            raise
 
     def reset(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

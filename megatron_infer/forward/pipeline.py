@@ -144,6 +144,10 @@ class StageLink:
 
     # ------------------------------------------------------------------ stage to stage
 
+    def nothing_received(self, num_tokens: int) -> Tensor:
+        """Zeros in the place of a residual stream."""
+        return torch.zeros(num_tokens, self._hidden_size, device=self._device)
+
     def receive(self, num_tokens: int, *, notes: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(residual stream of the stage before, fp32 [T, D]; its notes, fp32 [T, notes]; the stage that failed, [1]).
 

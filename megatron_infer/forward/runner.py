@@ -15,6 +15,7 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.flight import Flight, PromptScores
 from megatron_infer.forward.pooling import pool
 from megatron_infer.forward.step_graphs import StepGraphs
+from megatron_infer.forward.warm_up import draw_padding, run_padding
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.logprobs import prompt_logprobs
@@ -61,6 +62,28 @@ class ModelRunner:
             flight.replayed = self.graphs.launch(flight.shape, flight.batch, num_decode=len(plan.decode))
             self._arrive(flight, flight.replayed.hidden_TD)
         return flight
+
+    @torch.inference_mode()
+    def warm_up(self, max_tokens: int) -> None:
+        """Launch what steps of up to max_tokens tokens launch, so that no request waits for a compiler; all ranks do.
+
+        Before the first step: nothing may be in flight.
+        """
+        hidden_SD = run_padding(self.builder, self._layers_of, max_tokens=max_tokens)
+        if hidden_SD is None:
+            return
+        # weights may be anything yet; what is drawn from is not
+        logits_SV, sampler = torch.zeros_like(self._model.logits(hidden_SD, self._ops)), self.sampler
+        draw_padding(
+            self.builder,
+            sampler.params,
+            lambda inputs: sampler.sample(logits_SV, inputs),
+            dummy_row=self.builder.rows.dummy_row,
+        )
+
+    def _layers_of(self, batch: Batch) -> Tensor | None:
+        """What the output layer takes in; None where there is none."""
+        return self._model.hidden(batch)
 
     def shape_of(self, plan: Plan) -> GraphShape | None:
         """What the step will be padded to, on all ranks alike."""

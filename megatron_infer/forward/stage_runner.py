@@ -125,6 +125,11 @@ class StageRunner(ModelRunner):
         then = partial(self._draw, flight, masks) if self.link.is_last else partial(self._hear, flight)
         flight.arrived = self._inbox.submit(then)
 
+    def _layers_of(self, batch: Batch) -> torch.Tensor | None:
+        received_TD = None if self.link.is_first else self.link.nothing_received(batch.num_tokens)
+        hidden_TD = self._model.hidden(batch, received_TD)
+        return hidden_TD if self.link.is_last else None
+
     @property
     def draws(self) -> bool:
         return self.link.is_last

@@ -1,6 +1,6 @@
 """Everything that depends on which megatron-core is installed, and the quiet import of it.
 
-Works with 0.16.1 and 0.19.2 from one source. Importing this module imports megatron-core without the notices it prints
+Works with 0.16.0 to 0.19.2 from one source. Importing this module imports megatron-core without the notices it prints
 about optional packages; the filters are scoped to the import, so a user's own settings are as before afterwards.
 Import classes of megatron-core from here or after this module.
 """

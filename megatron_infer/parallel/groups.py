@@ -101,7 +101,7 @@ class ParallelGroups:
         """Everyone's text over the engine's group."""
         body = text.encode()
         assert len(body) < _TEXT_BYTES, f"{len(body)} bytes"
-        device = torch.device("cpu" if torch.distributed.get_backend(self.engine) == "gloo" else "cuda")
+        device = _home_of(self.engine)
         mine = torch.tensor([*body, *bytes(_TEXT_BYTES - len(body))], dtype=torch.uint8, device=device)
         parts = [torch.empty_like(mine) for _ in range(self.engine_size)]
         torch.distributed.all_gather(parts, mine, group=self.engine)
@@ -230,8 +230,22 @@ def _size(group: ProcessGroup | None) -> int:
 
 
 def _backend(group: ProcessGroup) -> Any:
-    name = torch.distributed.get_backend(group)
-    return group._get_backend(torch.device("cpu" if name == "gloo" else "cuda"))
+    return group._get_backend(_home_of(group))
+
+
+def _home_of(group: ProcessGroup | None) -> torch.device:
+    """Where tensors have to be for the group's main backend."""
+    return torch.device("cuda" if backend_on(group, "cuda") == "nccl" else "cpu")
+
+
+def backend_on(group: ProcessGroup | None, device_type: str) -> str:
+    """What carries a group's collectives of tensors on such a device.
+
+    A trainer may have asked for "nccl", for "cpu:gloo,cuda:nccl" or for nothing, which is the same as the latter where
+    there are GPUs; torch's name for such a group is what was asked for.
+    """
+    config: str = torch.distributed.get_backend_config(group)
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair).get(device_type, config)
 
 
 def _abort(backends: Sequence[Any]) -> None:

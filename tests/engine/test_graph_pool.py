@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_infer.forward.device import Device
-from megatron_infer.forward.graphs import EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.forward.graphs import CudaRecorder, EagerRecorder, GraphPool, GraphRefused
 from megatron_infer.forward.pipeline import BrokenOff
 from megatron_infer.graph_shapes import GraphShape
 
@@ -143,3 +143,72 @@ def test_an_error_of_the_process_group_is_not_taken_for_a_refusal(where, alone):
         pool.ready(SHAPE)
     assert "NCCL error" in str(caught.value) or "NCCL error" in str(caught.value.__context__)
     assert not pool.refused and not isinstance(caught.value, BrokenOff)
+
+
+class Stream:
+    """torch.cuda.Stream of nothing."""
+
+    def __init__(self, name: object) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+class BrokenGraph:
+    """torch.cuda.CUDAGraph of a capture that the driver has given up."""
+
+    def capture_begin(self, *args: object, **options: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_its_memory_pool(monkeypatch):
+    """By torch.cuda.graph itself, which on its own leaves the thread where the capture was."""
+    main, streams, ended = Stream("main"), [], []
+    streams.append(main)
+
+    class On:
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = streams[-1]
+            streams.append(self.stream)
+
+        def __exit__(self, *error: object) -> None:
+            streams.append(self.before)
+
+    def end(device: int, pool: object) -> None:
+        ended.append(pool)
+        if len(ended) > 1:
+            raise RuntimeError("not currently recording to mempool_id")
+
+    for name, stand_in in {
+        "Stream": Stream,
+        "current_stream": lambda *args: streams[-1],
+        "stream": On,
+        "synchronize": lambda *args: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *args: (1 << 40, 1 << 41),
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": BrokenGraph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    step, other = Step(), GraphShape(8, 0, 8)
+    pool = GraphPool([SHAPE, other], CudaRecorder(Device("cpu")), step, device=Device("cpu"))
+
+    def run(shape: GraphShape) -> None:
+        step.runs += 1
+        if streams[-1] is not main and step.runs % 3 == 0:  # two warm-ups before
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(step, "run", run)
+    for shape in (SHAPE, other):
+        pool.ready(shape)
+        assert streams[-1] is main and pool.refused[shape] == "operation not permitted when stream is capturing"
+    assert ended == ["pool", "pool"]

@@ -169,6 +169,17 @@ def test_argmax_ignores_nan_unless_there_is_nothing_else(native_library):
     assert ops.argmax(logits).tolist() == [17, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checksum_takes_a_piece_of_a_flat_buffer_wherever_it_begins(dtype):
+    buffer = torch.arange(64).to(dtype)
+    for begin in range(5):
+        piece = buffer[begin : begin + 24]
+        before = int(content_sum(piece))
+        assert int(content_sum(piece.view(4, 6))) == before
+        piece[7] += 1
+        assert int(content_sum(piece)) != before
+
+
 @pytest.mark.parametrize("checksum", ["native", "sum"])
 def test_checksum_sees_any_bit_and_the_native_one_any_exchange(native_library, checksum):
     function = content_sum if checksum == "sum" else lambda t: native_checksum(native_library, t)

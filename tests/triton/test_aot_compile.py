@@ -52,6 +52,7 @@ PLANTED = """
     variant("spilling", product, product_types, {"maxnreg": 32}, N=64, K=64),
     variant("hasty", scaled, scaled_types, {"launch_pdl": True}, N=32),
     replace(variant("newer", scaled, scaled_types, N=128), min_arch=90),
+    replace(variant("roomy", scaled, scaled_types, N=128), min_shared=200 * 1024),
 """
 
 
@@ -110,7 +111,7 @@ def test_a_kernel_that_may_start_early_and_does_not_wait_first_fails_the_check(p
 
 
 def test_a_kernel_is_compiled_for_no_architecture_that_it_is_not_for(planted):
-    assert "newer" not in planted[1]
+    assert "newer" not in planted[1] and "roomy" not in planted[1]
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):

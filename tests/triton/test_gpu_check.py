@@ -171,3 +171,28 @@ def test_the_tests_for_a_gpu_are_found_where_what_other_tests_import_is_missing(
 def test_tests_for_a_gpu_are_not_called_run_without_one():
     result = ran("--tests", seconds=60)
     assert result.returncode == 1 and "no CUDA device" in result.stdout
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no 2 GiB"), MemoryError("not even one request fits")])
+def test_a_shape_that_a_small_device_has_no_room_for_is_skipped_and_fails_on_a_large_one(monkeypatch, error):
+    for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
+        monkeypatch.syspath_prepend(str(folder))
+    from gpu_checks import speed
+    from gpu_checks.registry import Unavailable
+
+    class Small:
+        total = 24 << 30
+
+        @property
+        def cuda(self):
+            return self
+
+        def mem_get_info(self):
+            return 0, self.total
+
+    ctx = Small()
+    with pytest.raises(Unavailable, match="llama-8b does not fit a device of 24 GiB: no"), speed._fits(ctx, "llama-8b"):
+        raise error
+    ctx.total = 80 << 30
+    with pytest.raises(type(error), match=r"^no"), speed._fits(ctx, "llama-8b"):
+        raise error

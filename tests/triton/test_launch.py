@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,32 @@ def test_a_numpy_that_the_interpreter_does_not_stand_is_named(monkeypatch):
     assert "numpy below 2.4" in launching.unavailable(torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify"), "Failed to find C compiler"),
+        (subprocess.CalledProcessError(1, ["gcc", "main.c"]), "returned non-zero exit status 1"),  # no Python.h
+        (AssertionError("libcuda.so cannot found!\nPossible files are"), "libcuda.so cannot found!"),
+        (None, None),
+    ],
+)
+def test_a_gpu_whose_machine_cannot_build_launchers_has_no_triton(monkeypatch, error, said):
+    from triton.runtime import driver
+
+    class Driver:
+        @property
+        def utils(self):
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(driver, "_active", Driver())
+    launching._no_launcher.cache_clear()
+    reason = launching.unavailable(torch.device("cuda", 0))
+    launching._no_launcher.cache_clear()
+    assert (reason is None) if said is None else said in reason and "C compiler" in reason and "\n" not in reason
+
+
 def test_a_grid_without_programs_is_no_launch(device, double):
     x, seen = torch.ones(0, device=device), []
     with launching.listening(lambda *call: seen.append(call)):
@@ -94,14 +122,19 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
     class Kernel:
         arg_names = ()
 
-        def __getitem__(self, grid):
-            return lambda *args, **options: ran.append(current[-1])
+        def run(self, *args, **options):
+            ran.append(current[-1])
 
     ran = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     launching.launch(Kernel(), (1,), Elsewhere())
     assert ran == [1] and current == [0]
+    current.append(1)
+    launching.launch(Kernel(), (1,), Elsewhere())
+    with launching.listening(lambda *call: ran.append("heard")):
+        launching.launch(Kernel(), (1,), Elsewhere())
+    assert ran == [1, 1, "heard", 1]
 
 
 def test_launches_overlap_only_where_they_are_asked_to_and_the_device_can(monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import speed_of_light
+import torch
 from light.machine import measure
 from light.measures import lines
 
@@ -13,6 +16,8 @@ from gpu_checks.context import Context
 from gpu_checks.registry import OK, Result, Target, Unavailable, check
 
 DECODE_SHARE, IDLE_SHARE, SLICES_SHARE = 0.8, 0.03, 0.5
+ENOUGH_BYTES = 36 << 30
+"""Device memory in which every shape has room: 16 GiB of weights, a cache, and the peer's activations."""
 FEWER = speed_of_light.Sizes(batches=(1, 16, 64), steps=24, prompts=(4096,), shares=(0.5,))
 """With --quick."""
 
@@ -31,12 +36,25 @@ def _targets(rows: list[Any], name: str) -> list[Target]:
     return targets
 
 
+@contextlib.contextmanager
+def _fits(ctx: Context, name: str) -> Iterator[None]:
+    """A device that is too small for the shape fails nothing."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        total = ctx.cuda.mem_get_info()[1]
+        if total >= ENOUGH_BYTES:
+            raise
+        raise Unavailable(f"{name} does not fit a device of {total / 2**30:.0f} GiB: {error}") from None
+
+
 def _measured(ctx: Context, name: str) -> Result:
     ceilings = measure(ctx.device)
     small, sizes = speed_of_light.SMALL, FEWER if ctx.quick else speed_of_light.Sizes()
     if ctx.rehearse:
         name, sizes = f"tiny-{name.split('-')[0]}", dataclasses.replace(small, batches=(2,), prompts=(40,))
-    rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
+    with _fits(ctx, name):
+        rows = speed_of_light.measure_shape(name, ctx.device, ceilings, sizes)
     speed_of_light.give_back()
     shown = [str(ceilings), *lines(rows)]
     best = max((row["share"] for row in rows if row["what"].startswith("decode")), default=0.0)
@@ -92,7 +110,8 @@ def peer(ctx: Context) -> Result:
         raise Unavailable(f"transformers: {reason}") from None
     sizes = speed_of_light.SMALL if ctx.rehearse else speed_of_light.Sizes(batches=(1, 16, 64))
     name = ctx.pick("llama-8b", "tiny-llama")
-    rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
+    with _fits(ctx, name):
+        rows = speed_of_light.measure_peer(name, ctx.device, sizes, dict.fromkeys(sizes.batches, float("nan")))
     speed_of_light.give_back()
     figure = ", ".join(f"{row['what'].split('generate ')[1]}: {row['ms']:.2f} ms" for row in rows)
     rows = [{key: value for key, value in row.items() if key != "faster"} for row in rows]

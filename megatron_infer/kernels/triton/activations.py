@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SILU, SQUARED_RELU, TANH_GELU, Form
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
 
 TILE = 1024
 """Entries a program takes."""
@@ -70,10 +70,10 @@ def activate(form: Form, x_TX: Tensor) -> Tensor:
     num_tokens, width = x_TX.shape[0], x_TX.shape[1] // (2 if form.gated else 1)
     out_TX = x_TX.new_empty(num_tokens, width)
     if num_tokens:
-        block = min(TILE, max(16, triton.next_power_of_2(width)))
+        block = min(TILE, max(16, power_of_2(width)))
         clamp = 0.0 if form.clamp is None else float(form.clamp)
         launch(
-            _activate, (num_tokens, triton.cdiv(width, block)), x_TX, out_TX, x_TX.stride(0), width, clamp,
+            _activate, (num_tokens, cdiv(width, block)), x_TX, out_TX, x_TX.stride(0), width, clamp,
             float(form.offset), KIND=form.kind, GATED=form.gated, HAS_CLAMP=form.clamp is not None, BLOCK=block,
             num_warps=4, **overlapping(x_TX.device),
         )  # fmt: skip

@@ -19,7 +19,7 @@ search after vLLM's unified attention. Legend: `kernels/base.py`.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -42,6 +42,9 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
+
+LARGE_SHARED_KIB = 160
+"""Shared memory of a block from which on tiles are the large ones; consumer cards have 99."""
 
 
 @triton.jit
@@ -194,7 +197,7 @@ def prefill_tiles(
     16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. Shapes are those that torch's flex attention found
     good on H100 and A100; H=256 takes twice the warps, since 4 spill registers.
     """
-    large = shared_kib >= 160
+    large = shared_kib >= LARGE_SHARED_KIB
     if element_bytes > 2:
         lines, keys, num_warps, num_stages = 32, 32 if head_pad <= 128 else 16, 8, 1
     elif head_pad <= 64:
@@ -275,4 +278,11 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     """The kernel for one kind of layer."""
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return [variant(f"prefill_{name}", prefill_kernel, constexprs_of(layer, tiles), options, dtype, fp8=layer.fp8)]
+    one = variant(f"prefill_{name}", prefill_kernel, constexprs_of(layer, tiles), options, dtype, fp8=layer.fp8)
+    return [for_gpus_of(tiles, layer, one)]
+
+
+def for_gpus_of(tiles: PrefillTiles, layer: Layer, one: AotVariant) -> AotVariant:
+    """`one`, a launch with these tiles, for devices that take them: large ones are not for all."""
+    is_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
+    return replace(one, min_shared=LARGE_SHARED_KIB << 10) if is_large else one

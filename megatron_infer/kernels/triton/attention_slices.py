@@ -26,7 +26,13 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.triton.attention_deal import deal, slice_splits
-from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_range, constexprs_of, prefill_tiles
+from megatron_infer.kernels.triton.attention_prefill import (
+    PrefillTiles,
+    attend_range,
+    constexprs_of,
+    for_gpus_of,
+    prefill_tiles,
+)
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -250,7 +256,8 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
     tiles = prefill_tiles(padded(layer.head_dim), layer.element_bytes, shared_kib)
     slices, merge = _constexprs(layer, tiles)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    cut = variant(f"slices_{name}", slices_kernel, slices, options, dtype, fp8=layer.fp8)
     return [
-        variant(f"slices_{name}", slices_kernel, slices, options, dtype, fp8=layer.fp8),
+        for_gpus_of(tiles, layer, cut),
         variant(f"merge_slices_{name}", merge_slices_kernel, merge, MERGE_OPTIONS, dtype),
     ]

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton.launch import AotVariant, power_of_2
+from megatron_infer.kernels.triton.launch import cdiv as cdiv
 
 LOG2E = 1.4426950408889634
 MIN_DOT = 16
@@ -114,16 +115,6 @@ def attend_tile(
     total = total * shrink + tl.sum(weight, 1)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_top, total
-
-
-def cdiv(number: int, divisor: int) -> int:
-    """Triton's own takes 10 us on the host."""
-    return -(-number // divisor)
-
-
-def power_of_2(number: int) -> int:
-    """The least power of two from `number` on."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def padded(head_dim: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_infer.kernels.activations import form_of
 from megatron_infer.kernels.triton.activations import activate
 from megatron_infer.kernels.triton.experts import TritonExperts
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
@@ -164,7 +164,7 @@ class TritonOps:
         if not num_rows:
             return
         rows, block, warps = row_tile(width)
-        grid = (triton.cdiv(num_rows, rows),)
+        grid = (cdiv(num_rows, rows),)
         options = {"ADD": add, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(x_TD.device)
         launch(_rms_norm, grid, x_TD, residual_TD, weight.contiguous(), out_TD, num_rows, width, eps, **options)
 
@@ -177,7 +177,7 @@ class TritonOps:
             options = {"HAS_BIAS": bias is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(
                 x_TD.device
             )
-            launch(_layer_norm, (triton.cdiv(num_rows, rows),), x_TD, *given, out_TD, num_rows, width, eps, **options)
+            launch(_layer_norm, (cdiv(num_rows, rows),), x_TD, *given, out_TD, num_rows, width, eps, **options)
         return out_TD
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class TritonOps:
         num_tokens, width = x_T2F.shape[0], x_T2F.shape[1] // 2
         out_TF = x_T2F.new_empty(num_tokens, width)
         if num_tokens:
-            block = min(TILE, max(16, triton.next_power_of_2(width)))
-            grid = (num_tokens, triton.cdiv(width, block))
+            block = min(TILE, max(16, power_of_2(width)))
+            grid = (num_tokens, cdiv(width, block))
             options = {"BLOCK": block, "num_warps": 4} | overlapping(x_T2F.device)
             launch(_silu_mul, grid, x_T2F, out_TF, x_T2F.stride(0), width, **options)
         return out_TF
@@ -209,7 +209,7 @@ class TritonOps:
                 "BLOCK": block,
                 "num_warps": warps,
             } | overlapping(y_TM.device)
-            launch(_gated_rms_norm, (triton.cdiv(num_rows, rows),), *given, *sizes, **options)
+            launch(_gated_rms_norm, (cdiv(num_rows, rows),), *given, *sizes, **options)
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import math
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,10 +32,10 @@ end (programmatic dependent launch)."""
 PDL_CAPABILITY = (9, 0)
 COMPILER_OPTIONS = ("launch_pdl",)
 """Options of a launch that the interpreter does not know."""
-MAX_GRID = (2**31 - 1, 65535, 65535)
-"""Programs along each axis that CUDA takes."""
 MAX_PROGRAMS = 2**31 - 1
 """Of a launch: Triton's launcher multiplies the axes in an int, and launches nothing where the product is negative."""
+MAX_GRID = (MAX_PROGRAMS, 65535, 65535)
+"""Programs along each axis that CUDA takes."""
 
 Launch = Callable[..., None]
 
@@ -52,7 +53,7 @@ def unavailable(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             return f"needs compute capability {_dotted(MIN_CAPABILITY)}, {device} has {_dotted(capability)}"
-        return None
+        return _no_launcher()
     if device.type != "cpu" or not interpreted():
         return f"runs on a GPU, the model is on {device.type}"
     version = tuple(int(part) for part in np.__version__.split(".")[:2])
@@ -60,6 +61,20 @@ def unavailable(device: torch.device) -> str | None:
         return (
             f"Triton's interpreter needs numpy below {_dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
         )
+    return None
+
+
+@functools.cache
+def _no_launcher() -> str | None:
+    """Why Triton cannot launch what it compiles; None: it can. It compiles C for that: for the driver, here, and later
+    for each kernel's arguments. Images that only run things often have no compiler."""
+    try:
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        return f"triton builds its launchers with a C compiler (CC, gcc or clang) and Python's headers, and: {said}"
     return None
 
 
@@ -83,6 +98,16 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """Rounded up. Triton's own takes 4 us on the host, a quarter of a launch."""
+    return -(-number // divisor)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two from `number` on."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 _LISTENERS: list[Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]], None]] = []
 
 
@@ -93,32 +118,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     The first argument is a tensor, whose device it runs on, whichever the thread's own is. A grid without programs is
     no launch; one that a GPU cannot have raises ValueError, in the interpreter too.
     """
-    if not _has_programs(kernel, grid):
-        return
-    for listener in _LISTENERS:
-        listener(launch, kernel, grid, args, options)
-    if interpreted():
-        _refuse_what_is_not_compiled(kernel, args)
-        options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
-    # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
-    with _disable_current_modes() if _LISTENERS else _NOTHING, _device_of(args[0]):
-        kernel[grid](*args, **options)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _has_programs(kernel: Any, grid: tuple[int, ...]) -> bool:
-    """Whether there is anything to launch; raises ValueError for what cannot be."""
     programs = math.prod(grid)
     if programs <= 0:
-        return False
-    if programs > MAX_PROGRAMS or any(size > limit for size, limit in zip(grid, MAX_GRID, strict=False)):
+        return
+    if programs > MAX_PROGRAMS or max(grid[1:], default=0) > MAX_GRID[1]:
         raise ValueError(
             f"{kernel.fn.__name__} over a grid of {grid}: a launch has {MAX_PROGRAMS:,} programs at most, and along "
             f"its axes {MAX_GRID}; run fewer tokens or rows a step (max_tokens, max_requests)"
         )
-    return True
+    where = args[0]
+    if where.is_cuda and not _LISTENERS and where.get_device() == torch.cuda.current_device():
+        kernel.run(*args, grid=grid, warmup=False, **options)  # the same as below, at half of its cost
+        return
+    for listener in _LISTENERS:
+        listener(launch, kernel, grid, args, options)
+    if not where.is_cuda:
+        _refuse_what_is_not_compiled(kernel, args)
+        options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
+    # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
+    with _disable_current_modes() if _LISTENERS else _NOTHING, _device_of(where):
+        kernel.run(*args, grid=grid, warmup=False, **options)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _refuse_what_is_not_compiled(kernel: Any, args: tuple[Any, ...]) -> None:
@@ -163,6 +185,8 @@ class AotVariant:
     """num_warps, num_stages, ... as the launch gives them."""
     min_arch: int = 80
     """Older architectures lack an instruction of it."""
+    min_shared: int = 0
+    """Bytes: no device whose blocks have less shared memory launches it."""
 
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""

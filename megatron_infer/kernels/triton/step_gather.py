@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.step_gather import Gather, StepTables, StepTokens
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 from megatron_infer.kernels.triton.launch import unavailable as no_triton
 
 TOKENS = 16
@@ -74,7 +74,7 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
     unused = token_pool
     launch(
         _gather_kernel,
-        (triton.cdiv(num_tokens, TOKENS),),
+        (cdiv(num_tokens, TOKENS),),
         position_T,
         row_T,
         block_table,
@@ -92,7 +92,7 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
         block_size,
         ROTARY=rotary_dim,
         TOKENS=TOKENS,
-        DIMS=triton.next_power_of_2(rotary_dim) if rotary_dim else 0,
+        DIMS=power_of_2(rotary_dim) if rotary_dim else 0,
         num_warps=4,
     )
     return StepTokens(ids_T, positions_T, kv_pos_T, cos_TR, sin_TR)

@@ -1,0 +1,78 @@
+"""What an engine compiles while it is built is all that its requests launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_infer import assembly
+from megatron_infer.config import InferenceConfig
+from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+pytestmark = pytest.mark.triton
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1, "vocab_size": 64}
+SIZES |= {"max_sequence_length": 64, "init_method_std": 0.2}
+MIXER = {"mamba_head_dim": 32, "mamba_num_groups": 1}
+
+
+def compiled_as(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel anew for: types, and of some arguments whether they are 1 or divide by 16."""
+    loose, unaligned = set(), set()
+    if (given := getattr(kernel, "kwargs", None)) is not None:  # interpreted
+        loose, unaligned = set(given["do_not_specialize"] or ()), set(given["do_not_specialize_on_alignment"] or ())
+    else:
+        loose = {one.name for one in kernel.params if one.do_not_specialize}
+        unaligned = {one.name for one in kernel.params if one.do_not_specialize_on_alignment}
+
+    def kinds() -> Iterator[Any]:
+        for name, value in zip(kernel.arg_names, args, strict=False):
+            if isinstance(value, torch.Tensor):
+                yield value.dtype, name in unaligned or value.data_ptr() % 16 == 0
+            elif isinstance(value, int):
+                yield value.bit_length() > 31, name in loose or (value == 1, value % 16 == 0)
+            else:
+                yield type(value)
+
+    return kernel.fn.__name__, tuple(kinds()), tuple(sorted(options.items(), key=str))
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built(kind, device, monkeypatch):
+    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    model = tiny_gpt(num_layers=1, **SIZES) if kind == "attention" else tiny_hybrid("ME*", **MIXER, **SIZES)
+    engine = DynamicInferenceEngine(
+        model.to(device),
+        InferenceConfig(buffer_size_gb=0.005, block_size_tokens=16, max_requests=4, max_tokens=48,
+                        enable_chunked_prefill=True),
+    )  # fmt: skip
+    calls: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.parts.device, "is_cuda", True)
+        patch.setattr(engine.parts.runner, "warm_up", calls.append)
+        assembly.warm_up(engine.parts)
+    assert calls == [48], "on a GPU it is part of building the engine"
+    seen: list[set[Any]] = [set(), set()]
+    with listening(lambda _, kernel, grid, args, options: seen[0].add(compiled_as(kernel, args, dict(options)))):
+        engine.parts.runner.warm_up(48)
+    assert len(seen[0]) > 8
+    with listening(lambda _, kernel, grid, args, options: seen[1].add(compiled_as(kernel, args, dict(options)))):
+        for count, params in enumerate(
+            (
+                SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+                SamplingParams(max_tokens=1, seed=5, ignore_eos=True),
+                SamplingParams(max_tokens=1, seed=1, top_k=9, logprobs=1, ignore_eos=True),
+            )
+        ):
+            engine.add_request([3 + count] * (17 * count + 1), params)
+        while engine.has_unfinished():
+            engine.step()
+    fresh = seen[1] - seen[0]
+    assert not fresh, "\n".join(map(str, fresh))
