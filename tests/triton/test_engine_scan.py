@@ -45,4 +45,4 @@ def test_greedy_tokens_equal_those_of_torch_whole_and_in_chunks(model, monkeypat
         got, chosen, ran = generate(model, monkeypatch, "triton", **settings)
         assert got == want
         assert "triton" in chosen
-        assert {"scan_decode", "scan_segments", "_convolve_decode", "_rms_norm", "_grouped_linear", "_add_up"} <= ran
+        assert {"scan_decode", "scan_segments", "_convolve_decode", "_norm", "_grouped_linear", "_add_up"} <= ran
