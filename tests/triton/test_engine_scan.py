@@ -48,9 +48,9 @@ def test_greedy_tokens_and_their_experts_equal_those_of_torch_whole_and_in_chunk
         assert "triton" in chosen
         assert {
             "scan_decode",
-            "scan_slices",
+            "scan_segments",
             "_convolve_decode",
-            "_rms_norm",
+            "_norm",
             "_choose",
             "_grouped_linear",
             "_add_up",

@@ -29,6 +29,7 @@ for folder in (ROOT, ROOT / "tools" / "bench"):
 from light import measures, peer, slices
 from light.engine import make_bench
 from light.machine import Ceilings, measure
+from light.scan import prompt_scan
 from light.shapes import PLANS, layout_of, random_model
 
 TINY = ("tiny-llama", "tiny-hybrid")
@@ -79,6 +80,7 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
         measures.idle(bench, batch=batches[len(batches) // 2], context=sizes.context, steps=sizes.steps // 2 + 1)
     )
     rows += measures.prefill(bench, ceilings, lengths=sizes.prompts)
+    rows += prompt_scan(bench, ceilings, length=max(sizes.prompts), dtype=dtype)
     half = batches[-1] if len(batches) < 3 else batches[2]
     rows.append(
         measures.mixed(

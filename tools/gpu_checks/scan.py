@@ -12,8 +12,9 @@ from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
 from gpu_checks.steps import NO_PADDING, Padding, Row, error_of, step_of
 from megatron_infer.kernels import accelerated
-from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.ssm_ref import ReferenceScan
+from megatron_infer.kernels.ssm_torch import TorchScan
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SPECS = (
@@ -23,6 +24,8 @@ SPECS = (
 )
 SMALL = (SsmSpec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),)
 DECODE: list[Row] = [(1, 1), (1, 2), (1, 900), (1, 33), (1, 4)]
+LONG: list[Row] = [(1, 40), (8192, 8192), (700, 900), (512, 512), (3, 3)]
+"""Many whole segments, some with a rest, none."""
 MIXED: list[Row] = [(1, 40), (1, 2), (3, 3), (64, 64), (130, 200), (1, 77)]
 
 
@@ -66,6 +69,7 @@ def _hold(
     state_dtype: torch.dtype = torch.float32,
     captures: list[tuple[int, int]] | None = None,
     padding: Padding = NO_PADDING,
+    oracle: ScanBackend | None = None,
 ) -> None:
     generator = torch.Generator().manual_seed(len(rows))
     num_slots = len(rows) + len(captures or ()) + 2
@@ -91,7 +95,7 @@ def _hold(
         xBC, dt = fused.to(where)[:, 3:].split((spec.num_channels, spec.num_heads), dim=-1)
         return backend.run(xBC, dt, mine, weights[where], spec), mine
 
-    wanted, wanted_states = run(ReferenceScan(), torch.device("cpu"))
+    wanted, wanted_states = run(ReferenceScan() if oracle is None else oracle, torch.device("cpu"))
     changed = sorted({*settings["slots"], *(slot for _, _, slot in kept)})
     others = [slot for slot in range(len(states.conv_SCW)) if slot not in (*changed, dummy)]
     for backend in ctx.backends(accelerated.SCAN, dtype):
@@ -140,4 +144,19 @@ def mixed(ctx: Context) -> Result:
             _hold(ctx, compare, spec, rows, num_decode, dtype=dtype)
         _hold(ctx, compare, spec, rows, num_decode, dtype=torch.float32, captures=captures)
         _hold(ctx, compare, spec, rows, num_decode, dtype=torch.float32, padding=Padding(2, 1, 4))
+    return compare.result()
+
+
+@check(
+    "scan_long",
+    group="scan",
+    promise="a prompt of 8k tokens, its segments side by side, equals torch's scan in fp32; so do states on the way",
+    budget_s=60,
+)
+def long_prompts(ctx: Context) -> Result:
+    compare = Comparison("error over the largest entry")
+    rows, captures = ctx.pick(LONG, [(1, 9), (260, 270)]), ctx.pick([(1, 256), (1, 5000), (2, 699)], [(1, 256)])
+    for spec in ctx.pick(SPECS[:1], SMALL):
+        for dtype in ctx.dtypes():
+            _hold(ctx, compare, spec, rows, 1, dtype=dtype, captures=captures, oracle=TorchScan())
     return compare.result()

@@ -1,9 +1,10 @@
-"""Norms and gated activations in Triton, one launch each; products of weights stay with cuBLAS.
+"""Gated norms and activations in Triton, one launch each; products of weights stay with cuBLAS.
 
 A program takes ROWS whole rows: one wide row, or several narrow ones (heads under a norm of their own). ROWS follows
 from the width alone, so that a row's bits do not depend on how many come along. Everything is computed in fp32 and
 rounded once, at the store. Kernels are not specialised by numbers of rows: a step of another size compiles nothing.
-Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is the power of two above.
+Other norms are those of `norms`. Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is
+the power of two above.
 """
 
 from __future__ import annotations
@@ -43,56 +44,6 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonOps:
 def _silu(x):
     """x * sigmoid(x); exp overflows to inf for large negative x, which gives the right -0."""
     return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, width, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out = norm(x) * weight; with ADD the norm of x + residual as it is stored, which is written to residual."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        total = x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = total.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_ptr + at, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    out = x * scale[:, None] * weight[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _layer_norm(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, width, eps,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1) / width
-    centred = tl.where(inside, x - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    out = centred * scale[:, None] * weight[None, :]
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,38 +98,15 @@ class TritonOps:
         return F.linear(x_TX, weight, bias)
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_TD, out_TD = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-        self._rms(x_TD, x_TD, weight, out_TD, eps, add=False)
-        return out_TD
+        return self.norms.norm(x_TD, weight.contiguous(), None, eps, centered=False, zero_centered=False)
 
     def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
-        out_TD = torch.empty_like(x_TD)
-        self._rms(x_TD, residual_TD, weight, out_TD, eps, add=True)
-        return out_TD, residual_TD
-
-    @staticmethod
-    def _rms(x_TD: Tensor, residual_TD: Tensor, weight: Tensor, out_TD: Tensor, eps: float, *, add: bool) -> None:
-        width = x_TD.shape[-1]
-        num_rows = x_TD.numel() // width
-        if not num_rows:
-            return
-        rows, block, warps = row_tile(width)
-        grid = (cdiv(num_rows, rows),)
-        options = {"ADD": add, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(x_TD.device)
-        launch(_rms_norm, grid, x_TD, residual_TD, weight.contiguous(), out_TD, num_rows, width, eps, **options)
+        residual_TD, kind = residual_TD.contiguous(), {"centered": False, "zero_centered": False}
+        return self.norms.norm(x_TD, weight.contiguous(), None, eps, residual=residual_TD, **kind), residual_TD
 
     def layer_norm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        x_TD, width = x_TD.contiguous(), x_TD.shape[-1]
-        out_TD, num_rows = torch.empty_like(x_TD), x_TD.numel() // width
-        if num_rows:
-            rows, block, warps = row_tile(width)
-            given = weight.contiguous(), weight if bias is None else bias.contiguous()
-            options = {"HAS_BIAS": bias is not None, "ROWS": rows, "BLOCK": block, "num_warps": warps} | overlapping(
-                x_TD.device
-            )
-            launch(_layer_norm, (cdiv(num_rows, rows),), x_TD, *given, out_TD, num_rows, width, eps, **options)
-        return out_TD
+        bias = None if bias is None else bias.contiguous()
+        return self.norms.norm(x_TD, weight.contiguous(), bias, eps, centered=True, zero_centered=False)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         if x_T2F.stride(-1) != 1:
@@ -234,24 +162,21 @@ def aot_variants() -> list[AotVariant]:
         )
         variants.extend((one, one.overlapping()) if "bf16-4096" in name or "silu_mul-bf16" in name else (one,))
 
-    counts = {"num_rows": "i32", "width": "i32", "eps": "fp32"}
     for dtype in DTYPES.values():
         for width in (80, 4096, 20480):
             rows, block, num_warps = row_tile(width)
             tile = {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
-            at = f"{dtype}-{width}"
-            for residual in dict.fromkeys((dtype, "fp32")):
-                pointers = {"x_ptr": dtype, "residual_ptr": residual, "weight_ptr": dtype, "out_ptr": dtype}
-                add(_rms_norm, f"add_rms_norm-{residual}-{at}", pointers, counts, ADD=True, **tile)
-            pointers = {"x_ptr": dtype, "residual_ptr": dtype, "weight_ptr": dtype, "out_ptr": dtype}
-            add(_rms_norm, f"rms_norm-{at}", pointers, counts, ADD=False, **tile)
-            pointers = {"x_ptr": dtype, "weight_ptr": dtype, "bias_ptr": dtype, "out_ptr": dtype}
-            for branch in (True, False):
-                add(_layer_norm, f"layer_norm-{branch}-{at}", pointers, counts, HAS_BIAS=branch, **tile)
             pointers = {"y_ptr": dtype, "gate_ptr": dtype, "weight_ptr": dtype, "out_ptr": dtype}
             numbers = {"gate_stride": "i32", "num_rows": "i32", "num_groups": "i32", "width": "i32", "eps": "fp32"}
             for branch in (True, False):
-                add(_gated_rms_norm, f"gated_rms_norm-{branch}-{at}", pointers, numbers, HAS_WEIGHT=branch, **tile)
+                add(
+                    _gated_rms_norm,
+                    f"gated_rms_norm-{branch}-{dtype}-{width}",
+                    pointers,
+                    numbers,
+                    HAS_WEIGHT=branch,
+                    **tile,
+                )
         numbers = {"x_stride": "i32", "width": "i32"}
         pointers = {"x_ptr": dtype, "out_ptr": dtype}
         add(_silu_mul, f"silu_mul-{dtype}", pointers, numbers, BLOCK=TILE, num_warps=4)

@@ -1,7 +1,7 @@
 """Norms of every kind in one launch: layer and RMS, with weights around 0 or none, of heads inside a projection.
 
 A row of a view is found by its numbers along up to three axes, so that heads are normed where the projection left
-them. Otherwise as in `elementwise`, whose rows have a single axis. Not yet run on a GPU. Legend: kernels/base.py.
+them; a plain matrix has one axis. Otherwise as in `elementwise`. Not yet run on a GPU. Legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_WIDTH = 1 << 17
 """Of a row that is normed: 128 entries a thread of the largest program."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride_0"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_1, num_2, stride_0, stride_1, stride_2, width,
     eps,
@@ -103,10 +103,15 @@ class TritonNorms:
 
 
 def aot_variants() -> list[AotVariant]:
-    """Heads under a norm, a zero-centered norm and a layer norm behind a sum, in each dtype."""
+    """RMS and layer norms of narrow and wide rows, of heads, zero-centered ones and behind a sum, in each dtype."""
     variants = []
     cases: dict[str, tuple[int, bool, bool, bool, bool, bool]] = {
         # width, centered, zero_centered, weight, bias, add
+        "rms": (4096, False, False, True, False, False),
+        "add_rms": (4096, False, False, True, False, True),
+        "add_rms_narrow": (80, False, False, True, False, True),
+        "add_rms_wide": (20480, False, False, True, False, True),
+        "layer": (4096, True, False, True, True, False),
         "heads": (128, False, False, True, False, False),
         "heads_layer": (80, True, False, True, True, False),
         "l2": (64, False, False, False, False, False),

@@ -1,18 +1,14 @@
 """Mamba-2's convolution and scan in Triton behind the seam of kernels/ssm.py: decode rows, slices, captures.
 
-A step of decode rows alone is two launches a layer; slices add three, captures one. Everything is found on the device
-from the step's mirrors, grids follow from the shape of the step, so that it can be captured in a graph and replayed.
-Only captures come from the host: `plan` copies them once a step, and such a step is not replayed.
-x, B and C are rounded to the inputs' dtype behind the convolution. Not yet run on a GPU.
-
-One long prompt of few heads does not fill a large GPU: a slice's chunks are walked one after the other, in parallel
-are num_rows * num_heads * cdiv(head_dim, BLOCK_P) programs.
-Legend: `kernels/ssm.py`.
+A step of decode rows alone is two launches a layer; slices add four, those of a segment or more two, captures up to
+three. Everything is found on the device from the step's mirrors, grids and scratch follow from the shape of the step,
+so that it can be captured in a graph and replayed. Only captures come from the host: `plan` copies them once a step,
+and such a step is not replayed. x, B and C are rounded to the inputs' dtype behind the convolution.
+Not yet run on a GPU. Legend: `kernels/ssm.py`; how slices are cut: `scan_slices.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +22,24 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
-from megatron_infer.kernels.triton.scan_kernels import scan_decode, scan_slices
+from megatron_infer.kernels.triton.scan_decode import scan_decode
+from megatron_infer.kernels.triton.scan_slices import (
+    scan_captures,
+    scan_carry,
+    scan_scores,
+    scan_segments,
+    scan_states,
+    scan_steps,
+)
 
 MAX_STATE_DIM = 256
 DECODE_TILE = 4096
 """Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
+SEGMENT = 256
+"""Tokens that one program of a slice walks through; a state's worth of fp32 scratch each."""
+STEPS_HEADS = 16
+CARRY_BLOCK = 1024
+"""Entries of a state that a program carries from segment to segment."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -52,6 +61,7 @@ class Tiles:
     block_n: int
     chunk: int
     num_warps: int
+    num_stages: int = 1
 
 
 def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
@@ -60,7 +70,7 @@ def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
     return Tiles(block_p, block_n, 1, 4 if block_p * block_n >= 2048 else 1)
 
 
-def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, *, captures: bool) -> Tiles:
+def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
     """What keeps the state and a chunk's products in registers, as compiled for sm_80, sm_90 and sm_100.
 
     Operands of tl.dot have 16 entries at least in every direction.
@@ -70,27 +80,43 @@ def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype, *, captures: 
     if dtype is torch.float32:
         return Tiles(16, block_n, 16, 8)
     if block_n > 128:
-        return Tiles(min(32, whole), block_n, 32, 8)
-    return Tiles(min(16 if captures else 32, whole), block_n, 64, 8)
+        return Tiles(min(32, whole), block_n, 64, 8)
+    return Tiles(min(64, whole), block_n, 64, 8, num_stages=2)
 
 
-@dataclass(slots=True)
-class _Captures:
-    """On the device: int32 [*, 3] (row, num_tokens, slot), and [R + 1] the first one of each row."""
-
-    captures_E3: Tensor
-    first_R1: Tensor
-
-
-def _upload(captures: StateCaptures, num_rows: int, device: torch.device) -> _Captures:
-    """One copy, which nobody waits for."""
-    first = np.searchsorted(captures.row, np.arange(num_rows + 1)).astype(np.int32)
-    rows = np.stack((captures.row, captures.num_tokens, captures.state_slot), axis=1).astype(np.int32)
-    both = torch.from_numpy(np.concatenate((rows.ravel(), first)))
+def _upload(captures: StateCaptures, device: torch.device) -> Tensor:
+    """int32 [*, 3] on the device: (row, num_tokens, slot). One copy, which nobody waits for."""
+    captures_E3 = np.stack((captures.row, captures.num_tokens, captures.state_slot), axis=1)
+    uploaded = torch.from_numpy(captures_E3.astype(np.int32, copy=False))
     if device.type == "cuda":
-        both = both.pin_memory()
-    both = both.to(device, non_blocking=True)
-    return _Captures(both[: rows.size].view(-1, 3), both[rows.size :])
+        uploaded = uploaded.pin_memory()
+    return uploaded.to(device, non_blocking=True)
+
+
+def has_channel_skip(weights: SsmWeights, spec: SsmSpec) -> bool:
+    return weights.skip_H.numel() != spec.num_heads
+
+
+def layer_constexprs(spec: SsmSpec, dtype: torch.dtype, tiles: Tiles, segment: int) -> dict[str, Any]:
+    """What kernels over slices are compiled for."""
+    return {
+        "NUM_HEADS": spec.num_heads,
+        "HEADS_PER_GROUP": spec.num_heads // spec.num_groups,
+        "HEAD_DIM": spec.head_dim,
+        "STATE_DIM": spec.state_dim,
+        "PRECISION": precision(dtype),
+        "SEGMENT": segment,
+        "CHUNK": tiles.chunk,
+        "BLOCK_P": tiles.block_p,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_H": STEPS_HEADS,
+        "BLOCK": CARRY_BLOCK,
+    }
+
+
+def only(constexprs: dict[str, Any], kernel: Any) -> dict[str, Any]:
+    """Those that the kernel takes."""
+    return {name: value for name, value in constexprs.items() if name in kernel.arg_names}
 
 
 class TritonScan:
@@ -99,11 +125,14 @@ class TritonScan:
     name = "triton"
     graph_safe = True
 
-    def __init__(self) -> None:
+    def __init__(self, segment: int = SEGMENT) -> None:
+        """segment: a multiple of the chunks that `slice_tiles` cuts."""
+        self._segment = segment
         self._step: StepMetadata | None = None
         self._row_T: Tensor | None = None
         """Whose each token is; None: the step has decode rows alone."""
-        self._captures: _Captures | None = None
+        self._captures: Tensor | None = None
+        """int32 [*, 3]: (row, num_tokens, slot)."""
 
     def supports(
         self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
@@ -122,7 +151,7 @@ class TritonScan:
         if step.num_tokens > step.num_decode:
             self._row_T = conv.rows_of_tokens(step.cu_q_R1, step.num_tokens)
         if len(step.captures.row):
-            self._captures = _upload(step.captures, step.num_rows, step.cu_q_R1.device)
+            self._captures = _upload(step.captures, step.cu_q_R1.device)
 
     def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         step = self._step
@@ -131,36 +160,83 @@ class TritonScan:
         mixed_TC = torch.empty(xBC_TC.shape, dtype=xBC_TC.dtype, device=xBC_TC.device)
         y_TM = xBC_TC.new_empty(xBC_TC.shape[0], spec.inner_width)
         self._convolve(step, xBC_TC, mixed_TC, states.conv_SCW, weights)
-        tensors = mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H
-        numbers = (
-            mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), states.ssm_SHPN.stride(0),
-            spec.num_heads, spec.num_heads // spec.num_groups, spec.dt_min, spec.dt_max,
-        )  # fmt: skip
-        layer = {
-            "HEAD_DIM": spec.head_dim,
-            "STATE_DIM": spec.state_dim,
-            "CHANNEL_SKIP": weights.skip_H.numel() != spec.num_heads,
-        }
         if step.num_decode:
             tiles = decode_tiles(spec.head_dim, spec.state_dim)
             launch(
                 scan_decode, (step.num_decode, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)),
-                *tensors, step.kv_len_R, step.table_row_R, *numbers,
-                **layer, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
+                mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H,
+                step.kv_len_R, step.table_row_R,
+                mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), states.ssm_SHPN.stride(0),
+                spec.num_heads, spec.num_heads // spec.num_groups, spec.dt_min, spec.dt_max,
+                HEAD_DIM=spec.head_dim, STATE_DIM=spec.state_dim,
+                CHANNEL_SKIP=has_channel_skip(weights, spec),
+                BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps,
             )  # fmt: skip
         if self._row_T is not None:
-            kept = self._captures
-            tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype, captures=kept is not None)
-            grid = step.num_rows - step.num_decode + 1, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)
-            captures = (step.cu_q_R1, step.cu_q_R1) if kept is None else (kept.captures_E3, kept.first_R1)
-            launch(
-                scan_slices, grid, *tensors, step.cu_q_R1, step.kv_len_R, step.table_row_R, *captures, *numbers,
-                step.num_decode, step.num_rows, step.num_tokens,
-                **layer, CAPTURES=kept is not None, PRECISION=precision(mixed_TC.dtype),
-                CHUNK=tiles.chunk, BLOCK_P=tiles.block_p, BLOCK_N=tiles.block_n,
-                num_warps=tiles.num_warps, num_stages=1,
-            )  # fmt: skip
+            self._scan_slices(step, mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights, spec)
         return y_TM
+
+    def _scan_slices(
+        self,
+        step: StepMetadata,
+        mixed_TC: Tensor,
+        dt_TH: Tensor,
+        y_TM: Tensor,
+        ssm_SHPN: Tensor,
+        weights: SsmWeights,
+        spec: SsmSpec,
+    ) -> None:
+        """Rows behind the decode rows, and the tokens of nobody; in the order that `scan_slices` tells."""
+        tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype)
+        layer = layer_constexprs(spec, mixed_TC.dtype, tiles, self._segment)
+        layer["CHANNEL_SKIP"] = has_channel_skip(weights, spec)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        programs = spec.num_heads * triton.cdiv(spec.head_dim, tiles.block_p)
+        num_rows, num_tokens, slot = step.num_rows - step.num_decode, mixed_TC.shape[0], ssm_SHPN.stride(0)
+        whole = (num_tokens - step.num_decode) // self._segment
+        num_tiles = whole + num_rows + 1
+        lengths = step.num_decode, num_rows, num_tokens
+        rows = step.cu_q_R1, step.kv_len_R, step.table_row_R
+        fp32 = {"dtype": torch.float32, "device": mixed_TC.device}
+
+        sums_3HT = torch.empty(3, spec.num_heads, num_tokens, **fp32)
+        decay_EH = torch.empty(whole + 1, spec.num_heads, **fp32)
+        scores_GTL = torch.empty(spec.num_groups, num_tokens, tiles.chunk, **fp32)
+        launch(
+            scan_steps, (num_tiles, triton.cdiv(spec.num_heads, STEPS_HEADS)),
+            dt_TH, sums_3HT, decay_EH, weights.decay_H, weights.dt_bias_H, step.cu_q_R1,
+            dt_TH.stride(0), spec.dt_min, spec.dt_max, *lengths,
+            **only(layer, scan_steps), num_warps=4,
+        )  # fmt: skip
+        launch(
+            scan_scores, (num_tiles * spec.num_groups * (self._segment // tiles.chunk),),
+            mixed_TC, scores_GTL, step.cu_q_R1, *lengths, **only(layer, scan_scores), num_warps=4, num_stages=1,
+        )  # fmt: skip
+        is_long = step.max_q_len >= self._segment
+        states_EHPN = torch.empty(whole, *ssm_SHPN.shape[1:], **fp32) if is_long else sums_3HT
+        for later in (0, 1) if is_long else (0,):
+            if later:
+                launch(
+                    scan_states, (num_tiles * programs,), mixed_TC, sums_3HT, states_EHPN, step.cu_q_R1, *lengths,
+                    **only(layer, scan_states), **options,
+                )  # fmt: skip
+                carried = num_rows * spec.num_heads * triton.cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
+                launch(
+                    scan_carry, (carried,),
+                    states_EHPN, decay_EH, ssm_SHPN, *rows, slot, step.num_decode,
+                    **only(layer, scan_carry), num_warps=4,
+                )  # fmt: skip
+            if self._captures is not None:
+                launch(
+                    scan_captures, (len(self._captures) * programs,),
+                    mixed_TC, sums_3HT, states_EHPN, ssm_SHPN, self._captures, *rows,
+                    slot, later, step.num_decode, num_tokens, **only(layer, scan_captures), **options,
+                )  # fmt: skip
+            launch(
+                scan_segments, (num_tiles * programs,),
+                mixed_TC, scores_GTL, sums_3HT, states_EHPN, y_TM, ssm_SHPN, weights.skip_H, *rows,
+                slot, later, *lengths, **only(layer, scan_segments), **options,
+            )  # fmt: skip
 
     def _convolve(
         self, step: StepMetadata, xBC_TC: Tensor, mixed_TC: Tensor, conv_SCW: Tensor, weights: SsmWeights
@@ -173,7 +249,7 @@ class TritonScan:
             return
         conv.convolve_slices(xBC_TC, mixed_TC, conv_SCW, *kernel, (self._row_T, *rows), first_row=decode)
         if self._captures is not None:
-            conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=0, captures_E3=self._captures.captures_E3)
+            conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=0, captures_E3=self._captures)
         if step.num_rows > decode:
             conv.keep_inputs(xBC_TC, conv_SCW, rows, first_row=decode)
 
@@ -183,44 +259,52 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype is torch.float32 else "tf32"
 
 
-def aot_variants() -> list[AotVariant]:
-    """Both kernels in each dtype, of usual and odd layers, each branch once."""
-    variants = []
-    numbers = (
-        "mixed_stride", "dt_stride", "y_stride", "slot_stride", "num_heads", "heads_per_group",
-        "first_row", "num_rows", "num_tokens",
-    )  # fmt: skip
+AOT_LAYERS = ((64, 128), (80, 96), (128, 256))
+"""(head_dim, state_dim): a usual one, one that fills no tile, the largest."""
+WALKING = (scan_segments, scan_states, scan_captures)
+"""Kernels that go from chunk to chunk, as `slice_tiles` says."""
 
-    def add(kernel: Any, name: str, dtypes: tuple[str, str], num_warps: int, **constexprs: Any) -> None:
+
+def aot_variants() -> list[AotVariant]:
+    """Every kernel in each dtype, of usual and odd layers, each branch once."""
+    variants = []
+
+    def add(kernel: Any, name: str, dtypes: tuple[str, str], warps: int, stages: int = 1, **constexprs: Any) -> None:
         types = {f"{part}_ptr": f"*{dtypes[0]}" for part in ("mixed", "dt", "y")} | {"ssm_ptr": f"*{dtypes[1]}"}
-        types |= dict.fromkeys(("decay_ptr", "skip_ptr", "dt_bias_ptr"), "*fp32")
-        types |= dict.fromkeys(("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr", "first_capture_ptr"), "*i32")
-        types |= dict.fromkeys(numbers, "i32") | {"dt_min": "fp32", "dt_max": "fp32"}
+        integers = ("kv_len_ptr", "table_row_ptr", "cu_q_ptr", "captures_ptr")
+        types |= dict.fromkeys(integers, "*i32") | {"dt_min": "fp32", "dt_max": "fp32"}
         types |= dict.fromkeys(constexprs, "constexpr")
+        signature = {
+            argument: types.get(argument, "*fp32" if argument.endswith("_ptr") else "i32")
+            for argument in kernel.arg_names
+        }
         variants.append(
             AotVariant(
                 name=f"{name}-{'-'.join(dtypes)}",
                 kernel=kernel,
-                signature={argument: types[argument] for argument in kernel.arg_names},
+                signature=signature,
                 constexprs=constexprs,
-                options={"num_warps": num_warps, "num_stages": 1},
+                options={"num_warps": warps, "num_stages": stages},
             )
         )
 
     for dtype, ssm in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")):
         torch_dtype = next(key for key, value in DTYPES.items() if value == dtype)
-        usual = (64, 128)
-        for head_dim, state_dim in (usual, (80, 96), (128, 256)) if ssm == "fp32" else (usual,):
-            skip = head_dim == 80
+        for head_dim, state_dim in AOT_LAYERS if ssm == "fp32" else AOT_LAYERS[:1]:
+            name, dtypes = f"{head_dim}x{state_dim}", (dtype, ssm)
+            size = {"HEAD_DIM": head_dim, "STATE_DIM": state_dim}
+            skip = {"CHANNEL_SKIP": head_dim == 80}
             tiles = decode_tiles(head_dim, state_dim)
-            block = functools.partial(
-                dict, HEAD_DIM=head_dim, STATE_DIM=state_dim, CHANNEL_SKIP=skip, BLOCK_N=tiles.block_n
-            )
-            name = f"{head_dim}x{state_dim}"
-            add(scan_decode, f"scan_decode-{name}", (dtype, ssm), tiles.num_warps, **block(BLOCK_P=tiles.block_p))
-            for captures in (False, True):
-                tiles = slice_tiles(head_dim, state_dim, torch_dtype, captures=captures)
-                cut = {"BLOCK_P": tiles.block_p, "CHUNK": tiles.chunk, "PRECISION": precision(torch_dtype)}
-                what = f"scan_slices-{name}{'-captures' if captures else ''}"
-                add(scan_slices, what, (dtype, ssm), tiles.num_warps, **block(CAPTURES=captures, **cut))
+            block = {"BLOCK_P": tiles.block_p, "BLOCK_N": tiles.block_n}
+            add(scan_decode, f"scan_decode-{name}", dtypes, tiles.num_warps, **size, **skip, **block)
+            tiles = slice_tiles(head_dim, state_dim, torch_dtype)
+            spec = SsmSpec(num_heads=24, head_dim=head_dim, state_dim=state_dim, num_groups=2, conv_width=4)
+            layer = layer_constexprs(spec, torch_dtype, tiles, SEGMENT) | skip
+            kernels = (scan_segments, scan_scores, scan_states)
+            if (head_dim, state_dim) == AOT_LAYERS[0]:
+                kernels = (scan_segments, scan_captures, scan_carry)  # those that know states' dtype
+                kernels += (scan_scores, scan_states, scan_steps) if ssm == "fp32" else ()
+            for kernel in kernels:
+                options = (tiles.num_warps, tiles.num_stages) if kernel in WALKING else (4,)
+                add(kernel, f"{kernel.fn.__name__}-{name}", dtypes, *options, **only(layer, kernel))
     return variants
