@@ -13,18 +13,17 @@ whose capture fails or finds no memory left runs padded and uncaptured from then
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from megatron_infer.collector import no_collection
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.forward.device import Device
 from megatron_infer.graph_shapes import GraphShape, ShapeIndex
@@ -99,8 +98,9 @@ class CudaRecorder:
         torch.cuda.empty_cache()
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
+        # no_collection: the finalizer of an engine's cache, say, would wait for the device, which ends a capture
         with (
-            _no_collection(),
+            no_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             run()
@@ -109,18 +109,6 @@ class CudaRecorder:
     def reset(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage stays: the finalizer of an engine's cache, say, would wait for the device, which ends a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _CudaRecorded:
