@@ -163,6 +163,8 @@ class AotVariant:
     """num_warps, num_stages, ... as the launch gives them."""
     min_arch: int = 80
     """Older architectures lack an instruction of it."""
+    aligned: frozenset[str] | None = None
+    """Arguments that are multiples of 16; None: pointers, and integers named for a stride."""
 
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""
