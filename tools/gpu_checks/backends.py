@@ -106,7 +106,7 @@ def flash_attn_graphs(ctx: Context) -> Result:
         raise Unavailable(reasons["flash_attn"])
     compare = Comparison("difference")
     for kind in ("attention", "windows"):
-        options = {"attention_backend": "flash_attn", **OPTIONS["flash_attn"]}
+        options = {"kernels": None, "attention_backend": "flash_attn", **OPTIONS["flash_attn"]}
         engine = _hold_replayed(ctx, compare, "flash_attn", kind, **options)
         chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}["attention"]
         compare.require(f"{kind}: attention is {chosen}'s", chosen == "flash_attn")

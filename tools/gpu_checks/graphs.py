@@ -37,7 +37,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str = "static", **options: Any) -> Any:
+def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str | None = "static", **options: Any) -> Any:
     """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
