@@ -7,6 +7,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Files in their own order: the other one, by number of tests, puts the long distributed tests, one a file, last and alone.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+# What the kernels' tests launch, for the compiler: an interpreter takes what that refuses.
+LAUNCHES := $(VENV)/launches
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -62,8 +64,9 @@ test: $(VENV)/.smollm2
 
 # What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
-	$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m triton --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS)
+	rm -rf $(LAUNCHES)
+	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m triton --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

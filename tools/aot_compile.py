@@ -2,13 +2,14 @@
 
     python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json out.json]
 
-Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`. One line each: seconds,
-registers and spilled bytes of a thread, shared memory of a block. Exits 1 if one does not compile, takes more shared
-memory than its architecture has, or spills more than --max-spill bytes. It proves that the compiler accepts a kernel,
-which the interpreter does not, and nothing about what the kernel computes.
+Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`, and with --launches what a run
+of the tests in the interpreter launched besides, as it launched it: a list may miss what is launched. One line each:
+seconds, registers and spilled bytes of a thread, shared memory of a block. Exits 1 if one does not compile, takes more
+shared memory than its architecture has, or spills more than --max-spill bytes. It proves that the compiler accepts a
+kernel, which the interpreter does not, and nothing about what the kernel computes.
 
-Pointers, and integers named for a stride, are compiled as multiples of 16, as torch's allocations make them: that is
-what turns loads into copies to shared memory, the larger case of both figures.
+Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
+them: that is what turns loads into copies to shared memory, the larger case of both figures.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ FP32_FACTOR = 8
 WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
+LAUNCHED_ARCH, MOST_LAUNCHED = 90, 240
+"""For what was launched and is on no list."""
 ATTR_REGCOUNT, ATTR_FRAME_SIZE, FORMAT_SIZED = 0x2F, 0x11, 4
 """Entries of a cubin's .nv.info section, as `cuobjdump -elf` names them."""
 
@@ -57,6 +60,8 @@ class Job:
     module: str
     variant: str
     arch: int
+    launched: Any = None
+    """What a run launched (`testing.launches.Launched`), where no list names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,26 @@ def _is_for(variant: Any, arch: int) -> bool:
     return arch >= variant.min_arch and SHARED_LIMIT[arch] >= variant.min_shared
 
 
+def jobs_launched(
+    folder: Path, modules: Iterable[str], archs: Sequence[int], *, only: str | None, most: int
+) -> list[Job]:
+    """What a run noted in `folder` for one architecture: first what no list is like, then other numbers of the rest."""
+    from megatron_infer.testing.launches import read, some_of, unlisted
+
+    found = [one for one in read(folder) if not only or only in f"{one.module}.{one.name}"]
+    if not found and not only:
+        raise SystemExit(f"aot_compile: no launch was noted in {folder}; run `make check-kernels`")
+    new, others = unlisted(found, [variant for module in modules for variant in variants_of(module).values()])
+    taken = some_of(new, most)
+    rest = some_of(others, most - len(taken))
+    print(
+        f"aot_compile: {len(found)} specialisations were launched: {len(taken)} of {len(new)} shapes that are on no "
+        f"list are compiled, and {len(rest)} of the {len(others)} others"
+    )
+    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
+    return [Job(one.module, one.name, arch, one) for one in taken + rest]
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of local memory) of a thread, from a cubin with one kernel; NO_FIGURE for what it lacks.
 
@@ -174,7 +199,11 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     aligned = {
         (index,): [["tt.divisibility", ALIGNMENT]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
+        if (
+            name in variant.aligned
+            if variant.aligned is not None
+            else kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
+        )
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
@@ -196,7 +225,8 @@ def compile_job(job: Job) -> Compiled:
     start = time.perf_counter()
     known = {"module": job.module, "variant": job.variant, "arch": job.arch}
     try:
-        figures = compile_variant(variants_of(job.module)[job.variant], job.arch)
+        variant = variants_of(job.module)[job.variant] if job.launched is None else job.launched.variant()
+        figures = compile_variant(variant, job.arch)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return Compiled(**known, seconds=time.perf_counter() - start, error=text[:2000])
@@ -245,6 +275,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
     parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
+    parser.add_argument(
+        "--launches", type=Path, metavar="FOLDER", help="compile also what a run of the tests noted there"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -260,6 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
         return 0
     jobs = jobs_of(modules, options.arch or ARCHS, only=options.only, quick=options.quick)
+    if options.launches:
+        archs = options.arch or ARCHS
+        jobs += jobs_launched(options.launches, modules, archs, only=options.only, most=MOST_LAUNCHED)
     if not jobs:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2

@@ -60,6 +60,7 @@ LAYERS: dict[str, int] = {
     "compile_setup": 4,
     "assembly": 4,  # parts of the engine, each its own noun
     "waiting": 0,
+    "collector": 0,
     "intake": 4,
     "ledger": 4,
     "controls": 4,

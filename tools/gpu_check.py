@@ -6,23 +6,24 @@
     python tools/gpu_check.py --list                             what no report under docs/results has told of yet
 
 One line a check: ok, FAILED or skipped, what was found, the tolerance it was held to. Exits 1 if a check failed; a
-target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it. Needs torch,
-triton, numpy and megatron-core only. Under NVIDIA's memory checker: compute-sanitizer --target-processes all python
-tools/gpu_check.py --group attention --patience 50
+target of speed that is missed is reported and fails nothing. --out writes JSON, and Markdown beside it, anew after each
+check: a run that is killed leaves what it had found. Needs torch, triton, numpy and megatron-core only. Under NVIDIA's
+memory checker: compute-sanitizer --target-processes all python tools/gpu_check.py --group attention --patience 50
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
@@ -32,10 +33,17 @@ for folder in (ROOT, ROOT / "tools", ROOT / "tools" / "bench"):
 from gpu_checks import report, suite, worker
 from gpu_checks.registry import FAILED, GROUPS, SKIPPED, Check, Result, load, never_run, not_yet
 
+Rows = list[tuple[Check, Result]]
 REPORTS = ROOT / "docs" / "results"
-TIME_LIMIT_S = 480.0
-ALONE = ("sync", "memory", "speed")
-"""Groups that have the device to themselves: the others share it, each check in a process of its own."""
+TIME_LIMIT_S = 460.0
+"""With ending and the report under 8 minutes."""
+FIRST = ("graphs", "sampling", "attention", "scan", "operations", "models")
+"""Groups that are begun first, in this order: whether steps are captured at all, and right."""
+ALONE = ("memory", "sync", "speed")
+"""Groups that have the device to themselves, then, in this order; the others share it, each check in a process of its
+own. Those that are in neither come last, with what the first had no time for."""
+SHARE_FIRST = 0.5
+"""Of the time limit; what is alone has the rest: no slow compiler keeps suspends and speed from being measured."""
 MOST_JOBS = 6
 
 
@@ -52,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", action="append", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--patience", type=float, default=worker.PATIENCE, help="times its budget a check may take")
     parser.add_argument(
-        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="nothing begins later"
+        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="what runs then is stopped"
     )
     parser.add_argument("--jobs", type=int, help="checks at a time; 0: all in one process (a rehearsal's default)")
     parser.add_argument("--checks", action="append", metavar="GROUP=MODULE", help="other groups than the tool's own")
@@ -87,38 +95,61 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
     return environment
 
 
-def run(checks: Sequence[Check], options: argparse.Namespace) -> list[tuple[Check, Result]]:
-    """Run them, a line each as they end."""
-    rows: list[tuple[Check, Result]] = []
+def run(checks: Sequence[Check], options: argparse.Namespace, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
+    """Run them, a line each as they end; `keep` is given all there is each time."""
+    rows: dict[str, tuple[Check, Result]] = {}
     lock = threading.Lock()
+
+    def ordered() -> Rows:
+        return [rows[one.name] for one in checks if one.name in rows]
 
     def tell(check: Check, result: Result) -> None:
         with lock:
-            rows.append((check, result))
+            rows[check.name] = check, result
             print(report.line_of(check, result), flush=True)
+            keep(ordered())
 
     def command(names: Sequence[str]) -> list[str]:
         switches = [f"--{name}" for name in ("quick", "rehearse") if getattr(options, name)]
         planted = [part for given in options.checks or () for part in ("--checks", given)]
         return [sys.executable, str(Path(__file__).resolve()), *switches, *planted, "--worker", *names]
 
-    deadline = time.monotonic() + options.time_limit
+    start = time.monotonic()
+    deadline = start + options.time_limit
     jobs = options.jobs if options.jobs is not None else default_jobs(options.rehearse)
 
     def run_unit(unit: Sequence[Check]) -> None:
         worker.run_group(unit, command, environment_of(options), tell, deadline=deadline, patience=options.patience)
 
     if not jobs:
-        run_unit(checks)
-        return rows
-    alone = [one for one in checks if one.group in ALONE]
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run_unit, [one]) for one in checks if one not in alone]:
-            future.result()
+        run_unit(by_group(checks, (*FIRST, *ALONE)))
+        return ordered()
+
+    def together(some: Sequence[Check], until: float) -> list[Check]:
+        """Run them several at a time; those that had not begun by `until`."""
+        late: list[Check] = []
+
+        def one_of(check: Check) -> None:
+            run_unit([check]) if time.monotonic() < until else late.append(check)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for future in [pool.submit(one_of, one) for one in some]:
+                future.result()
+        return [one for one in some if one in late]
+
+    first = by_group([one for one in checks if one.group in FIRST], FIRST)
+    alone = by_group([one for one in checks if one.group in ALONE], ALONE)
+    late = together(first, start + SHARE_FIRST * options.time_limit if alone else deadline)
     for group in groups_of(alone):
         run_unit(group)
-    order = {one.name: number for number, one in enumerate(checks)}
-    return sorted(rows, key=lambda row: order[row[0].name])
+    for one in together([*late, *(one for one in checks if one not in first and one not in alone)], deadline):
+        tell(one, Result(SKIPPED, reason=worker.NO_TIME))
+    return ordered()
+
+
+def by_group(checks: Sequence[Check], order: Sequence[str]) -> list[Check]:
+    """By their group's place in `order`; the others behind, as they are."""
+    return sorted(checks, key=lambda one: order.index(one.group) if one.group in order else len(order))
 
 
 def default_jobs(rehearse: bool) -> int:
@@ -132,6 +163,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _end(number: int, frame: Any) -> None:
+    """SIGTERM: no check goes on alone on the device; what had been found is written already."""
+    worker.stop_all()
+    os._exit(128 + number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.tests:
@@ -143,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker is not None:
         from gpu_checks.context import make_context
 
-        wanted = [one for one in checks if one.name in options.worker]
+        named = {one.name: one for one in checks}
+        wanted = [named[name] for name in options.worker]
         worker.work(wanted, lambda: make_context(rehearse=options.rehearse, quick=options.quick), absent)
     if options.list:
         print(not_yet(never_run(checks, report.load_reports(REPORTS))))
@@ -155,15 +193,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and not has_gpu():
         print("gpu_check: torch finds no CUDA device, nothing was run; --rehearse runs every check on a CPU")
         return 1
+    signal.signal(signal.SIGTERM, _end)
     start = time.monotonic()
-    rows = run(wanted, options)
-    seconds = time.monotonic() - start
-    print(report.summary(rows, seconds))
+    said = shlex.join(["python", "tools/gpu_check.py", *(sys.argv[1:] if arguments is None else arguments)])
+    facts = report.facts(ROOT) if options.out else {}
+
+    def keep(rows: Rows) -> None:
+        if options.out:
+            spent = time.monotonic() - start
+            made = report.as_dict(facts, rows, rehearsal=options.rehearse, seconds=spent, asked=len(wanted))
+            report.write(options.out, made, rows, said)
+
+    rows = run(wanted, options, keep)
+    print(report.summary(rows, time.monotonic() - start))
     if options.out:
-        made = report.as_dict(report.facts(ROOT), rows, rehearsal=options.rehearse, seconds=seconds)
-        options.out.write_text(json.dumps(made, indent=1), encoding="utf-8")
-        said = shlex.join(["python", "tools/gpu_check.py", *(sys.argv[1:] if arguments is None else arguments)])
-        options.out.with_suffix(".md").write_text(report.as_markdown(made, rows, said), encoding="utf-8")
         print(f"gpu_check: report in {options.out} and {options.out.with_suffix('.md')}")
     if all(result.status == SKIPPED for _, result in rows):
         print("gpu_check: nothing was run")

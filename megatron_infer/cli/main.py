@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from megatron_infer import __version__
+from megatron_infer.collector import end_without_collection
 from megatron_infer.config import ConfigWarning
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.waiting import limit_spinning
@@ -89,6 +90,8 @@ def version_line() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
     limit_spinning()
+    if argv is None:
+        end_without_collection()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((text for text in arguments if not text.startswith("-")), None)
     parser, commands = build_parser(command)

@@ -21,7 +21,6 @@ in a collective: `BrokenOff`, which ends the engine on all of them, at once and 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import time
@@ -33,6 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_infer.collector import no_collection
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.pipeline import BrokenOff, causes, is_of_collective
@@ -126,8 +126,9 @@ class CudaRecorder:
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
         current = torch.cuda.current_stream(self._device.torch)
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
+        # no_collection: the finalizer of an engine's cache, say, would wait for the device, which ends a capture
         with (
-            _no_collection(),
+            no_collection(),
             torch.cuda.stream(current),  # torch.cuda.graph stays on its own where a capture cannot be ended
             self._over_when_it_fails(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -149,18 +150,6 @@ class CudaRecorder:
     def reset(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage stays: the finalizer of an engine's cache, say, would wait for the device, which ends a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _CudaRecorded:

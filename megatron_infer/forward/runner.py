@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_infer.context.host import Move
 from megatron_infer.context.store import StateStore
-from megatron_infer.forward.batch import BatchBuilder
+from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.flight import Flight, PromptScores
 from megatron_infer.forward.pooling import pool

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from megatron_infer.collector import no_collection
+
 os.environ.setdefault("NO_VCS_VERSION", "1")  # 0.19 would run `git rev-parse` in whatever directory we are in
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), no_collection():
     warnings.filterwarnings(
         "ignore",
         message=r"(Transformer Engine and Apex are not installed|Apex is not installed|absl\.logging is not installed)",

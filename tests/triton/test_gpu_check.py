@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,7 +103,8 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     by_status: dict[str, list[str]] = {}
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
-    packages = {"flashinfer_engine", "flash_attn_engine", "mamba_ssm_engine", "speed_peer"}
+    packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn", "mamba_ssm")} | {"flash_attn_graphs"}
+    packages |= {"flashinfer_rope", "speed_peer"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
@@ -196,3 +199,108 @@ def test_a_shape_that_a_small_device_has_no_room_for_is_skipped_and_fails_on_a_l
     ctx.total = 80 << 30
     with pytest.raises(type(error), match=r"^no"), speed._fits(ctx, "llama-8b"):
         raise error
+
+
+@pytest.mark.triton
+def test_a_run_that_is_killed_leaves_what_it_had_found_and_no_check_running(tmp_path):
+    (tmp_path / "planted_checks.py").write_text(
+        PLANTED.replace("time.sleep(600)", "print(os.getpid(), flush=True); time.sleep(600)")
+    )
+    out = tmp_path / "out.json"
+    options = [
+        "--rehearse",
+        "--checks",
+        "planted=planted_checks",
+        "--only",
+        "fine",
+        "--only",
+        "hangs",
+        "--patience",
+        "1e4",
+    ]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, str(TOOL), *options, "--out", str(out)], env=environment)
+    try:
+        wait_for(lambda: out.exists() and children_of(process.pid), 60)
+        (worker,) = children_of(process.pid)
+    finally:
+        process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    wait_for(lambda: not Path(f"/proc/{worker}").exists() or "Z" in state_of(worker), 10)
+    report = json.loads(out.read_text())
+    assert [(row["name"], row["status"]) for row in report["checks"]] == [("fine", "ok")] and report["asked"] == 2
+    assert "It ended before its end: 1 of 2 checks" in out.with_suffix(".md").read_text()
+
+
+def children_of(parent: int) -> list[int]:
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == parent]
+
+
+def parent_of(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return -1
+
+
+def state_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def wait_for(condition, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it does not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.triton
+def test_what_runs_when_the_time_is_up_is_stopped_and_told_as_skipped(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu_checks import worker
+    from gpu_checks.registry import Check, Result
+
+    checks = [Check(name, "planted", "", lambda ctx: Result("ok"), 100.0) for name in ("slow", "next")]
+    code = 'import time; print(\'{"start": "slow"}\', flush=True); time.sleep(600)'
+    told = []
+    started = time.monotonic()
+    worker.run_group(
+        *(checks, lambda names: [sys.executable, "-c", code], dict(os.environ)),
+        *(lambda check, result: told.append((check.name, result.status, result.reason)),),
+        deadline=started + 2,
+    )
+    assert time.monotonic() - started < 15
+    assert [row[:2] for row in told] == [("slow", "skipped"), ("next", "skipped")]
+    assert "no time left: stopped after" in told[0][2] and told[1][2] == "no time left"
+
+
+@pytest.mark.triton
+def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspends_and_speed(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    import gpu_check
+    from gpu_checks import worker
+    from gpu_checks.registry import OK, Check, Result
+
+    now = [0.0]
+    begun: list[str] = []
+
+    def run_group(unit, command, environment, tell, *, deadline, patience):
+        for check in unit:
+            if now[0] >= deadline:
+                tell(check, Result("skipped", reason=worker.NO_TIME))
+                continue
+            begun.append(check.name)
+            now[0] += 30.0
+            tell(check, Result(OK))
+
+    monkeypatch.setattr(worker, "run_group", run_group)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now[0])
+    groups = ("backends", "speed", "memory", "attention", "graphs")
+    checks = [Check(f"{group}{i}", group, "", lambda ctx: Result(OK), 1.0) for group in groups for i in range(2)]
+    rows = gpu_check.run(checks, gpu_check.parse(["--jobs", "1", "--time-limit", "200"]))
+    assert begun == ["graphs0", "graphs1", "attention0", "attention1", "memory0", "memory1", "speed0"]
+    told = {check.name: result.status for check, result in rows}
+    assert list(told) == [check.name for check in checks] and list(told.values()).count("skipped") == 3

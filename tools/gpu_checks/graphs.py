@@ -37,7 +37,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str = "static", **options: Any) -> Any:
+def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str | None = "static", **options: Any) -> Any:
     """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
@@ -59,7 +59,7 @@ def _kinds(ctx: Context) -> tuple[str, ...]:
     return ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("attention", "hybrid"))
 
 
-def _same(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> None:
+def same(compare: Comparison, label: str, got: list[Any], wanted: list[Any]) -> None:
     """Tokens and the bits of their log probabilities."""
     compare.require(f"{label}: other tokens", tokens_of(got) == tokens_of(wanted))
     for mine, reference in zip(got, wanted, strict=True):
@@ -85,7 +85,7 @@ def on_off(ctx: Context) -> Result:
                 engine = graphed(ctx, model, kernels=kernels)
                 got = answers(engine, work)
                 with_padding = answers(graphed(ctx, model, way="eager", kernels=kernels), work)
-                _same(compare, f"{kind} {dtype} {params}", got, with_padding)
+                same(compare, f"{kind} {dtype} {params}", got, with_padding)
                 pool = engine.parts.runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
                 counts[kind]["eager"] = dict(pool.counts.eager)
@@ -120,7 +120,7 @@ def overlapping_launches(ctx: Context) -> Result:
                 ctx.wait()
                 mode, launches = "replayed" if way is None else "eager", "plain" if variable is None else "overlapping"
                 times[f"{mode}, {launches}"] = round((time.perf_counter() - started) * 1e3, 3)
-        _same(compare, way or "replayed", found[1], found[0])
+        same(compare, way or "replayed", found[1], found[0])
     return compare.result(milliseconds=times)
 
 
@@ -153,7 +153,7 @@ def new_weights(ctx: Context) -> Result:
 @check(
     "graphs_cost",
     group="graphs",
-    promise="every shape on the list is captured on first use; bytes and seconds are told",
+    promise="shapes that steps come to are captured on first use and none is refused; bytes and seconds are told",
     budget_s=40,
 )
 def cost(ctx: Context) -> Result:
@@ -219,5 +219,5 @@ def many(ctx: Context) -> Result:
     work = workload(ctx, count=ctx.pick(96, 3), temperature=0.8, top_p=0.95)
     work += [([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, detokenize=False))]
     got = answers(graphed(ctx, model, **options), work)
-    _same(compare, "many", got, answers(graphed(ctx, model, way="eager", **options), work))
+    same(compare, "many", got, answers(graphed(ctx, model, way="eager", **options), work))
     return compare.result()

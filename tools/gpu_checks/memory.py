@@ -17,6 +17,8 @@ from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError
 
 MIB = 2**20
+MANAGED_ROOM = 6 << 30
+"""Bytes that must be free before managed memory is asked for."""
 SLACK = 8 * MIB
 """Of memory: pages of several sizes, and what the driver takes for itself."""
 
@@ -136,6 +138,11 @@ def static(ctx: Context) -> Result:
     budget_s=30,
 )
 def unified(ctx: Context) -> Result:
+    # More managed memory than the device has free makes pages move without end, which can hang it. An engine's region
+    # refuses that by itself (`managed.check_room`); two of a GiB and the models must be little of what is free.
+    free = ctx.free_bytes()
+    if free < MANAGED_ROOM:
+        raise Unavailable(f"{free / 2**30:.1f} GiB are free; asks for {MANAGED_ROOM / 2**30:.0f} to use 2 of them")
     compare, found = _cycle(ctx, "persist", unified_memory_level=1)
     compare.require("unified memory: the address moved", found["address_kept"])
     return _result(compare, found)

@@ -72,11 +72,22 @@ def _version(package: str) -> str | None:
 
 
 def as_dict(
-    found: Mapping[str, Any], rows: Iterable[tuple[Check, Result]], *, rehearsal: bool, seconds: float
+    found: Mapping[str, Any], rows: Iterable[tuple[Check, Result]], *, rehearsal: bool, seconds: float, asked: int
 ) -> dict[str, Any]:
-    """The report as JSON has it."""
+    """The report as JSON has it. asked: checks that were to be run, some of which may not have been yet."""
     checks = [{"name": c.name, "group": c.group, "promise": c.promise} | r.to_dict() for c, r in rows]
-    return {"rehearsal": rehearsal, "seconds": seconds, "facts": dict(found), "checks": checks}
+    return {"rehearsal": rehearsal, "seconds": seconds, "asked": asked, "facts": dict(found), "checks": checks}
+
+
+def write(path: Path, report: Mapping[str, Any], rows: Sequence[tuple[Check, Result]], command: str) -> None:
+    """JSON at `path` and Markdown beside it; who is killed meanwhile leaves those that were there."""
+    for target, text in (
+        (path, json.dumps(report, indent=1)),
+        (path.with_suffix(".md"), as_markdown(report, rows, command)),
+    ):
+        new = target.with_suffix(target.suffix + ".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(target)
 
 
 def load_reports(folder: Path) -> list[dict[str, Any]]:
@@ -115,7 +126,10 @@ def as_markdown(report: Mapping[str, Any], rows: Sequence[tuple[Check, Result]],
     versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
     dirty = "" if found["tree_is_clean"] else ", with changes that are not committed"
     lines += [f"{versions}.", "", f"Commit {found['commit'] or 'unknown'}{dirty}.", "", "```", command, "```", ""]
-    lines += [summary(rows, report["seconds"]), "", "| check | | what it promises | found | tolerance |"]
+    lines += [summary(rows, report["seconds"])]
+    if len(rows) < report["asked"]:
+        lines += ["", f"It ended before its end: {len(rows)} of {report['asked']} checks are told of."]
+    lines += ["", "| check | | what it promises | found | tolerance |"]
     lines.append("|---|---|---|---|---|")
     for check, result in rows:
         said = result.figure if result.status == OK else f"{result.figure} {result.reason}".strip()

@@ -17,6 +17,8 @@ from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import Request
 
 CPU = torch.device("cpu")
+VOCABULARIES = (1000, 32000, 50257, 128256, 151936, 262144)
+"""Odd ones and powers of two: each has a cut of its own into chunks."""
 PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -113,7 +115,7 @@ class Rows:
 
 def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, rounds: int) -> Result:
     compare = Comparison("share of draws that differ")
-    for vocabulary in ctx.pick((1000, 32000, 128256), (120,)):
+    for vocabulary in ctx.pick(VOCABULARIES, (120,)):
         wishes = [way for way in ways for _ in range(repeats)]
         there, here = (Rows(wishes, vocabulary, where, with_kernels=where != CPU) for where in (ctx.device, CPU))
         generator, wrong = torch.Generator().manual_seed(vocabulary), 0
@@ -130,7 +132,7 @@ def _compare(ctx: Context, ways: tuple[dict[str, Any], ...], *, repeats: int, ro
     "draws",
     group="sampling",
     promise="the same logits and seed give the same token as on a CPU: greedy, temperature, top_k, top_p, min_p",
-    budget_s=20,
+    budget_s=40,
 )
 def draws(ctx: Context) -> Result:
     return _compare(ctx, PLAIN, repeats=ctx.pick(8, 1), rounds=ctx.pick(6, 1))
@@ -140,7 +142,7 @@ def draws(ctx: Context) -> Result:
     "edited_draws",
     group="sampling",
     promise="penalties, bias, allowed and bad tokens change a draw as on a CPU",
-    budget_s=15,
+    budget_s=30,
 )
 def edited(ctx: Context) -> Result:
     return _compare(ctx, EDITED, repeats=ctx.pick(4, 1), rounds=ctx.pick(3, 1))

@@ -46,6 +46,7 @@ START_S = 120.0
 POISONED = 86
 """Exit status of a worker whose device answers no more."""
 TAIL = 500
+NO_TIME = "no time left"
 
 
 class Absent(importlib.abc.MetaPathFinder):
@@ -117,6 +118,16 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     os._exit(0)  # nothing that a check left behind may turn a good run into a bad one
 
 
+RUNNING: set[subprocess.Popen[bytes]] = set()
+"""Every worker's process that may still run."""
+
+
+def stop_all() -> None:
+    """Kill them, waiting for nothing."""
+    for process in list(RUNNING):
+        process.kill()
+
+
 class Worker:
     """One process and the messages it sends."""
 
@@ -124,6 +135,7 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in join
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self._unread = b""
+        RUNNING.add(self._process)
 
     def next(self, timeout_s: float) -> dict[str, Any] | None:
         """The next message; None when the process has ended. Raises TimeoutError."""
@@ -150,6 +162,7 @@ class Worker:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        RUNNING.discard(self._process)
         status = self._process.returncode
         self._log.seek(0)
         printed = self._log.read().decode(errors="replace").strip()
@@ -164,6 +177,7 @@ class Worker:
     def join(self) -> None:
         """Wait for a process that has said all it had to."""
         self._process.wait(30)
+        RUNNING.discard(self._process)
         self._log.close()
 
 
@@ -178,14 +192,14 @@ def run_group(
 ) -> None:
     """Run `checks` in order, in as few processes as they survive; `tell` hears every outcome.
 
-    command(names) is the command line of a worker. deadline is on time.monotonic's clock: what has not begun by then is
-    skipped.
+    command(names) is the command line of a worker. deadline is on time.monotonic's clock: what has not ended by then is
+    stopped, and it and the rest are skipped.
     """
     left = list(checks)
     while left:
         if time.monotonic() >= deadline:
             for one in left:
-                tell(one, Result(SKIPPED, reason="no time left"))
+                tell(one, Result(SKIPPED, reason=NO_TIME))
             return
         left = _run_some(left, Worker(command([one.name for one in left]), environment), tell, deadline, patience)
 
@@ -196,10 +210,16 @@ def _run_some(
     """Hear one worker out -> the checks that are still to be run."""
     limit, begun, heard = START_S, False, False
     while left:
+        remaining = max(0.0, deadline - time.monotonic())
         try:
-            message = worker.next(limit)
+            message = worker.next(min(limit, remaining))
         except TimeoutError:
             ended = worker.end()
+            if remaining < limit:
+                tell(
+                    left[0], Result(SKIPPED, reason=f"{NO_TIME}: stopped after {remaining:.0f} s" if begun else NO_TIME)
+                )
+                return left[1:]
             waited = f"took longer than {limit:.0f} s" if begun else f"did not begin within {limit:.0f} s"
             tell(left[0], Result(FAILED, reason=f"{waited}; {ended}"))
             return left[1:]

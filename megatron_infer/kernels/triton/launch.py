@@ -187,6 +187,8 @@ class AotVariant:
     """Older architectures lack an instruction of it."""
     min_shared: int = 0
     """Bytes: no device whose blocks have less shared memory launches it."""
+    aligned: frozenset[str] | None = None
+    """Arguments that are multiples of 16; None: pointers, and integers named for a stride."""
 
     def overlapping(self) -> AotVariant:
         """The same with programmatic dependent launch."""

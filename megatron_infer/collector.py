@@ -1,0 +1,32 @@
+"""Python's cyclic garbage collector, where it must not run or has nothing to find."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage stays for a while; afterwards the collector is as it was.
+
+    torch and megatron-core bring a million objects that all stay: looking through them again and again while they come
+    is a quarter of the time their import takes.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def end_without_collection() -> None:
+    """For programs: when this process ends, what is left is not looked through once more, a second with torch loaded.
+
+    Exit handlers and `weakref.finalize` run as ever; cycles that nothing has collected are left to the system.
+    """
+    atexit.register(gc.freeze)

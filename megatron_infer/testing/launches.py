@@ -1,0 +1,199 @@
+"""Which specialisations of Triton kernels a run launches: noted where kernels are interpreted, compiled elsewhere.
+
+An interpreter takes what a compiler refuses, and a list of what to compile can miss what is launched. Tests note every
+launch as the compiler would be given it, `tools/aot_compile.py --launches` compiles the distinct ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_infer.kernels.triton.launch import AotVariant, listening
+
+ALIGNMENT = 16
+"""Triton compiles again for pointers and numbers that are multiples of it."""
+POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """One specialisation: hashable, JSON all through."""
+
+    module: str
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    """(argument, Triton's type of it, "constexpr" where its value is compiled in)."""
+    values: tuple[tuple[str, Any], ...]
+    """(argument, value) of the latter: a number, a string, None."""
+    aligned: tuple[str, ...]
+    """Arguments that are multiples of 16."""
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's, and enough to tell it from its others."""
+        return f"{self.kernel}-launched-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What a kernel was written for: all but which plain numbers are 1 or multiples of 16."""
+        constants = constexprs_of(self._function())
+        kinds = [(name, kind) for name, kind in self.types if kind.startswith("*")]
+        values = [(name, value) for name, value in self.values if value is None or name in constants]
+        return self.module, self.kernel, tuple(kinds), tuple(sorted(values)), self.options
+
+    def settled(self) -> Launched:
+        """The same without what the kernel asks Triton not to tell apart; only where kernels are not interpreted."""
+        loose = {one.name for one in self._function().params if one.do_not_specialize}
+        unaligned = loose | {one.name for one in self._function().params if one.do_not_specialize_on_alignment}
+        values = dict(self.values)
+        freed = {name for name in loose & values.keys() if values[name] is not None}
+        return replace(
+            self,
+            types=tuple((name, "i32" if name in freed else kind) for name, kind in self.types),
+            values=tuple((name, value) for name, value in self.values if name not in freed),
+            aligned=tuple(name for name in self.aligned if name not in unaligned),
+        )
+
+    def variant(self) -> AotVariant:
+        """For the compiler."""
+        return AotVariant(
+            name=self.name,
+            kernel=self._function(),
+            signature=dict(self.types),
+            constexprs=dict(self.values),
+            options=dict(self.options),
+            aligned=frozenset(self.aligned),
+        )
+
+    def _function(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.kernel)
+
+
+def constexprs_of(kernel: Any) -> set[str]:
+    """Its arguments that are always compiled in."""
+    return {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+
+
+def launched(kernel: Any, args: Iterable[Any], options: Mapping[str, Any]) -> Launched:
+    """What Triton would compile for this launch."""
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: options[name] for name in kernel.arg_names if name in options}
+    constants = constexprs_of(kernel)
+    types: dict[str, str] = {}
+    aligned = []
+    for name in kernel.arg_names:
+        value = values[name]
+        types[name] = "constexpr" if name in constants else type_of(value)
+        multiple = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if types[name] not in ("constexpr", "fp32") and multiple % ALIGNMENT == 0:
+            aligned.append(name)
+    return Launched(
+        module=kernel.fn.__module__,
+        kernel=kernel.fn.__name__,
+        types=tuple(types.items()),
+        values=tuple((name, values[name]) for name, kind in types.items() if kind == "constexpr"),
+        aligned=tuple(aligned),
+        options=tuple(sorted((name, value) for name, value in options.items() if name not in values)),
+    )
+
+
+def type_of(value: Any) -> str:
+    """Triton's type of an argument; None and 1 are compiled in."""
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if value is None or (value == 1 and not isinstance(value, bool | float)):
+        return "constexpr"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+@contextlib.contextmanager
+def noting(folder: Path, package: str) -> Iterator[None]:
+    """Write what the body launches of `package`'s kernels to a file of this process in `folder`."""
+    seen: dict[Launched, None] = {}
+
+    def note(launch: Any, kernel: Any, grid: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if kernel.fn.__module__.startswith(package):
+            seen[launched(kernel, args, options)] = None
+
+    with listening(note):
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(asdict(one)) + "\n" for one in seen)
+    (folder / f"{os.getpid()}.jsonl").write_text(text, encoding="utf-8")
+
+
+def read(folder: Path) -> list[Launched]:
+    """What all processes noted, each specialisation once, in an order that does not depend on them."""
+    found = set()
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            found.add(Launched(**{name: _frozen(value) for name, value in entry.items()}).settled())
+    return sorted(found, key=lambda one: one.name)
+
+
+def unlisted(found: Iterable[Launched], listed: Iterable[AotVariant]) -> tuple[list[Launched], list[Launched]]:
+    """(the first of each `shape` that no variant of the list has, all others)."""
+    known = {_shape_of(variant) for variant in listed}
+    new, others = [], []
+    for one in found:
+        (others if one.shape in known else new).append(one)
+        known.add(one.shape)
+    return new, others
+
+
+def some_of(found: Sequence[Launched], most: int) -> list[Launched]:
+    """The first `most`, kernels taking turns: those with few specialisations have all of theirs among them."""
+    turns: Counter[tuple[str, str]] = Counter()
+    numbered = []
+    for one in found:
+        numbered.append((turns[one.module, one.kernel], one))
+        turns[one.module, one.kernel] += 1
+    return [one for _, one in sorted(numbered, key=lambda pair: pair[0])[:most]]
+
+
+def _shape_of(variant: AotVariant) -> tuple[Any, ...]:
+    signature = variant.signature
+    types = tuple((name, signature[name]) for name in variant.kernel.arg_names if name in signature)
+    options = tuple(sorted(variant.options.items()))
+    like = Launched(
+        module=variant.kernel.fn.__module__,
+        kernel=variant.kernel.fn.__name__,
+        types=types,
+        values=tuple(variant.constexprs.items()),
+        aligned=(),
+        options=options,
+    )
+    return like.shape
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
