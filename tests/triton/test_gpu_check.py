@@ -104,10 +104,17 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
     packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn", "mamba_ssm")} | {"flash_attn_graphs"}
-    packages |= {"flashinfer_rope", "speed_peer"}
+    packages |= {"flashinfer_rope", "speed_peer", "fp8_training_model"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.triton
+def test_the_check_of_models_that_train_in_fp8_runs_where_transformer_engine_is_found():
+    stand_ins = TOOL.parents[1] / "tests" / "models" / "stand_ins"
+    result = ran("--rehearse", "--only", "fp8_training_model", "--patience", "20", seconds=200, folder=stand_ins)
+    assert result.returncode == 0 and "1 ok, 0 failed, 0 skipped" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["in one process", "three at a time"])
