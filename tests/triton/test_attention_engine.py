@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron_infer.config import InferenceConfig
 from megatron_infer.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -31,9 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def workload() -> list[list[int]]:
+def workload(num_stem: int = 34) -> list[list[int]]:
     rng = random.Random(5)
-    stem = [rng.randrange(4, 128) for _ in range(34)]
+    stem = [rng.randrange(4, 128) for _ in range(num_stem)]
     return [
         stem + [rng.randrange(4, 128) for _ in range(rng.randint(1, 9))],
         [rng.randrange(4, 128) for _ in range(3)],
@@ -41,13 +43,15 @@ def workload() -> list[list[int]]:
     ]
 
 
-def generate(model: torch.nn.Module, backend: str, monkeypatch, **settings: Any) -> tuple[list[list[int]], int]:
+def generate(
+    model: torch.nn.Module, backend: str, monkeypatch, prompts: list[list[int]] | None = None, **settings: Any
+) -> tuple[list[list[int]], int]:
     """(tokens of each request, prompt tokens found in the prefix cache)."""
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
     engine = DynamicInferenceEngine(model, InferenceConfig(**SETTINGS, **settings))
     assert engine.parts.chosen.attention.name == backend
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    outputs = engine.generate(workload(), params)
+    outputs = engine.generate(workload() if prompts is None else prompts, params)
     return [output.outputs[0].token_ids for output in outputs], engine.stats().counters["prefix_hit_tokens"]
 
 
@@ -59,3 +63,17 @@ def test_greedy_tokens_equal_those_of_torch(device, monkeypatch, kind):
     assert got == want
     got, hits = generate(model, "triton", monkeypatch, enable_prefix_caching=True)
     assert got == want and hits > 0
+
+
+def test_slices_whose_keys_are_cut_give_the_tokens_of_a_prompt_in_one_piece(device, monkeypatch):
+    """In chunks, and as what follows a prefix that is known."""
+    from megatron_infer.kernels.triton import attention
+
+    cuts = functools.partial(attention.TritonPagedAttention, slice_chunk=32)
+    monkeypatch.setattr(attention, "TritonPagedAttention", cuts)
+    model, prompts = tiny_gpt(init_method_std=0.2), workload(66)[::2]
+    want, _ = generate(model, "torch", monkeypatch, prompts)
+    seen: list[str] = []
+    with listening(lambda _launch, kernel, *_rest: seen.append(kernel.fn.__name__)):
+        got, hits = generate(model, "triton", monkeypatch, prompts, enable_prefix_caching=True)
+    assert got == want and hits > 0 and "merge_slices_kernel" in seen

@@ -43,7 +43,8 @@ def backend(device):
     ids=["padded-dims", "heads", "window"],
 )
 def test_few_queries_over_many_keys_match_reference(backend, device, settings):
-    case = make_case(ROWS, **{"num_decode": 1, "dtype": torch.float32, "num_kv_heads": 1, **settings})
+    rows = ROWS[:2] if settings["head_dim"] > 64 else ROWS
+    case = make_case(rows, **{"num_decode": 1, "dtype": torch.float32, "num_kv_heads": 1, **settings})
     check(backend, case, device)
 
 
