@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import random
 import sys
@@ -214,11 +215,14 @@ def test_cycles_do_not_grow_memory(static):
     for i in range(20):
         cycle(i)
     gc.collect()
-    start, mappings = rss(), num_mappings()
-    for i in range(200):
+    mappings, taken = num_mappings(), [rss()]
+    for i in range(210):
         cycle(i)
-    gc.collect()
-    assert rss() - start < 2 * MIB
+        if i % 70 == 69:
+            gc.collect()
+            taken.append(rss())
+    # what else this process holds may grow once; a cycle that keeps a block keeps 1.6 MiB in each of the three
+    assert min(after - before for before, after in itertools.pairwise(taken)) < MIB, taken
     assert num_mappings() - mappings < 20
 
 
