@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_infer.config import PreemptionMode as PreemptionMode
     from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+    from megatron_infer.config import SamplingChoice as SamplingChoice
     from megatron_infer.durable.snapshot import LoadReport as LoadReport
     from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
     from megatron_infer.lifecycle import EngineState as EngineState
@@ -50,6 +51,7 @@ _HOMES = {
     "MemoryReport": "suspension",
     "PrefixCachingCoordinatorPolicy": "config",
     "AttentionChoice": "config",
+    "SamplingChoice": "config",
     "GraphSizing": "config",
     "PreemptionMode": "config",
     "PrefixCachingEvictionPolicy": "config",

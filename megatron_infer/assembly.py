@@ -366,6 +366,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -
     shape = adopted.shape
     asked = {
         "attention": config.attention_backend.value,
+        "sampling": config.sampling_backend.value,
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
@@ -544,6 +545,7 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
         device_kernels=chosen.device_sampling,
+        search=chosen.search,
         stage=where.stage,
     )
     of_all = for_group(sampler, adopted.tp_group)

@@ -50,6 +50,7 @@ __all__ = [
     "PrefixCachingCoordinatorPolicy",
     "PrefixCachingEvictionPolicy",
     "ResolvedSizes",
+    "SamplingChoice",
     "SizeRow",
     "machine_config",
     "machine_defaults",
@@ -126,6 +127,21 @@ class AttentionChoice(str, Enum):
     """FlashInfer's; steps are not captured in CUDA graphs then."""
     FLASH_ATTN = "flash_attn"
     """flash-attn's: version 3 on Hopper where it is installed, else version 2, for blocks of 256."""
+    NATIVE = "native"
+    """The package's own C++ kernels, on a CPU."""
+    TORCH = "torch"
+    """torch's, wherever it runs."""
+
+
+class SamplingChoice(str, Enum):
+    """Whose kernels draw tokens; a seed gives the same ones with each."""
+
+    AUTO = "auto"
+    """On a GPU Triton, then torch; on a CPU native, then torch."""
+    TRITON = "triton"
+    """The package's own kernels for GPUs, which also draw within CUDA graphs."""
+    FLASHINFER = "flashinfer"
+    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; behind CUDA graphs."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
@@ -234,6 +250,9 @@ class InferenceConfig:
     attention_backend: AttentionChoice = AttentionChoice.AUTO
     """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named
     one cannot serve the model or the device, the engine raises and says why."""
+    sampling_backend: SamplingChoice = SamplingChoice.AUTO
+    """Whose kernels draw tokens: auto, triton, flashinfer (its top-k under the package's seeded draw), native (on a
+    CPU) or torch. Where a named one cannot run, the engine raises and says why."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """What keys and values are kept in: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without scales:
     SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). The latter runs on Triton kernels from
@@ -446,6 +465,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "preemption_mode": PreemptionMode,
     "cuda_graph_sizing_distribution": GraphSizing,
     "attention_backend": AttentionChoice,
+    "sampling_backend": SamplingChoice,
     "kv_cache_dtype": KVCacheDtype,
 }
 LOGPROBS_MODES = config_checks.LOGPROBS_MODES

@@ -86,11 +86,12 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
-    if config.batch_invariant and config.attention_backend.value not in ("auto", "native"):
-        raise ConfigError(
-            f"attention_backend={config.attention_backend.value!r} excludes batch_invariant=True, whose kernels are "
-            'native ones; leave it "auto"'
-        )
+    for name in ("attention_backend", "sampling_backend"):
+        asked = getattr(config, name).value
+        if config.batch_invariant and asked not in ("auto", "native"):
+            raise ConfigError(
+                f'{name}={asked!r} excludes batch_invariant=True, whose kernels are native ones; leave it "auto"'
+            )
     if config.batch_invariant and config.use_flashinfer_fused_rope:
         raise ConfigError(
             "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"

@@ -76,7 +76,7 @@ def step_graphs(
         ops=chosen.ops,
         expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape, tensor_parallel_size=num_parts),
         all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
-        max_drawn_rows=None if num_parts == 1 else MAX_WHOLE_BYTES // _logits_bytes(adopted.shape),
+        max_drawn_rows=_max_drawn_rows(adopted.shape, chosen, num_parts),
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         is_last=adopted.is_last_stage,
     )
@@ -89,6 +89,13 @@ def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
         flag = bool(device.begin_read(agreed).wait()[0].item())
     return flag
+
+
+def _max_drawn_rows(shape: ModelShape, chosen: Chosen, num_parts: int) -> int | None:
+    """Rows up to which a graph draws its tokens, too; None: always. num_parts: of the logits, by tensor parallelism."""
+    if chosen.search is not None:
+        return 0
+    return None if num_parts == 1 else MAX_WHOLE_BYTES // _logits_bytes(shape)
 
 
 def _logits_bytes(shape: ModelShape) -> int:

@@ -153,8 +153,10 @@ class ModelRunner:
             token_pool=self.builder.token_pool,
             masks=masks,
         )
-        drawn = None if flight.replayed is None else flight.replayed.drawn
-        if drawn is not None and self.sampler.can_be_static(inputs.rows, inputs.positions):
+        replayed = flight.replayed
+        is_static = replayed is not None and self.sampler.can_be_static(inputs.rows, inputs.positions)
+        drawn = replayed.drawn if replayed is not None and is_static else None
+        if drawn is not None:
             assert self.graphs is not None and self.graphs.sampler is not None
             out = self.graphs.sampler.after_static(flight.logits_SV, inputs, drawn)
         else:

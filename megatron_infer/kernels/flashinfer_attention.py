@@ -46,10 +46,11 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     reason = not_on_gpu(device)
     if reason is None and dtype not in DTYPES:
         reason = f"needs float16 or bfloat16, got {dtype}"
-    return reason or missing(MODULES, PACKAGE, MIN_VERSION) or _no_compiler()
+    return reason or missing(MODULES, PACKAGE, MIN_VERSION) or no_compiler()
 
 
-def _no_compiler() -> str | None:
+def no_compiler() -> str | None:
+    """Why FlashInfer could not compile a kernel; None: it can, or need not."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if shutil.which("nvcc") or Path(home, "bin", "nvcc").exists() or importlib.util.find_spec("flashinfer_jit_cache"):
         return None

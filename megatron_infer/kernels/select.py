@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, packing
+from megatron_infer.kernels import accelerated, flashinfer_rope, flashinfer_topk, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -44,7 +44,8 @@ STATIC = "static"
 """Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
 BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
 SCAN = "selective scan"
-AUTO, ATTENTION_OPTION = "auto", "attention_backend"
+SAMPLING = "argmax, sampling"
+AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
 ROTATES_APART = ("flashinfer", "flash_attn", "torch")
 """Attention backends whose own rotation is several torch calls."""
 
@@ -76,6 +77,8 @@ class Chosen:
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
     """The same where it also draws inside a captured graph and masks on the device."""
+    search: flashinfer_topk.FlashInferSearch | None = None
+    """Finds candidates for the sampler's own torch path, which draws behind graphs then."""
     checksum: Callable[[Tensor], int | Tensor]
     """Tells whether a weight's content changed; reads it once, at memory speed."""
     rows: list[BackendChoice]
@@ -152,6 +155,15 @@ def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *
         raise ConfigError(f"{by}={forced}, but {operation}: {missing[forced]}")
 
 
+def _named(option: str, asked: str, forced: str | None) -> tuple[str | None, str]:
+    """(the backend that is wanted and no other, None: the best; who wants it), of an option and the debug variable."""
+    if asked == AUTO:
+        return forced, BACKEND_VARIABLE
+    if forced not in (None, asked):
+        raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {option}={asked}; unset one of them")
+    return asked, option
+
+
 def _choose_attention(
     library: ctypes.CDLL | None,
     device: torch.device,
@@ -165,11 +177,8 @@ def _choose_attention(
 
     of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`).
     """
-    reasons, by, dtype = dict(reasons), BACKEND_VARIABLE, of["dtype"]
-    if asked != AUTO:
-        if forced not in (None, asked):
-            raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but {ATTENTION_OPTION}={asked}; unset one of them")
-        forced, by = asked, ATTENTION_OPTION
+    reasons, dtype = dict(reasons), of["dtype"]
+    forced, by = _named(ATTENTION_OPTION, asked, forced)
     if forced == "reference":
         return BackendChoice("attention", "reference", reasons), ReferenceAttention()
 
@@ -261,6 +270,42 @@ def _choose_scan(
     return BackendChoice(SCAN, "reference", reasons), ReferenceScan()
 
 
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Who draws, as `Chosen` has it."""
+
+    row: BackendChoice
+    kernels: NativeSampling | TritonSampling | None = None
+    on_device: TritonSampling | None = None
+    search: flashinfer_topk.FlashInferSearch | None = None
+
+
+def _choose_sampling(
+    library: ctypes.CDLL | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    reasons: dict[str, str],
+    forced: str | None,
+    asked: str,
+) -> _Draws:
+    """asked: the option, "auto" or a name. STATIC is attention's and the scan's: it contradicts no name."""
+    forced, by = _named(SAMPLING_OPTION, asked, None if forced == STATIC and asked != AUTO else forced)
+    if asked == "flashinfer":
+        if (reason := flashinfer_topk.unavailable(device)) is not None:
+            raise ConfigError(f"{by}={asked}, but sampling: {reason}")
+        others = {"others": f"{by}={asked}: it finds the candidates of rows with a top_k, torch does the rest"}
+        return _Draws(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
+    samplers, missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
+    _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
+    why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
+    if samplers:
+        return _Draws(BackendChoice(SAMPLING, "triton", why), samplers[0], on_device=samplers[0])
+    if library is not None and asked in (AUTO, "native"):
+        return _Draws(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
+    assert asked in (AUTO, "torch"), f"no sampling backend is called {asked}"
+    return _Draws(BackendChoice(SAMPLING, "torch", why))
+
+
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
     """The native kernels for batch-invariant arithmetic; raises ConfigError with the reason where there are none."""
     if device.type != "cpu":
@@ -316,7 +361,7 @@ def choose_exact(
         rows.append(BackendChoice(SCAN, scan.name, reasons))
     rows += [
         BackendChoice("norms, activations", ops.name, reasons),
-        BackendChoice("argmax, sampling", "native", reasons),
+        BackendChoice(SAMPLING, "native", reasons),
         BackendChoice("linear", "native rows" if layout is None else layout.name, reasons),
     ]
     return Chosen(
@@ -341,14 +386,16 @@ def choose(
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
     attention: str = AUTO,
+    sampling: str = AUTO,
     fused_rope: bool | None = False,
     kv_dtype: torch.dtype | None = None,
 ) -> Chosen:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. kv_dtype: of the KV cache;
-    None: theirs. attention, fused_rope: options attention_backend, use_flashinfer_fused_rope. Never fails for lack of a
-    compiler or a library. Raises ConfigError if an option or the debugging variable asks for what cannot run.
+    None: theirs. attention, sampling, fused_rope: options attention_backend, sampling_backend,
+    use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or the
+    debugging variable asks for what cannot run.
     """
     device = torch.device(device)
     forced = _forced_backend()
@@ -381,20 +428,12 @@ def choose(
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
         row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
         rows.append(row)
-    samplers, sampling_missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
-    _check_forced("sampling", forced, sampling_missing)
-    device_sampling: TritonSampling | None = samplers[0] if samplers else None
-    sampling: NativeSampling | TritonSampling | None = device_sampling
-    sampling_name = "triton" if samplers else "torch"
-    if device_sampling is not None:
-        argmax = device_sampling.argmax
-    elif library is not None:
-        sampling, sampling_name = NativeSampling(library), "native"
-    rows += [
-        BackendChoice("norms, activations", ops.name, reasons | missing),
-        BackendChoice("argmax, sampling", sampling_name, reasons | sampling_missing),
-        linear_row,
-    ]
+    draws = _choose_sampling(library, device, dtype, reasons, forced, sampling)
+    if draws.on_device is not None:
+        argmax = draws.on_device.argmax
+    elif draws.kernels is None:
+        argmax = lowest_argmax
+    rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]
     gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
@@ -405,8 +444,9 @@ def choose(
         scan=scan,
         packed=packed,
         argmax=argmax,
-        sampling=sampling,
-        device_sampling=device_sampling,
+        sampling=draws.kernels,
+        device_sampling=draws.on_device,
+        search=draws.search,
         checksum=checksum,
         rows=rows,
         gather=gathers[0] if gathers else torch_gather,

@@ -11,7 +11,8 @@ kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G gro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ FEW, MANY = 64, 256
 """Candidates looked at before a full sort: enough for a small top_k, and for the nucleus of most text."""
 GROUP = 64
 _LOW_WORD = 0xFFFFFFFF
+Search = Callable[[Tensor, int], Tensor]
+"""search(values_MV, count) -> int64 [M, count]: the ids that `best_ids` gives, in any order; fp32, count < V."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,11 +36,13 @@ class Shape:
     """How many to try before a full sort: FEW where every row's top_k is within it, else MANY."""
     needs_mass: bool
     """Some row has top_p without top_k: its nucleus is measured against the mass of the whole vocabulary."""
+    is_bounded: bool = False
+    """Every row's top_k is within `candidates`: nothing beyond them is ever reached."""
 
     def take(self, index: Tensor) -> Shape:
         """The same for some of the rows."""
         columns = self.columns_5M.index_select(1, index)
-        return Shape(columns_5M=columns, candidates=self.candidates, needs_mass=self.needs_mass)
+        return replace(self, columns_5M=columns)
 
 
 @dataclass(slots=True)
@@ -79,15 +84,19 @@ def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:
     return Choice(_invert(cumulative_MV, cumulative_MV[:, -1], shape), top_M)
 
 
-def draw_filtered(logits_MV: Tensor, shape: Shape) -> Choice:
+def draw_filtered(logits_MV: Tensor, shape: Shape, search: Search | None = None) -> Choice:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
     A bounded number of candidates is tried first; rows whose filters reach further are sorted in full. Which these are
-    the host would have to ask a GPU for: there every row is sorted in full.
+    the host would have to ask a GPU for: there every row is sorted in full, unless `search` finds the candidates of
+    rows that are bounded by their parameters.
     """
+    vocab = logits_MV.shape[1]
+    if search is not None and shape.is_bounded and shape.candidates < vocab:
+        ids_MC = in_order(logits_MV, search(logits_MV, shape.candidates))
+        return _draw_from(logits_MV, ids_MC, logits_MV.amax(-1), None, shape)[0]
     if logits_MV.is_cuda:
         return draw_sorted(logits_MV, shape)
-    vocab = logits_MV.shape[1]
     top_M = logits_MV.amax(-1)
     mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
     count = shape.candidates
@@ -138,6 +147,11 @@ def sorted_ids(logits_MV: Tensor) -> Tensor:
     """All ids in candidate order -> [M, V]."""
     ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     return ids_of(sort_keys(logits_MV, ids_V).sort(dim=-1, descending=True).values)
+
+
+def in_order(logits_MV: Tensor, ids_MC: Tensor) -> Tensor:
+    """These ids of each row in candidate order."""
+    return ids_of(sort_keys(logits_MV.gather(1, ids_MC), ids_MC).sort(dim=-1, descending=True).values)
 
 
 def sort_keys(values: Tensor, ids: Tensor) -> Tensor:

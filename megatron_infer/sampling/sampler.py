@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
-from megatron_infer.sampling.filters import Choice, draw_any, draw_filtered
+from megatron_infer.sampling.filters import Choice, Search, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
 from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.masks import forbid as torch_forbid
@@ -23,6 +23,8 @@ from megatron_infer.sampling.rng import uniform
 from megatron_infer.sampling.stages import Lane, Means, make_lane, split
 from megatron_infer.sampling.staging import Stage
 from megatron_infer.sampling.static import RowMirror, static_draw, why_outside
+
+DRAWS_BEHIND = "FlashInfer draws behind the graph"
 
 
 class SamplingKernels(Protocol):
@@ -105,12 +107,14 @@ class Sampler:
         argmax: Callable[[Tensor], Tensor] | None = None,
         kernels: SamplingKernels | None = None,
         device_kernels: DeviceKernels | None = None,
+        search: Search | None = None,
         stage: Stage | None = None,
     ) -> None:
         """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
 
-        kernels, device_kernels: stand in for the torch code; None: there are none for this device. stage: brings
-        arrays to where the logits are; None: copies that wait, where that is a GPU.
+        kernels, device_kernels: stand in for the torch code; None: there are none for this device. search: finds the
+        candidates of the torch code's draws; nothing is drawn within graphs then. stage: brings arrays to where the
+        logits are; None: copies that wait, where that is a GPU.
         """
         assert params.vocab_size == vocab_size <= padded_vocab_size, (
             f"rows for {params.vocab_size} tokens, vocabulary {vocab_size}, padded {padded_vocab_size}"
@@ -119,7 +123,7 @@ class Sampler:
         self._processed = logprobs_mode == "processed"
         self.argmax = argmax if argmax is not None else _argmax
         """As given, or torch's."""
-        self._kernels, self._device_kernels = kernels, device_kernels
+        self._kernels, self._device_kernels, self._search = kernels, device_kernels, search
         self._device = torch.device("cpu")
         self.stage: Stage = self._plain_stage if stage is None else stage
         self._means = Means(stage=self.stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
@@ -155,7 +159,10 @@ class Sampler:
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether `static_sample` gives these rows all that they want; positions as in SampleInputs."""
-        reason = why_outside(self.params, rows, self._flags(rows, positions))
+        if self._search is not None:
+            reason: str | None = DRAWS_BEHIND
+        else:
+            reason = why_outside(self.params, rows, self._flags(rows, positions))
         if reason is not None:
             self.drawn_outside[reason] += 1
         return reason is None
@@ -236,8 +243,9 @@ class Sampler:
             if lane.wants & TOUCHED:
                 choice.mass_M = None  # of other logits than the model's
             return choice
-        draw = draw_filtered if lane.wants & Wants.FILTER else draw_any
-        return draw(values.float(), lane.shape)
+        if lane.wants & Wants.FILTER:
+            return draw_filtered(values.float(), lane.shape, self._search)
+        return draw_any(values.float(), lane.shape)
 
     def _merge(self, choices: list[Choice], num_rows: int, device: torch.device) -> Choice:
         """The lanes' choices in the step's order; a row that was not filtered is cut after everything."""

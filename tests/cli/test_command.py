@@ -66,7 +66,7 @@ def test_flags_reach_the_config_with_their_types():
         ),
         *("--no-enable-chunked-prefill", "--enable-prefix-caching", "--prefix-caching-eviction-policy", "lru"),
         *("--use-flashinfer-fused-rope", "none", "--engine-seed", "7", "--logprobs-mode", "processed", "--overlap"),
-        *("--kv-cache-management-mode", "persist"),
+        *("--kv-cache-management-mode", "persist", "--sampling-backend", "torch"),
     )
     config = InferenceConfig.from_dict(options.given(args))
     assert (config.block_size_tokens, config.buffer_size_gb, config.max_requests, config.max_tokens) == (
@@ -77,7 +77,7 @@ def test_flags_reach_the_config_with_their_types():
     )
     assert (config.enable_chunked_prefill, config.enable_prefix_caching, config.overlap) == (False, True, True)
     assert (config.use_flashinfer_fused_rope, config.seed, config.logprobs_mode) == (None, 7, "processed")
-    assert config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
+    assert config.kv_cache_management_mode is KVCacheManagementMode.PERSIST and config.sampling_backend == "torch"
 
 
 def test_only_flags_on_the_command_line_are_given():

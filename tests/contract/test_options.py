@@ -41,6 +41,7 @@ SEED_PAGE = {
 }
 OURS = {
     "attention_backend": ("AttentionChoice", config.AttentionChoice.AUTO),
+    "sampling_backend": ("SamplingChoice", config.SamplingChoice.AUTO),
     "kv_cache_dtype": ("KVCacheDtype", config.KVCacheDtype.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
@@ -65,6 +66,13 @@ ENUMS = {
         "TRITON": "triton",
         "FLASHINFER": "flashinfer",
         "FLASH_ATTN": "flash_attn",
+        "NATIVE": "native",
+        "TORCH": "torch",
+    },
+    config.SamplingChoice: {
+        "AUTO": "auto",
+        "TRITON": "triton",
+        "FLASHINFER": "flashinfer",
         "NATIVE": "native",
         "TORCH": "torch",
     },

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, SamplingParams
-from megatron_infer.kernels import flash_attn_attention, flashinfer_attention, flashinfer_rope, mamba_ssm_scan
+from megatron_infer.kernels import (
+    flash_attn_attention,
+    flashinfer_attention,
+    flashinfer_rope,
+    flashinfer_topk,
+    mamba_ssm_scan,
+)
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
@@ -63,6 +69,32 @@ def test_the_option_moves_attention_and_no_token(settings, chosen):
     got, rows = answers(model, **settings)
     assert {name: rows[name] for name in chosen} == chosen
     assert got == wanted
+
+
+def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypatch):
+    monkeypatch.setattr(flashinfer_topk, "unavailable", lambda device: None)
+    monkeypatch.setenv(BACKEND_VARIABLE, "static")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    model, asked = tiny_gpt(**SHAPE), []
+    params = [SamplingParams(max_tokens=6, top_k=20, top_p=0.95, seed=i, ignore_eos=True) for i in range(4)]
+
+    def drawn(**settings):
+        base = {"buffer_size_gb": 0.05, "max_requests": 4, "max_tokens": 32, "max_sequence_length": 128}
+        base |= {"enable_chunked_prefill": True, "block_size_tokens": 16, "num_cuda_graphs": -1}
+        engine = DynamicInferenceEngine(model, InferenceConfig(**base | settings))
+        if engine.parts.chosen.search is not None:
+            search = engine.parts.runner.sampler._search
+            engine.parts.runner.sampler._search = lambda *given: asked.append(given) or search(*given)
+        return engine, [out.outputs[0].token_ids for out in engine.generate(PROMPTS, params)]
+
+    plain, wanted = drawn()
+    assert plain.parts.runner.graphs.pool.counts.replays and not plain.parts.runner.sampler.drawn_outside
+    engine, got = drawn(sampling_backend="flashinfer")
+    chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+    assert chosen["argmax, sampling"] == "flashinfer" and got == wanted and asked
+    replays, outside = engine.parts.runner.graphs.pool.counts.replays, engine.parts.runner.sampler.drawn_outside
+    assert outside == {"FlashInfer draws behind the graph": engine.figures().graph_draws_outside}
+    assert 0 < engine.figures().graph_draws_outside <= replays
 
 
 def test_the_scan_of_mamba_ssm_gives_the_same_tokens(monkeypatch):

@@ -219,10 +219,29 @@ def test_asking_for_a_backend_that_cannot_run_the_model_is_an_error_with_the_rea
         choose(attention="native", dtype=torch.float16)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("native", "NativeSampling"), ("torch", "NoneType")])
+def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind):
+    chosen = choose(sampling=name)
+    assert backends(chosen)["argmax, sampling"] == name and type(chosen.sampling).__name__ == kind
+    assert (chosen.argmax is select.lowest_argmax) == (name == "torch")
+    assert chosen.attention.name == chosen.ops.name == "native" and chosen.search is None
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_sampling_that_is_not_there_is_an_error_with_the_reason(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=f"sampling_backend={name}, but sampling: .*runs on a GPU"):
+        choose(sampling=name)
+    with pytest.raises(ConfigError, match="sampling_backend=native, but sampling: needs float32 or bfloat16"):
+        choose(sampling="native", dtype=torch.float16)
+
+
 def test_the_option_and_the_debug_variable_may_not_differ(monkeypatch):
     monkeypatch.setenv(select.BACKEND_VARIABLE, "reference")
     with pytest.raises(ConfigError, match="unset one of them"):
         choose(attention="torch")
+    with pytest.raises(ConfigError, match="but sampling_backend=torch; unset one of them"):
+        choose(sampling="torch")
 
 
 def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(monkeypatch):

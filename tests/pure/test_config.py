@@ -89,6 +89,7 @@ WRONG = [
     ("seed", None, "integer"),
     ("logprobs_mode", "rawe", "did you mean 'raw'"),
     ("attention_backend", "flashinfe", "did you mean 'flashinfer'"),
+    ("sampling_backend", "flashinfe", "did you mean 'flashinfer'"),
     ("preemption_mode", "swp", "did you mean 'swap'"),
     ("preemption_mode", "swap", "swap_buffer_size_gb above 0"),
     ("swap_buffer_size_gb", -1, "finite number of 0 or more"),
@@ -116,11 +117,13 @@ def test_value_without_machinery_raises_and_says_what_it_needs(name, value, need
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [{"attention_backend": "torch"}, {"use_flashinfer_fused_rope": True}])
+@pytest.mark.parametrize(
+    "settings", [{"attention_backend": "torch"}, {"sampling_backend": "torch"}, {"use_flashinfer_fused_rope": True}]
+)
 def test_exact_mode_excludes_kernels_of_others(settings):
     with pytest.raises(ConfigError, match="excludes batch_invariant=True"):
         InferenceConfig(batch_invariant=True, **settings)
-    assert InferenceConfig(batch_invariant=True, attention_backend="native").batch_invariant
+    assert InferenceConfig(batch_invariant=True, attention_backend="native", sampling_backend="native").batch_invariant
 
 
 def test_unknown_field_is_refused_with_the_nearest():

@@ -19,7 +19,9 @@ PADDING = 24
 class Rows:
     """Requests by row, their token pool (junk beyond each context), and a sampler over them."""
 
-    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None) -> None:
+    def __init__(
+        self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None, search=None
+    ) -> None:
         self.requests, self.vocab_size = requests, vocab_size
         longest = max(len(r.tokens) for r in requests)
         self.pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
@@ -34,6 +36,7 @@ class Rows:
             argmax=argmax,
             kernels=kernels,
             device_kernels=device_kernels,
+            search=search,
         )
 
     def put(self, row: int, request) -> None:

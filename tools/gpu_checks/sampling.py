@@ -40,7 +40,13 @@ class Rows:
     """Requests by row with their token pool, on one device."""
 
     def __init__(
-        self, wishes: list[dict[str, Any]], vocabulary: int, device: torch.device, *, with_kernels: bool
+        self,
+        wishes: list[dict[str, Any]],
+        vocabulary: int,
+        device: torch.device,
+        *,
+        with_kernels: bool,
+        search: Any = None,
     ) -> None:
         self.device, self.vocabulary = device, vocabulary
         generator = np.random.default_rng(3)
@@ -67,6 +73,7 @@ class Rows:
             padded_vocab_size=vocabulary + 8,
             kernels=kernels,
             device_kernels=kernels,
+            search=search,
             stage=lambda array: torch.from_numpy(array).to(device),
         )
 
