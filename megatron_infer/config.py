@@ -30,7 +30,8 @@ from megatron_infer.context.layout import (
     resolve_sizes,
 )
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.graph_shapes import ShapeOptions, ends_of_shapes, largest_live_bytes, make_shapes
+from megatron_infer.graph_memory import GraphMemory
+from megatron_infer.graph_shapes import ShapeOptions, ends_of_shapes, make_shapes
 from megatron_infer.state_config import MambaInferenceStateConfig
 
 if TYPE_CHECKING:
@@ -403,12 +404,13 @@ class InferenceConfig:
         )
         if not shapes:
             return sizes
-        graph_bytes = largest_live_bytes(shapes, shape, tensor_parallel_size=tensor_parallel_size)
+        memory = GraphMemory.sized(sizes, shape, tensor_parallel_size=tensor_parallel_size)
+        graph_bytes = memory.pool_bytes(shapes) + memory.output_bytes(shapes)
         how = {
             "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}, {self.cuda_graph_sizing_distribution.value}; "
             f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
-            "graph_bytes": "estimate: activations and logits of the largest, whose pool all share; measured as they "
-            "are captured",
+            "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
+            "they are captured",
         }
         return replace(sizes, graph_shapes=shapes, graph_bytes=graph_bytes, how={**sizes.how, **how})
 

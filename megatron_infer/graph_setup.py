@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.config import ConfigWarning, InferenceConfig, ModelShape, ResolvedSizes
+from megatron_infer.config import ConfigWarning, InferenceConfig, ResolvedSizes
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.batch import BatchBuilder
 from megatron_infer.forward.device import Device
 from megatron_infer.forward.graphs import Recorder, make_recorder
 from megatron_infer.forward.pipeline import StageLink
 from megatron_infer.forward.step_graphs import StepGraphs
-from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
+from megatron_infer.graph_memory import GraphMemory
+from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.parallel.groups import backend_on
 from megatron_infer.sampling.sampler import Sampler
-from megatron_infer.sampling.tensor_parallel import MAX_WHOLE_BYTES, TensorParallelSampler
+from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 
 OPERATION = "CUDA graphs"
 
@@ -65,6 +66,7 @@ def step_graphs(
         return None
     chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
+    memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
     return StepGraphs(
         adopted,
         shapes,
@@ -74,9 +76,10 @@ def step_graphs(
         sampler=sampler if adopted.is_last_stage else None,
         device=device,
         ops=chosen.ops,
-        expected_bytes=lambda shape: largest_live_bytes([shape], adopted.shape, tensor_parallel_size=num_parts),
+        expected_bytes=lambda shape: memory.of(shape).live,
+        expected_outputs=memory.output_bytes(shapes),
         all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
-        max_drawn_rows=_max_drawn_rows(adopted.shape, chosen, num_parts),
+        max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         is_last=adopted.is_last_stage,
     )
@@ -89,18 +92,6 @@ def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
         flag = bool(device.begin_read(agreed).wait()[0].item())
     return flag
-
-
-def _max_drawn_rows(shape: ModelShape, chosen: Chosen, num_parts: int) -> int | None:
-    """Rows up to which a graph draws its tokens, too; None: always. num_parts: of the logits, by tensor parallelism."""
-    if chosen.search is not None:
-        return 0
-    return None if num_parts == 1 else MAX_WHOLE_BYTES // _logits_bytes(shape)
-
-
-def _logits_bytes(shape: ModelShape) -> int:
-    """Of one row, whole."""
-    return shape.padded_vocab_size * getattr(torch, shape.dtype).itemsize
 
 
 def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], device: Device) -> Tensor:

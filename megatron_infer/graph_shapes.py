@@ -21,12 +21,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_infer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_infer.context.layout import ModelShape
 
 EXPONENTIAL, LINEAR = "exponential", "linear"
 SMALLEST_PREFILL = 16
@@ -34,9 +30,6 @@ SMALLEST_PREFILL = 16
 LINEAR_PREFILL_STEP = 64
 DECODE_STEP_IN_MIXED = 4
 """Factor between two numbers of decode rows in mixed shapes."""
-LIVE_WIDTHS = 10
-"""Activations of a token that live at once, in hidden sizes: the norm's output, a gated MLP's middle of twice four and
-the product of it. (The residual stream comes on top, in fp32.)"""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -258,20 +251,3 @@ def _kinds(shapes: Sequence[GraphShape]) -> list[tuple[str, list[GraphShape]]]:
     decode = [shape for shape in shapes if shape.is_decode_only]
     mixed = [shape for shape in shapes if not shape.is_decode_only]
     return [(noun, group) for noun, group in (("decode", decode), ("mixed", mixed)) if group]
-
-
-def largest_live_bytes(shapes: Iterable[GraphShape], model: ModelShape, *, tensor_parallel_size: int = 1) -> int:
-    """Estimate of what the activations of the largest shape take; graphs share one pool, so that it is that of all.
-
-    A token: its residual stream in fp32, the projection of a layer's heads, LIVE_WIDTHS hidden sizes; a row that may
-    draw: its logits, in the model's dtype, again in the buffer that they are read from, and in fp32 as penalties and
-    other edits make them; of several tensor-parallel ranks each has its part of them twice, and the whole twice on the
-    way to its draw.
-    """
-    heads = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
-    token = 4 * model.hidden_size + model.kv_dtype_bytes * (heads + LIVE_WIDTHS * model.hidden_size)
-    logits = 2 * model.padded_vocab_size * model.kv_dtype_bytes
-    if tensor_parallel_size > 1:
-        logits += logits // tensor_parallel_size
-    row = logits + 4 * model.padded_vocab_size
-    return max((shape.num_tokens * token + shape.num_rows * row for shape in shapes), default=0)

@@ -29,9 +29,11 @@ LAYERS: dict[str, int] = {
     "metrics.core": 0,
     "context.layout": 0,  # arithmetic that config resolves with
     "graph_shapes": 0,
+    "graph_memory": 0,
     "schedule": 1,
     "context": 1,
     "kernels": 2,
+    "kernels.scratch": 0,  # arithmetic that kernels allocate by and plans estimate with
     "forward": 3,
     "sampling": 3,
     "models": 3,
@@ -102,7 +104,10 @@ PURE = (
     "errors",
     "config",
     "config_checks",
+    "graph_memory",
     "graph_shapes",
+    "kernels.__init__",
+    "kernels.scratch",
     "state_config",
     "schedule",
     "context.__init__",

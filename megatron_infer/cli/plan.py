@@ -13,9 +13,13 @@ from megatron_infer.cli.options import add_config_options, config_from
 from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
 from megatron_infer.context.layout import GIB
 from megatron_infer.errors import ConfigError
+from megatron_infer.graph_memory import GraphMemory, ShapeBytes
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
 """Shown only of models with recurrent state; JSON has them always."""
+SHOWN_SHAPES = 8
+"""Rows of the table of graphs; JSON has all."""
+MIB = 1 << 20
 PIPED_COLUMNS = 140
 """Width of the table in a file or pipe, which has none."""
 
@@ -62,23 +66,38 @@ def run(args: argparse.Namespace) -> int:
     config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available)
     sizes = config.resolve(shape, tensor_parallel_size=args.tensor_parallel_size, available_bytes=available)
     if args.json:
-        print(json.dumps(as_dict(config, shape, sizes), indent=2))
+        print(json.dumps(as_dict(config, shape, sizes, args.tensor_parallel_size), indent=2))
     else:
         _print_table(args.model, config, shape, sizes)
+        if sizes.graph_shapes:
+            _print_graphs(shape, sizes, args.tensor_parallel_size)
     return 0
 
 
-def as_dict(config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> dict[str, Any]:
+def as_dict(
+    config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes, tensor_parallel_size: int = 1
+) -> dict[str, Any]:
+    memory = GraphMemory.sized(sizes, shape, tensor_parallel_size=tensor_parallel_size)
     return {
         "config": config.to_dict(),
         "model": asdict(shape),
         "sizes": {row.name: row._asdict() for row in sizes.table()},
+        "graphs": {
+            "pool_bytes": memory.pool_bytes(sizes.graph_shapes),
+            "output_bytes": memory.output_bytes(sizes.graph_shapes),
+            "shapes": [_graph(memory.of(one)) for one in sizes.graph_shapes],
+        },
     }
+
+
+def _graph(of: ShapeBytes) -> dict[str, int]:
+    """Estimate of one shape, in bytes."""
+    parts = {"activations": of.activations, "scratch": of.scratch, "draw": of.draw, "live": of.live}
+    return asdict(of.shape) | {f"{name}_bytes": count for name, count in parts.items()}
 
 
 def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -94,12 +113,52 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
             continue
         value, unit = _readable(row.value, row.unit)
         table.add_row(row.name, value, unit, Text(row.how, style="dim"))
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED_COLUMNS
+    console = _console()
     console.print(table)
     changed = {key: value for key, value in config.to_dict().items() if value != InferenceConfig().to_dict()[key]}
     console.print(Text("options away from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
+
+
+def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size: int) -> None:
+    """What each shape needs alive, the least first; of many shapes some, the one that needs most always."""
+    from rich import box
+    from rich.table import Table
+
+    memory = GraphMemory.sized(sizes, model, tensor_parallel_size=tensor_parallel_size)
+    of_all = sorted((memory.of(shape) for shape in sizes.graph_shapes), key=lambda one: (one.live, one.shape))
+    most = of_all[-1]
+    last = len(of_all) - 1
+    steps = min(SHOWN_SHAPES, len(of_all)) - 1
+    shown = of_all if not steps else [of_all[round(place * last / steps)] for place in range(steps + 1)]
+    table = Table(title="CUDA graphs, by estimate (MiB)", title_justify="left", box=box.SIMPLE)
+    columns = ("tokens", "prefill rows", "decode rows", "activations", "layer scratch", "logits, draw", "needs alive")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in shown:
+        sized = (one.activations, one.scratch, one.draw, one.live)
+        table.add_row(*(f"{count:,}" for count in one.shape.as_tuple()), *(f"{count / MIB:,.1f}" for count in sized))
+    console = _console()
+    console.print(table)
+    hidden = len(of_all) - len(shown)
+    others = f" {hidden} more shapes lie between these (--json has all)." if hidden else ""
+    outputs = memory.output_bytes(sizes.graph_shapes)
+    console.print(f"Needs alive: activations and the larger of the two columns behind them.{others}", highlight=False)
+    console.print(
+        f"All graphs share one pool: {most.live / MIB:,.1f} MiB, the largest of these needs.", highlight=False
+    )
+    console.print(
+        f"Outputs beside it: {outputs / MIB:,.1f} MiB. The log tells what each took when it was captured.",
+        highlight=False,
+    )
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_COLUMNS
+    return console
 
 
 def _readable(value: int | str, unit: str) -> tuple[str, str]:

@@ -59,6 +59,12 @@ class StateShape:
     ssm_dtype: str
 
     @property
+    def num_groups(self) -> int:
+        """Groups of heads that share B and C: channels of the convolution are (x, B, C)."""
+        heads, head_dim, state_dim = self.ssm_shape
+        return (self.conv_shape[0] - heads * head_dim) // (2 * state_dim)
+
+    @property
     def conv_bytes(self) -> int:
         """Of all layers, rounded up to a cache line."""
         return _lines(self.num_layers * math.prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype])
@@ -75,6 +81,18 @@ class StateShape:
 
 def _lines(num_bytes: int) -> int:
     return -(-num_bytes // CACHE_LINE) * CACHE_LINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Mixture-of-experts layers, one rank's share of an expert."""
+
+    top_k: int
+    """Experts that a token chooses."""
+    fc1_width: int
+    """Outputs of the first product."""
+    fc2_width: int
+    """Inputs of the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +120,8 @@ class ModelShape:
     num_parameters: int
     state: StateShape | None = None
     """None: no layer of this rank keeps a recurrent state."""
+    experts: ExpertShape | None = None
+    """None: the model has none."""
     is_stage: bool = False
     """One of several pipeline stages: it may lack attention layers or states, or both, that others have."""
 
@@ -149,7 +169,7 @@ class ResolvedSizes:
     graph_shapes: tuple[GraphShape, ...] = _in("shapes")
     """Steps that CUDA graphs are captured for, ascending."""
     graph_bytes: int = _in("bytes")
-    """Estimate of what they take together."""
+    """Estimate of what they take together, outputs included."""
     how: Mapping[str, str] = field(repr=False, compare=False)
     """Field name -> how its value came about."""
 

@@ -44,7 +44,8 @@ GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
 """For debugging only: "replay" (the stand-in of `graph_replay`) or "eager" (padded, not captured) on any device."""
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and loaded, workspaces allocated; none of it may happen inside."""
-SPARE_BYTES = 256 << 20
+MIB = 1 << 20
+SPARE_BYTES = 256 * MIB
 """Device memory that a capture must leave free, beside what it is expected to take."""
 
 
@@ -250,9 +251,11 @@ class GraphPool:
         *,
         device: Device,
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
+        expected_outputs: int = 0,
         all_ranks: Callable[[bool], bool] | None = None,
     ) -> None:
         """expected_bytes: what a shape may take; less free memory than that and its graph is not captured.
+        expected_outputs: what the outputs of all shapes take; the first that is captured needs that, too.
 
         all_ranks: whether every rank that takes part in a step's collectives says so; None: there are no others.
         """
@@ -260,6 +263,7 @@ class GraphPool:
         self.recorder = recorder
         self.counts = GraphCounts()
         self._step, self._device, self._expected_bytes, self._all_ranks = step, device, expected_bytes, all_ranks
+        self._expected_outputs = expected_outputs
         self._graphs: dict[GraphShape, Recorded] = {}
         self._refused: dict[GraphShape, str] = {}
         self._addresses: Hashable = None
@@ -295,11 +299,22 @@ class GraphPool:
         if reason is None:
             reason = self._record(shape)
         if reason is None:
-            self.counts.captures += 1
-            self.counts.capture_s += time.perf_counter() - started
-        if reason is not None:
+            self._count(shape, time.perf_counter() - started)
+        else:
             log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
             self._refused[shape] = reason
+
+    def _count(self, shape: GraphShape, seconds: float) -> None:
+        self.counts.captures += 1
+        self.counts.capture_s += seconds
+        log.info(
+            "graph of %d tokens (%d rows prefill, %d decode) captured in %.0f ms: %.1f MiB; all %d: %.1f MiB",
+            *shape.as_tuple(),
+            1e3 * seconds,
+            self._graphs[shape].num_bytes / MIB,
+            len(self._graphs),
+            self.num_bytes / MIB,
+        )
 
     def launch(self, shape: GraphShape) -> None:
         """Run the step that was built."""
@@ -387,10 +402,12 @@ class GraphPool:
             return None
         self._device.trim()
         expected = self._expected_bytes(shape)
-        free, needed = self._device.available_bytes(), expected + SPARE_BYTES
+        outputs = max(0, self._expected_outputs - self._step.output_bytes())
+        free, needed = self._device.available_bytes(), expected + outputs + SPARE_BYTES
         if free < needed:
-            return f"{free:,} bytes are free, {needed:,} may be needed"
-        self.recorder.reserve(expected)
+            of_outputs = f", {outputs:,} of them for the outputs of all shapes" if outputs else ""
+            return f"{free:,} bytes are free, {needed:,} may be needed{of_outputs}"
+        self.recorder.reserve(expected + outputs)
         return None
 
 

@@ -164,6 +164,7 @@ class StepGraphs:
         device: Device,
         ops: Ops,
         expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
+        expected_outputs: int = 0,
         all_ranks: Callable[[bool], bool] | None = None,
         max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
@@ -184,7 +185,13 @@ class StepGraphs:
         """Whose draw the graphs hold; None: they end with the logits."""
         self._has_routing = model.routing is not None and model.routing.num_layers > 0
         self.pool = GraphPool(
-            shapes, recorder, self._step, device=device, expected_bytes=expected_bytes, all_ranks=all_ranks
+            shapes,
+            recorder,
+            self._step,
+            device=device,
+            expected_bytes=expected_bytes,
+            expected_outputs=expected_outputs,
+            all_ranks=all_ranks,
         )
 
     def shape_of(self, plan: Plan) -> GraphShape | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_infer.context.layout import DTYPE_BYTES, ModelShape, StateShape, heads_per_rank
+from megatron_infer.context.layout import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.head_padding import divisible
 from megatron_infer.models.model_plan import HybridPlan, ModelPlan
@@ -48,8 +48,18 @@ def shape_of(
         state=_state_of(
             plan, _pattern(plan)[begin:end].count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size
         ),
+        experts=experts_of(layers.get, tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
     )
+
+
+def experts_of(field: Callable[[str], Any], num_ranks: int) -> ExpertShape | None:
+    """Of a model whose TransformerConfig has these fields; num_ranks: those that share an expert."""
+    if not field("num_moe_experts"):
+        return None
+    width = (field("moe_ffn_hidden_size") or field("ffn_hidden_size")) // num_ranks
+    gates = 2 if field("gated_linear_unit") else 1
+    return ExpertShape(top_k=field("moe_router_topk"), fc1_width=gates * width, fc2_width=width)
 
 
 def _pattern(plan: ModelPlan) -> str:

@@ -11,6 +11,7 @@ from megatron_infer.config import MambaInferenceStateConfig, ModelShape
 from megatron_infer.context.layout import DTYPE_BYTES, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.models.plan_shape import experts_of
 from megatron_infer.models.plans import LayerPlan
 
 
@@ -44,6 +45,9 @@ def model_shape(
         dtype=name,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         state=_state(model, layers, state_config, default_dtype=name),
+        experts=experts_of(
+            lambda name: getattr(model.config, name, None), model.config.expert_tensor_parallel_size or 1
+        ),
         is_stage=_is_stage(model),
     )
 

@@ -38,8 +38,6 @@ _MASKED = int(sort_keys(torch.tensor(-torch.inf), torch.tensor(0)))
 """Key of a row with every token masked, and smaller than any other token's."""
 _NOTHING = torch.iinfo(torch.int64).min
 """Key of a rank whose part is padding alone: smaller than any token's."""
-MAX_WHOLE_BYTES = 64 << 20
-"""Logits that a captured step gathers on each rank, at most; with more rows the ranks exchange behind the step."""
 
 
 def for_group(sampler: Sampler, group: Any) -> Sampler | TensorParallelSampler:

@@ -11,7 +11,9 @@ import pytest
 from megatron_infer.cli import plan
 from megatron_infer.cli.options import add_config_options, config_from, given
 from megatron_infer.config import InferenceConfig, ModelShape
-from megatron_infer.context.layout import StateShape
+from megatron_infer.context.layout import ExpertShape, StateShape
+from megatron_infer.graph_memory import GraphMemory
+from megatron_infer.graph_shapes import GraphShape
 
 ATTENTION = ModelShape(
     num_layers=8,
@@ -81,3 +83,43 @@ def test_graphs_are_counted_and_their_memory_is_estimated():
     assert taken["value"] > 0 and taken["how"].startswith("estimate: ") and "measured" in taken["how"]
     none = plan.as_dict(*planned(ATTENTION))["sizes"]
     assert none["graph_shapes"]["value"] == "none" and none["graph_bytes"]["value"] == 0
+
+
+def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config, shape, sizes = planned(ATTENTION, num_cuda_graphs=-1, max_tokens=64)
+    graphs = json.loads(json.dumps(plan.as_dict(config, shape, sizes)))["graphs"]
+    assert len(graphs["shapes"]) == len(sizes.graph_shapes) == 11
+    lone, largest = graphs["shapes"][0], max(graphs["shapes"], key=lambda one: one["live_bytes"])
+    assert (lone["num_tokens"], lone["num_prefill"], lone["num_decode"]) == (1, 0, 1)
+    assert all(
+        one["live_bytes"] == one["activations_bytes"] + max(one["scratch_bytes"], one["draw_bytes"])
+        for one in graphs["shapes"]
+    )
+    assert graphs["pool_bytes"] == largest["live_bytes"]
+    assert sizes.graph_bytes == graphs["pool_bytes"] + graphs["output_bytes"]
+    assert graphs["output_bytes"] == 64 * 512 * 2 + 16 * (1000 * 2 + 49), "hidden of prefill, logits and draws of rows"
+    plan._print_graphs(shape, sizes, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert len(rows) == plan.SHOWN_SHAPES and rows[0][:3] == ["1", "0", "1"]
+    assert rows[-1][0] == str(largest["num_tokens"]) and rows[-1][-1] == f"{graphs['pool_bytes'] / 2**20:,.1f}"
+    assert any("3 more shapes" in line for line in lines)
+    assert any(f"one pool: {graphs['pool_bytes'] / 2**20:,.1f} MiB" in line for line in lines)
+    assert plan.as_dict(*planned(ATTENTION))["graphs"] == {"pool_bytes": 0, "output_bytes": 0, "shapes": []}
+
+
+def test_what_only_slices_or_states_or_experts_take_is_in_their_shapes_alone():
+    experts = ExpertShape(top_k=4, fc1_width=4096, fc2_width=2048)
+    decode, prefill = GraphShape(16, 0, 16), GraphShape(512, 4, 0)
+    plain = GraphMemory(model=ATTENTION, max_keys=512)
+    assert plain.of(prefill).scratch == 0 < plain.of(decode).scratch, "keys of one split of a slice, of two of decode"
+    assert GraphMemory(model=ATTENTION, max_keys=4096).of(prefill).scratch > 0
+    hybrid = GraphMemory(model=HYBRID, max_keys=512)
+    assert hybrid.of(prefill).scratch > 4 * 2 * 16 * 64 * 128, "a state for each of two segments"
+    assert hybrid.of(decode).scratch == plain.of(decode).scratch
+    mixture = GraphMemory(model=dataclasses.replace(ATTENTION, experts=experts), max_keys=512)
+    assert mixture.of(prefill).scratch == 512 * 4 * (2 * (4096 + 2048) + 24)
+    ranks = GraphMemory(model=ATTENTION, max_keys=512, tensor_parallel_size=2)
+    assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 2000 - 1000), "everyone's twice, half its own"

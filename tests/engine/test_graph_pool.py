@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_infer.forward.device import Device
-from megatron_infer.forward.graphs import CudaRecorder, EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.forward.graphs import SPARE_BYTES, CudaRecorder, EagerRecorder, GraphPool, GraphRefused
 from megatron_infer.forward.pipeline import BrokenOff
 from megatron_infer.graph_shapes import GraphShape
 
@@ -98,6 +98,30 @@ def test_memory_that_one_rank_lacks_is_known_before_anyone_computes():
         step.in_prepare = here
         pool.ready(SHAPE)
         assert asked == [here is None] and ("no room" if here else "another rank") in pool.refused[SHAPE]
+
+
+def test_the_first_capture_counts_the_outputs_of_all_shapes_and_tells_what_a_graph_took(monkeypatch, caplog):
+    step, other, reserved = Step(), GraphShape(8, 0, 8), []
+    device = Device("cpu")
+    free = [SPARE_BYTES + 100 + 69]
+    for name, value in {"is_cuda": True, "trim": lambda: None, "available_bytes": lambda: free[0]}.items():
+        monkeypatch.setattr(device, name, value, raising=False)
+    pool = GraphPool(
+        [SHAPE, other], Recorder(), step, device=device, expected_bytes=lambda shape: 100, expected_outputs=70
+    )
+    monkeypatch.setattr(pool.recorder, "reserve", reserved.append)
+    pool.ready(SHAPE)
+    assert "70 of them for the outputs of all shapes" in pool.refused[SHAPE] and not reserved
+    pool._refused.clear()
+    free[0] += 1
+    with caplog.at_level("INFO", "megatron_infer"):
+        pool.ready(SHAPE)
+    assert SHAPE in pool.captured and reserved == [170]
+    assert "graph of 4 tokens (0 rows prefill, 4 decode) captured in" in caplog.text and "MiB" in caplog.text
+    monkeypatch.setattr(step, "output_bytes", lambda: 70)
+    free[0] -= 70
+    pool.ready(other)
+    assert other in pool.captured and reserved == [170, 100], "they are there by now"
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
+from megatron_infer.kernels.scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_LANES
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
-from megatron_infer.kernels.triton.attention_decode import CHUNK, attend_decode, decode_tiles
-from megatron_infer.kernels.triton.attention_prefill import CHUNK as SLICE_CHUNK
-from megatron_infer.kernels.triton.attention_prefill import LANES, attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_decode import attend_decode, decode_tiles
+from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
 from megatron_infer.kernels.triton.attention_slices import attend_slices
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
@@ -89,9 +89,9 @@ class TritonPagedAttention:
         *,
         num_cores: int,
         shared_kib: int,
-        chunk: int = CHUNK,
+        chunk: int = DECODE_CHUNK,
         slice_chunk: int = SLICE_CHUNK,
-        lanes: int = LANES,
+        lanes: int = SLICE_LANES,
         arch: int = FP8_ARCH,
     ) -> None:
         self._programs = PROGRAMS_PER_CORE * num_cores

@@ -23,12 +23,12 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.scratch import DECODE_CHUNK, decode_splits, max_decode_splits
 from megatron_infer.kernels.triton.attention_deal import deal, row_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
@@ -41,19 +41,16 @@ from megatron_infer.kernels.triton.attention_tiles import (
     finish,
     load_tile,
     padded,
+    partials,
     power_of_2,
     precision,
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
 
-CHUNK = 256
-"""Keys of a split of a row that is not very long."""
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
 """Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
-LANES = 256
-"""Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
 
 
 # fmt: off
@@ -203,7 +200,7 @@ class DecodeTiles:
 
 @functools.cache
 def decode_tiles(
-    num_kv: int, head_dim: int, element_bytes: int, chunk: int = CHUNK, *, fp8: bool = False
+    num_kv: int, head_dim: int, element_bytes: int, chunk: int = DECODE_CHUNK, *, fp8: bool = False
 ) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
 
@@ -215,7 +212,7 @@ def decode_tiles(
     return DecodeTiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
-        max_splits=min(128, max(16, power_of_2(max(1, LANES // num_kv)))),
+        max_splits=max_decode_splits(num_kv),
         num_warps=4,
         num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
     )
@@ -260,11 +257,10 @@ def attend_decode(
     """Outputs of tokens 0 .. num_decode - 1. programs: how many the device holds at once; they change no bit."""
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
-    splits = max(1, min(cdiv(visible, tiles.chunk), tiles.max_splits))
+    splits = decode_splits(visible, tiles.max_splits, tiles.chunk)
     acc = top = total = out_TX
     if splits > 1:
-        acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
-        top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
+        acc, top, total = partials(out_TX, num_rows * num_heads * splits, spec.head_dim)
     decode, merge = _constexprs(layer, tiles)
     overlap = overlapping(out_TX.device)
     lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])

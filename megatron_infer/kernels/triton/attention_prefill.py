@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.scratch import SLICE_CHUNK, SLICE_LANES, query_lines, slice_items
 from megatron_infer.kernels.triton.attention_deal import slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
@@ -165,12 +166,6 @@ def prefill_kernel(
 # fmt: on
 
 
-CHUNK = 512
-"""Least keys of a split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
-LANES = 128
-"""Programs that a row is cut for: about one for each multiprocessor of a large GPU. A row of more is not cut."""
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
     """How prefill cuts its work for one kind of layer, dtype and GPU; never by what a step holds."""
@@ -181,15 +176,15 @@ class PrefillTiles:
     """BLOCK_N."""
     num_warps: int
     num_stages: int
-    chunk: int = CHUNK
+    chunk: int = SLICE_CHUNK
     """Least keys of a split of a slice, a multiple of `keys`."""
-    lanes: int = LANES
+    lanes: int = SLICE_LANES
     """Tiles times splits times heads of a slice that is cut, at most."""
 
 
 @functools.cache
 def prefill_tiles(
-    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = CHUNK, lanes: int = LANES
+    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = SLICE_CHUNK, lanes: int = SLICE_LANES
 ) -> PrefillTiles:
     """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
 
@@ -198,14 +193,15 @@ def prefill_tiles(
     good on H100 and A100; H=256 takes twice the warps, since 4 spill registers.
     """
     large = shared_kib >= LARGE_SHARED_KIB
+    lines = query_lines(head_pad, element_bytes, large=large)
     if element_bytes > 2:
-        lines, keys, num_warps, num_stages = 32, 32 if head_pad <= 128 else 16, 8, 1
+        keys, num_warps, num_stages = 32 if head_pad <= 128 else 16, 8, 1
     elif head_pad <= 64:
-        lines, keys, num_warps, num_stages = 128, 64, 4, 3
+        keys, num_warps, num_stages = 64, 4, 3
     elif head_pad <= 128:
-        lines, keys, num_warps, num_stages = (128, 64, 8, 3) if large else (64, 64, 4, 2)
+        keys, num_warps, num_stages = (64, 8, 3) if large else (64, 4, 2)
     else:
-        lines, keys, num_warps, num_stages = 64, 32, 8, 3 if large else 2
+        keys, num_warps, num_stages = 32, 8, 3 if large else 2
     return PrefillTiles(lines, keys, num_warps, num_stages, chunk=max(chunk, keys), lanes=lanes)
 
 
@@ -224,7 +220,7 @@ def constexprs_of(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
         "CHUNK": tiles.chunk,
-        "ITEMS": max(1, tiles.lanes // (layer.num_kv * cdiv(layer.group, group_tile))),
+        "ITEMS": slice_items(layer.num_kv, layer.group, tiles.lines, tiles.lanes),
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
         "HAS_LSE": layer.has_lse,

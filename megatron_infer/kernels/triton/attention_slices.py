@@ -10,7 +10,7 @@ which follows from the row's own queries and keys, as every bit of it does. What
     merge    sum over splits, first to last, of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
 Partial sums are BLOCK_M * (H + 2) fp32 for each item and head's program, LANES of them for a row (8 MiB at H=128 in 16
-bit), whatever its length; steps of more rows than SCRATCH_BYTES hold take several pairs of launches over the same
+bit), whatever its length; steps of more rows than SLICES_BYTES hold take several pairs of launches over the same
 memory. Source: Flash-Decoding (Dao et al., 2023). Not yet run on a GPU. Legend: `kernels/base.py`.
 """
 
@@ -19,12 +19,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.scratch import head_tiles, slice_parts, slices_at_once
 from megatron_infer.kernels.triton.attention_deal import deal, slice_splits
 from megatron_infer.kernels.triton.attention_prefill import (
     PrefillTiles,
@@ -41,13 +41,12 @@ from megatron_infer.kernels.triton.attention_tiles import (
     finish,
     load_tile,
     padded,
+    partials,
     power_of_2,
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 
-SCRATCH_BYTES = 2**27
-"""Of partial sums, unless one row takes more."""
 MERGE_LINES = 16
 """Lines of a tile (queries times heads of a group) that one program merges."""
 MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1}
@@ -203,18 +202,16 @@ def attend_slices(
     """Outputs of rows behind the decode rows whose keys are cut. programs: as of attend_decode."""
     slices, merge = _constexprs(layer, tiles)
     items, queries = slices["ITEMS"], tiles.lines // slices["GROUP_TILE"]
-    lines = layer.num_kv * cdiv(layer.group, slices["GROUP_TILE"])
+    lines = head_tiles(layer.num_kv, layer.group, tiles.lines)
     max_tiles = min(items // 2, cdiv(step.max_q_len, queries))
     visible = step.max_kv_len
     if spec.window is not None:
         visible = min(visible, spec.window + max_tiles * queries - 1)
     if not max_tiles or visible < 2 * tiles.chunk:
         return  # no row of such a step is cut
-    num_parts = lines * items * tiles.lines
-    num_rows = min(step.num_rows - step.num_decode, max(1, SCRATCH_BYTES // (4 * num_parts * (layer.head_dim + 2))))
-    acc = out_TX.new_empty(num_rows * num_parts * layer.head_dim, dtype=torch.float32)
-    top, total = out_TX.new_empty(2, num_rows * num_parts, dtype=torch.float32).unbind()
-    parts, lengths = (acc, top, total), (step.cu_q_R1, step.kv_len_R)
+    num_parts = slice_parts(layer.num_kv, layer.group, tiles.lines, tiles.lanes)
+    num_rows = slices_at_once(step.num_rows - step.num_decode, num_parts, layer.head_dim)
+    parts, lengths = partials(out_TX, num_rows * num_parts, layer.head_dim), (step.cu_q_R1, step.kv_len_R)
     for first_row in range(step.num_decode, step.num_rows, num_rows):
         here = min(num_rows, step.num_rows - first_row)
         launch(

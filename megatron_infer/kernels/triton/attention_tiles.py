@@ -11,16 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.triton.launch import AotVariant, power_of_2
-from megatron_infer.kernels.triton.launch import cdiv as cdiv
+from megatron_infer.kernels.scratch import MIN_DOT as MIN_DOT
+from megatron_infer.kernels.scratch import cdiv as cdiv
+from megatron_infer.kernels.scratch import padded as padded
+from megatron_infer.kernels.scratch import power_of_2 as power_of_2
+from megatron_infer.kernels.triton.launch import AotVariant
 
 LOG2E = 1.4426950408889634
-MIN_DOT = 16
-"""Least length of each axis of a `tl.dot`."""
 FP8_ARCH = 89
 """Compute capability, in tenths, from which on the compiler converts FP8."""
 LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
@@ -117,9 +120,11 @@ def attend_tile(
     return acc, new_top, total
 
 
-def padded(head_dim: int) -> int:
-    """Dims of a tile that holds a head: a power of two that `tl.dot` takes."""
-    return max(MIN_DOT, power_of_2(head_dim))
+def partials(like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(weighted values, greatest scores, sums of weights) of so many lines, as many bytes as `partial_bytes` says."""
+    acc = like.new_empty(num_parts * head_dim, dtype=torch.float32)
+    top, total = like.new_empty(2, num_parts, dtype=torch.float32).unbind()
+    return acc, top, total
 
 
 @dataclass(frozen=True, slots=True)

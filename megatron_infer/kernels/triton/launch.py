@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_infer.kernels.scratch import cdiv as cdiv
+from megatron_infer.kernels.scratch import power_of_2 as power_of_2
+
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """What kernels compute in, by Triton's names."""
 MIN_CAPABILITY = (8, 0)
@@ -96,16 +99,6 @@ def _can_overlap(device: torch.device) -> bool:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def cdiv(number: int, divisor: int) -> int:
-    """Rounded up. Triton's own takes 4 us on the host, a quarter of a launch."""
-    return -(-number // divisor)
-
-
-def power_of_2(number: int) -> int:
-    """The least power of two from `number` on."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 _LISTENERS: list[Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]], None]] = []

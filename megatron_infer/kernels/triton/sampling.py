@@ -30,6 +30,10 @@ import triton
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
+from megatron_infer.kernels.scratch import DRAW_CHUNK as CHUNK
+from megatron_infer.kernels.scratch import DRAW_GROUP as GROUP
+from megatron_infer.kernels.scratch import DRAW_HELD as HELD
+from megatron_infer.kernels.scratch import draw_chunks
 from megatron_infer.kernels.triton import launch as launching
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
@@ -43,9 +47,6 @@ from megatron_infer.kernels.triton.sampling_kernels import (
 )
 from megatron_infer.kernels.triton.sampling_rows import drawn_rank_kernel, edit_kernel, mark_kernel
 
-CHUNK, GROUP = 4096, 64
-HELD = 2048
-"""Candidates that a filtered row holds in registers at first; twice as many where these are not enough."""
 TILE = 32
 """Groups read at a time."""
 BLOCK = 4096
@@ -248,9 +249,8 @@ class _Room:
     def __init__(self, logits_SV: Tensor, held: int) -> None:
         self.num_rows, self.vocab = logits_SV.shape
         assert logits_SV.stride(1) == 1, "the logits of a row lie side by side"
-        self.num_chunks = triton.cdiv(self.vocab, CHUNK)
-        self.chunks = triton.next_power_of_2(self.num_chunks)
-        self.groups = self.chunks * (CHUNK // GROUP)
+        self.num_chunks, self.groups = draw_chunks(self.vocab)
+        self.chunks = self.groups // (CHUNK // GROUP)
         self.logits, device = logits_SV, logits_SV.device
         shape = (self.num_rows, self.num_chunks)
         self.best, self.best_id = (

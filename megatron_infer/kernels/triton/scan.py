@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
+from megatron_infer.kernels.scratch import SCAN_SEGMENT, scan_chunk, scan_shapes
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
@@ -35,8 +36,6 @@ from megatron_infer.kernels.triton.scan_slices import (
 MAX_STATE_DIM = 256
 DECODE_TILE = 4096
 """Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
-SEGMENT = 256
-"""Tokens that one program of a slice walks through; a state's worth of fp32 scratch each."""
 STEPS_HEADS = 16
 CARRY_BLOCK = 1024
 """Entries of a state that a program carries from segment to segment."""
@@ -76,12 +75,12 @@ def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
     Operands of tl.dot have 16 entries at least in every direction.
     """
     block_n = max(16, triton.next_power_of_2(state_dim))
-    whole = max(16, triton.next_power_of_2(head_dim))
+    whole, chunk = max(16, triton.next_power_of_2(head_dim)), scan_chunk(dtype.itemsize)
     if dtype is torch.float32:
-        return Tiles(16, block_n, 16, 8)
+        return Tiles(16, block_n, chunk, 8)
     if block_n > 128:
-        return Tiles(min(32, whole), block_n, 64, 8)
-    return Tiles(min(64, whole), block_n, 64, 8, num_stages=2)
+        return Tiles(min(32, whole), block_n, chunk, 8)
+    return Tiles(min(64, whole), block_n, chunk, 8, num_stages=2)
 
 
 def _upload(captures: StateCaptures, device: torch.device) -> Tensor:
@@ -125,7 +124,7 @@ class TritonScan:
     name = "triton"
     graph_safe = True
 
-    def __init__(self, segment: int = SEGMENT) -> None:
+    def __init__(self, segment: int = SCAN_SEGMENT) -> None:
         """segment: a multiple of the chunks that `slice_tiles` cuts."""
         self._segment = segment
         self._step: StepMetadata | None = None
@@ -198,10 +197,12 @@ class TritonScan:
         lengths = step.num_decode, num_rows, num_tokens
         rows = step.cu_q_R1, step.kv_len_R, step.table_row_R
         fp32 = {"dtype": torch.float32, "device": mixed_TC.device}
+        shapes = scan_shapes(
+            num_tokens, num_tokens - step.num_decode, step.max_q_len, ssm_shape=ssm_SHPN.shape[1:],
+            num_groups=spec.num_groups, chunk=tiles.chunk, segment=self._segment,
+        )  # fmt: skip
 
-        sums_3HT = torch.empty(3, spec.num_heads, num_tokens, **fp32)
-        decay_EH = torch.empty(whole + 1, spec.num_heads, **fp32)
-        scores_GTL = torch.empty(spec.num_groups, num_tokens, tiles.chunk, **fp32)
+        sums_3HT, decay_EH, scores_GTL, states_EHPN = (torch.empty(shape, **fp32) for shape in shapes)
         launch(
             scan_steps, (num_tiles, triton.cdiv(spec.num_heads, STEPS_HEADS)),
             dt_TH, sums_3HT, decay_EH, weights.decay_H, weights.dt_bias_H, step.cu_q_R1,
@@ -213,7 +214,7 @@ class TritonScan:
             mixed_TC, scores_GTL, step.cu_q_R1, *lengths, **only(layer, scan_scores), num_warps=4, num_stages=1,
         )  # fmt: skip
         is_long = step.max_q_len >= self._segment
-        states_EHPN = torch.empty(whole, *ssm_SHPN.shape[1:], **fp32) if is_long else sums_3HT
+        states_EHPN = states_EHPN if is_long else sums_3HT  # an address at least
         for later in (0, 1) if is_long else (0,):
             if later:
                 launch(
@@ -299,7 +300,7 @@ def aot_variants() -> list[AotVariant]:
             add(scan_decode, f"scan_decode-{name}", dtypes, tiles.num_warps, **size, **skip, **block)
             tiles = slice_tiles(head_dim, state_dim, torch_dtype)
             spec = SsmSpec(num_heads=24, head_dim=head_dim, state_dim=state_dim, num_groups=2, conv_width=4)
-            layer = layer_constexprs(spec, torch_dtype, tiles, SEGMENT) | skip
+            layer = layer_constexprs(spec, torch_dtype, tiles, SCAN_SEGMENT) | skip
             kernels = (scan_segments, scan_scores, scan_states)
             if (head_dim, state_dim) == AOT_LAYERS[0]:
                 kernels = (scan_segments, scan_captures, scan_carry)  # those that know states' dtype

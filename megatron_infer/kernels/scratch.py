@@ -1,0 +1,191 @@
+"""What kernels of `kernels.triton` take of memory while they run, by the shape of a step. Pure: needs no torch.
+
+The kernels cut their work by these numbers and allocate by these formulas, and `graph_memory` estimates with the same:
+one place for both. Grids and scratch follow from upper bounds of a step's lengths, so a graph's are those of its shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+FP32_BYTES = 4
+
+DECODE_CHUNK = 256
+"""Keys of a split of a decode row that is not very long."""
+DECODE_LANES = 256
+"""Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
+SLICE_CHUNK = 512
+"""Least keys of a split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
+SLICE_LANES = 128
+"""Programs that a row is cut for: about one for each multiprocessor of a large GPU. A row of more is not cut."""
+SLICES_BYTES = 2**27
+"""Of partial sums of slices, unless one row takes more."""
+
+SCAN_SEGMENT = 256
+"""Tokens that one program of a slice walks through; a state's worth of fp32 scratch each."""
+
+DRAW_CHUNK, DRAW_GROUP = 4096, 64
+"""Logits that a program of a draw reads, and of which it keeps a maximum."""
+DRAW_HELD = 2048
+"""Candidates that a filtered row holds in registers at first; twice as many where these are not enough."""
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two from `number` on."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Rounded up. Triton's own takes 4 us on the host, a quarter of a launch."""
+    return -(-number // divisor)
+
+
+MIN_DOT = 16
+"""Least length of each axis of a `tl.dot`."""
+
+
+def padded(head_dim: int) -> int:
+    """Dims of a tile that holds a head: a power of two that `tl.dot` takes."""
+    return max(MIN_DOT, power_of_2(head_dim))
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def max_decode_splits(num_kv: int) -> int:
+    """Splits that a decode row may have."""
+    return min(128, max(16, power_of_2(max(1, DECODE_LANES // num_kv))))
+
+
+def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK) -> int:
+    """Splits that a decode row of so many keys has room for; 1: it needs no partial sums."""
+    return max(1, min(cdiv(max_keys, chunk), max_splits))
+
+
+def partial_bytes(num_parts: int, head_dim: int) -> int:
+    """Of so many lines of fp32 partial sums: H weighted values, the greatest score and the sum of weights each."""
+    return FP32_BYTES * num_parts * (head_dim + 2)
+
+
+def decode_bytes(num_rows: int, *, num_kv: int, group: int, head_dim: int, max_keys: int) -> int:
+    """Partial sums of decode rows. Example: 64 rows, 8 x 4 heads of 128, 4096 keys -> 16 splits, 16.25 MiB."""
+    splits = decode_splits(max_keys, max_decode_splits(num_kv))
+    return 0 if splits == 1 else partial_bytes(num_rows * num_kv * group * splits, head_dim)
+
+
+def query_lines(head_pad: int, element_bytes: int, *, large: bool = True) -> int:
+    """Queries times heads of a group in one tile of a slice; large: as devices of much shared memory take."""
+    if element_bytes > 2:
+        return 32
+    if head_pad <= 64:
+        return 128
+    return 128 if head_pad <= 128 and large else 64
+
+
+def slice_items(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
+    """Pieces of work, tiles of queries times splits of keys, that one head's program may have of a row."""
+    return max(1, lanes // head_tiles(num_kv, group, lines))
+
+
+def head_tiles(num_kv: int, group: int, lines: int) -> int:
+    """Tiles that the query heads of a token are in."""
+    return num_kv * cdiv(group, min(group, lines))
+
+
+def slice_parts(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
+    """Lines of partial sums that a slice may need. Example: 8 x 4 heads, tiles of 128 -> 8 * 16 * 128."""
+    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, lanes) * lines
+
+
+def slices_at_once(num_rows: int, num_parts: int, head_dim: int) -> int:
+    """How many of the rows are cut in one pair of launches; the others take their turn in the same memory."""
+    return min(num_rows, max(1, SLICES_BYTES // partial_bytes(num_parts, head_dim)))
+
+
+def slices_bytes(
+    num_rows: int, *, num_kv: int, group: int, head_dim: int, element_bytes: int, max_queries: int, max_keys: int
+) -> int:
+    """Partial sums of slices whose keys may be cut. Example: a row of 8 x 4 heads of 128 in 16 bit -> 8.1 MiB."""
+    lines = query_lines(padded(head_dim), element_bytes)
+    can_cut = slice_items(num_kv, group, lines) > 1 and max_keys >= 2 * SLICE_CHUNK
+    if not (num_rows and max_queries and can_cut):
+        return 0
+    parts = slice_parts(num_kv, group, lines)
+    return partial_bytes(slices_at_once(num_rows, parts, head_dim) * parts, head_dim)
+
+
+# ---------------------------------------------------------------------- scan
+
+
+def scan_chunk(element_bytes: int) -> int:
+    """Tokens whose products with each other are one matrix."""
+    return 64 if element_bytes == 2 else 16
+
+
+def scan_shapes(
+    num_tokens: int,
+    slice_tokens: int,
+    max_queries: int,
+    *,
+    ssm_shape: Sequence[int],
+    num_groups: int,
+    chunk: int,
+    segment: int = SCAN_SEGMENT,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes, all fp32, of sums of steps, segments' decays, C . B and segments' states, the last of no segment where
+    no slice is as long as one.
+
+    slice_tokens: those of the step's that slices may have. ssm_shape: [heads, head dim, state dim].
+    """
+    whole, num_heads = slice_tokens // segment, ssm_shape[0]
+    sums, decay = (3, num_heads, num_tokens), (whole + 1, num_heads)
+    return sums, decay, (num_groups, num_tokens, chunk), (whole if max_queries >= segment else 0, *ssm_shape)
+
+
+def scan_bytes(
+    num_tokens: int, slice_tokens: int, *, ssm_shape: Sequence[int], num_groups: int, element_bytes: int
+) -> int:
+    """Scratch of one layer's scan of slices. Example: 16384 tokens, 128 heads of 64 x 128 in 8 groups -> 312 MiB."""
+    if not slice_tokens:
+        return 0
+    chunk = scan_chunk(element_bytes)
+    shapes = scan_shapes(
+        num_tokens, slice_tokens, slice_tokens, ssm_shape=ssm_shape, num_groups=num_groups, chunk=chunk
+    )
+    return FP32_BYTES * sum(math.prod(shape) for shape in shapes)
+
+
+# ---------------------------------------------------------------------- experts
+
+
+def expert_bytes(
+    num_tokens: int, *, top_k: int, fc1_width: int, fc2_width: int, hidden: int, element_bytes: int
+) -> int:
+    """A token's chosen experts: fc1's outputs and their activation, or that and the products; where each pair lies.
+
+    Six ints and floats of 4 bytes a pair: whose it is, its weight, its place, and three of a tile, of which there are
+    no more than pairs.
+    """
+    pairs = num_tokens * top_k
+    return pairs * (element_bytes * (fc2_width + max(fc1_width, hidden)) + 6 * 4)
+
+
+# ---------------------------------------------------------------------- draws
+
+
+def draw_chunks(vocab: int) -> tuple[int, int]:
+    """(chunks of a row of logits, groups that have a maximum kept, of a power of two of chunks)."""
+    chunks = cdiv(vocab, DRAW_CHUNK)
+    return chunks, power_of_2(chunks) * (DRAW_CHUNK // DRAW_GROUP)
+
+
+def draw_bytes(num_rows: int, vocab: int) -> int:
+    """What a captured draw of so many rows takes, most of it marks and fp32 logits of edited rows: 4 V bytes a row.
+
+    A chunk has its best logit, where it is, and a sum; the first and the last again of the model's own logits; and the
+    maxima of its groups. A row lists groups and holds candidates, four numbers each.
+    """
+    chunks, groups = draw_chunks(vocab)
+    a_chunk = 4 + 4 + 8 + 4 + 8 + 4 * (DRAW_CHUNK // DRAW_GROUP)
+    return num_rows * (4 * vocab + chunks * a_chunk + 4 * groups + 4 * 4 * DRAW_HELD)
