@@ -259,7 +259,7 @@ def _abort(backends: Sequence[Any]) -> None:
 
 
 def _is_nccl(group: ProcessGroup) -> bool:
-    return bool(torch.distributed.get_backend(group) == "nccl")
+    return backend_on(group, "cuda") == "nccl"
 
 
 def reachable_as() -> Iterable[str]:

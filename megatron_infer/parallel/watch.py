@@ -42,8 +42,11 @@ class Watch:
         now = time.monotonic()
         self._seen = dict.fromkeys(links, now)
         self._phases = dict.fromkeys(links, "start")
-        self._lost: tuple[int, str] | None = None
-        self._said_goodbye = self._has_given_up = False
+        self._lost: tuple[int, str, bool] | None = None
+        """Rank, reason, and whether it said goodbye."""
+        self._has_given_up = False
+        self._gone: set[int] = set()
+        """Ranks that have said goodbye: their silence afterwards is no news."""
         self._closing, self._awake, self._told = threading.Event(), threading.Event(), threading.Event()
         self._beaten = threading.Event()
         # The thread must not keep an engine alive that everyone else has forgotten.
@@ -54,8 +57,8 @@ class Watch:
 
     @property
     def lost(self) -> tuple[int, str] | None:
-        """(rank, reason) of the first rank that was missed."""
-        return self._lost
+        """(rank, reason) of the first rank that was missed, one that said no goodbye before one that did."""
+        return None if self._lost is None else self._lost[:2]
 
     @property
     def patience_s(self) -> float:
@@ -68,9 +71,9 @@ class Watch:
 
     def check(self, *, goodbyes: bool = True) -> None:
         """Raise RankFailure if a rank was missed. goodbyes: also one that said so, having done its part until then."""
-        if self._lost is not None and (goodbyes or not self._said_goodbye):
-            rank, reason = self._lost
-            raise RankFailure(rank, self._phase(), reason)
+        lost = self._lost  # another thread may replace it
+        if lost is not None and (goodbyes or not lost[2]):
+            raise RankFailure(lost[0], self._phase(), lost[1])
 
     def spread(self, rank: int, reason: str) -> None:
         """Have the others know what this rank has found, before it ends: one that waits for its own device hears of
@@ -106,11 +109,12 @@ class Watch:
             self._judge()
         message: dict[str, Any] = {"phase": self._phase()}
         if self._lost is not None:
-            message["lost"] = [*self._lost, self._said_goodbye]
+            message["lost"] = self._lost
         for rank, link in self._links.items():
             try:
                 link.send(message, wait_s=self._interval_s)
             except LinkClosed:
+                self._hear(rank, link)  # its goodbye may be there to read
                 self._miss(rank, "its process has ended, or cannot be reached any more")
         self._beaten.set()
         if "lost" in message:
@@ -120,7 +124,7 @@ class Watch:
 
     def _end_waits(self) -> None:
         """Behind what the others are told: it may take a while."""
-        if self._said_goodbye or self._has_given_up:
+        if self._has_given_up or self._lost is None or self._lost[2]:
             return
         try:
             self._has_given_up = self._give_up()
@@ -130,18 +134,21 @@ class Watch:
 
     def _read(self) -> None:
         for rank, link in self._links.items():
-            try:
-                while (message := link.receive(0.0)) is not None:
-                    self._seen[rank] = time.monotonic()
-                    if message.get("bye"):
-                        self._miss(rank, "it has closed its engine", goodbye=True)
-                    if "phase" in message:
-                        self._phases[rank] = message["phase"]
-                    if message.get("lost") is not None:
-                        lost, reason, goodbye = message["lost"]
-                        self._miss(lost, reason, goodbye=goodbye)
-            except LinkClosed:
-                self._miss(rank, "its process has ended")
+            self._hear(rank, link)
+
+    def _hear(self, rank: int, link: Link) -> None:
+        try:
+            while (message := link.receive(0.0)) is not None:
+                self._seen[rank] = time.monotonic()
+                if message.get("bye"):
+                    self._miss(rank, "it has closed its engine", goodbye=True)
+                if "phase" in message:
+                    self._phases[rank] = message["phase"]
+                if message.get("lost") is not None:
+                    lost, reason, goodbye = message["lost"]
+                    self._miss(lost, reason, goodbye=goodbye)
+        except LinkClosed:
+            self._miss(rank, "its process has ended")
 
     def _judge(self) -> None:
         now = time.monotonic()
@@ -150,9 +157,12 @@ class Watch:
                 self._miss(rank, f"no sign of life for {now - seen:.1f} s")
 
     def _miss(self, rank: int, reason: str, *, goodbye: bool = False) -> None:
-        if self._lost is None:
-            self._said_goodbye = goodbye
-            self._lost = rank, reason
+        if goodbye:
+            self._gone.add(rank)
+        elif rank in self._gone:
+            return
+        if self._lost is None or (self._lost[2] and not goodbye):
+            self._lost = rank, reason, goodbye
 
 
 def _run(watch_ref: weakref.ref[Watch], closing: threading.Event, awake: threading.Event) -> None:

@@ -83,7 +83,7 @@ class Penalties:
         self._count_base = torch.arange(len(rows), device=device).unsqueeze(1) * params.vocab_size
         self._num_counts = len(rows) * params.vocab_size if bool(params.table[5:7, rows].any()) else 0
         self._counts: Tensor | None = None
-        """Made when they are first needed: a lane may be one of rows that are drawn elsewhere."""
+        """Zeros between steps, made when they are first needed: a lane may be one of rows that are drawn elsewhere."""
 
     def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Stage) -> None:
         """positions [M]: context lengths; token_pool int32 [rows, positions].
@@ -103,11 +103,12 @@ class Penalties:
         values = flat[flat_PL]
         values = torch.where(values > 0, values / self._repetition, values * self._repetition)
         if self._num_counts:
-            if self._counts is None:
-                self._counts = torch.zeros(self._num_counts, device=logits_MV.device)
+            kept, self._counts = self._counts, None  # interrupted, they are made anew
+            if kept is None:
+                kept = torch.zeros(self._num_counts, device=logits_MV.device)
             count_at = (tokens_PL + self._count_base).view(-1)
-            self._counts.scatter_add_(0, count_at, (inside & (at >= self._prompt_len)).float().view(-1))
-            counts = self._counts[count_at].view_as(values)
+            kept.scatter_add_(0, count_at, (inside & (at >= self._prompt_len)).float().view(-1))
+            counts = kept[count_at].view_as(values)
             values = values - self._frequency * counts - self._presence * (counts > 0)
-            self._counts.index_fill_(0, count_at, 0.0)
+            self._counts = kept.index_fill_(0, count_at, 0.0)
         flat.scatter_(0, flat_PL.view(-1), values.view(-1))

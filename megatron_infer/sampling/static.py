@@ -52,12 +52,15 @@ class RowMirror:
         return self.columns_NR.view(torch.float64)
 
     def refresh(self) -> None:
-        """Take over what changed since the last call; ordered on the current stream, never inside a capture."""
+        """Take over what changed since the last call; ordered on the current stream, never inside a capture.
+
+        One that was interrupted is done again by the next.
+        """
         params = self._params
-        if params.version == self._version:
+        version = params.version
+        if version == self._version:
             return
         changed = np.flatnonzero(params.changed_at > self._version)
-        self._version = params.version
         packed = np.zeros((1 + len(Column), len(changed)), dtype=np.int64)
         packed[0] = changed
         columns, values = packed[1:], packed[1:].view(np.float64)
@@ -77,6 +80,7 @@ class RowMirror:
         if listed:
             at, entries = self._stage(np.concatenate(listed, axis=1))
             self.lists_RI.view(-1).index_copy_(0, at, entries)
+        self._version = version
 
     def _asks(self, flags: np.ndarray) -> np.ndarray:
         pairs = [(Wants.PENALTY, Asks.PENALTY), (Wants.EDIT, Asks.EDIT), (Wants.MIN_TOKENS, Asks.MIN_TOKENS)]

@@ -20,6 +20,7 @@ from megatron_infer.parallel import lockstep as lockstep_module
 from megatron_infer.parallel.groups import TimeLimit
 from megatron_infer.parallel.links import Link, LinkClosed, connect
 from megatron_infer.parallel.lockstep import Lockstep
+from megatron_infer.parallel.watch import Watch
 from megatron_infer.schedule.plan import Plan
 
 
@@ -228,6 +229,57 @@ def test_a_rank_that_says_goodbye_ends_no_collectives():
     errors = play(3, act, timeout_s=0.8, give_up=lambda rank: bool(given_up.append(rank)) or True)
     assert all(isinstance(error, RankFailure) and "closed its engine" in str(error) for error in errors[:2])
     assert not given_up
+
+
+def test_a_rank_that_dies_behind_the_goodbye_of_another_is_missed_all_the_same():
+    """In the wait for a step that the one that left has done its part of, and the other has not."""
+    given_up, left = [], threading.Event()
+
+    def act(lockstep: Lockstep) -> None:
+        if lockstep.rank == 2:
+            lockstep.close()
+            return
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            try:
+                lockstep._watch.check()
+                time.sleep(0.01)
+            except RankFailure:
+                break
+        lockstep.check_alive(goodbyes=False)  # of the goodbye it has heard
+        if lockstep.rank == 1:
+            left.wait(5)
+            lockstep._links.close()
+            return
+        left.set()
+        while time.monotonic() < deadline:
+            lockstep.check_alive(goodbyes=False)
+            time.sleep(0.01)
+
+    error = play(3, act, timeout_s=0.8, give_up=lambda rank: bool(given_up.append(rank)) or True)[0]
+    assert isinstance(error, RankFailure) and error.rank == 1, error
+    assert 0 in given_up
+
+
+def test_a_goodbye_that_was_not_read_yet_is_told_from_a_death():
+    """A pulse finds the link closed before its reader has seen what the other said last."""
+    said: list[Any] = [None, {"bye": True}]
+
+    def receive(wait_s: float) -> Any:
+        if not said:
+            raise LinkClosed("end of file")
+        return said.pop(0)
+
+    def send(message: Any, *, wait_s: float) -> None:
+        raise LinkClosed("broken pipe")
+
+    ended: list[int] = []
+    link: Any = types.SimpleNamespace(receive=receive, send=send)
+    watch = Watch({1: link}, timeout_s=0.1, phase=lambda: "a step", give_up=lambda: bool(ended.append(1)) or True)
+    time.sleep(0.2)
+    watch.check(goodbyes=False)
+    assert watch.lost == (1, "it has closed its engine") and not said and not ended
+    watch.close()
 
 
 def test_collectives_are_ended_within_a_step_alone_and_on_nccl_alone(monkeypatch):

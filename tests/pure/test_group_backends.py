@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_infer.parallel.groups import _home_of, backend_on
+from megatron_infer.parallel.groups import _home_of, _is_nccl, backend_on
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ def test_a_group_of_several_backends_has_that_of_the_device(monkeypatch, config,
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     assert (backend_on(None, "cpu"), backend_on(None, "cuda")) == (on_cpu, on_cuda)
     assert _home_of(None) == torch.device(home)
+    assert _is_nccl(None) == (home == "cuda"), "what waits for a rank that is gone is ended, however it was asked for"
 
 
 def test_a_group_that_nobody_named_a_backend_for_is_gloos_on_a_cpu():

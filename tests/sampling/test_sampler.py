@@ -242,6 +242,22 @@ def test_a_row_of_many_steps_draws_what_the_oracle_draws_at_each():
             request.tokens.append(token)
 
 
+def test_a_draw_that_was_interrupted_leaves_no_counts_behind(monkeypatch):
+    rows = Rows([make_request([1, 2], [7, 7, 8], temperature=0, frequency_penalty=1.0)], 30)
+    logits = torch.zeros(1, 30)
+    logits[0, 7], logits[0, 9] = 3.0, 0.5
+    assert rows.sample(logits).tokens_S.tolist() == [7]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_fill_", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rows.sample(logits)
+    assert rows.sample(logits).tokens_S.tolist() == [7]
+
+
 def test_penalties_ignore_what_lies_beyond_the_context():
     rng = np.random.default_rng(8)
     requests = [

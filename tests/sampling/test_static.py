@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_oracle import make_request
-from sampling_rows import Rows, random_logits, random_request, same_outputs, static
+from sampling_rows import Rows, random_logits, random_request, same_outputs, spoil, static
 
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column
 from megatron_infer.sampling.params import RowParams
@@ -51,6 +51,67 @@ def test_rows_without_a_distribution_are_bad():
         got = static(rows, logits, range(5))
         assert got.bad_S.tolist() == [True, True, True, False, True]
         assert got.tokens_S[[0, 1, 2, 4]].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_small_vocabularies_odd_numbers_and_edits_that_overlap_change_nothing(mode):
+    """The same few ids are biased, allowed, banned, drawn and in the prompt; temperatures lie around the greedy one."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        vocab_size = int(rng.choice([1, 2, 5, 33, 64, 65, 300]))
+
+        def ids(count, rng=rng, vocab_size=vocab_size):
+            return [int(one) for one in rng.integers(0, vocab_size, count)]
+
+        def request(rng=rng, ids=ids):
+            ways = {
+                "temperature": float(rng.choice([0.0, 1e-6, 1e-5, 0.01, 1.0, 5.0])),
+                "top_k": int(rng.integers(0, 9)),
+                "top_p": float(rng.choice([1e-9, 0.5, 1.0])),
+                "min_p": float(rng.choice([0.0, 1e-9, 1.0])),
+                "repetition_penalty": float(rng.choice([0.5, 1.0, 3.0])),
+                "presence_penalty": float(rng.choice([-2.0, 0.0, 0.3])),
+                "frequency_penalty": float(rng.choice([-0.7, 0.0, 2.0])),
+                "logit_bias": {one: float(rng.choice([-100.0, 0.0, 0.3, 100.0])) for one in ids(4)},
+                "allowed_token_ids": ids(5) if rng.random() < 0.3 else None,
+                "bad_token_ids": ids(int(rng.integers(0, 3))),
+                "min_tokens": int(rng.choice([0, 5, 6])),
+                "logprobs": [None, 0, 3][int(rng.integers(3))],
+                "return_sampled_logprobs": bool(rng.random() < 0.5),
+                "return_support": bool(rng.random() < 0.5),
+            }
+            some = {name: value for name, value in ways.items() if rng.random() < 0.5}
+            return make_request(
+                ids(int(rng.choice([1, 30]))), ids(5), seed=int(rng.integers(99)), stop_ids=ids(2), **some
+            )
+
+        rows = Rows([request() for _ in range(8)], vocab_size, mode=mode)
+        for _ in range(2):
+            logits = spoil(rng, random_logits(rng, 8, vocab_size, dtype=torch.bfloat16, step=0.5))
+            order = rng.permutation(8)
+            same_outputs(static(rows, logits, order), rows.sample(logits, order))
+            rows.put(int(order[0]), request())
+
+
+@pytest.mark.parametrize("interrupted", [0, 1], ids=["columns", "lists"])
+def test_a_refresh_that_was_interrupted_is_done_again(interrupted):
+    calls = []
+
+    def stage(array):
+        calls.append(array)
+        if len(calls) == 3 + interrupted:  # behind the two of the mirror's beginning
+            raise KeyboardInterrupt
+        return torch.from_numpy(array.copy())
+
+    params = RowParams(3, 50)
+    mirrors = [RowMirror(params, stage), RowMirror(params, lambda array: torch.from_numpy(array.copy()))]
+    params.set(1, make_request([1, 2], temperature=0.7, bad_token_ids=[4, 9]))
+    with pytest.raises(KeyboardInterrupt):
+        mirrors[0].refresh()
+    for mirror in mirrors:
+        mirror.refresh()
+    assert torch.equal(mirrors[0].columns_NR, mirrors[1].columns_NR)
+    assert torch.equal(mirrors[0].lists_RI, mirrors[1].lists_RI) and mirrors[0].lists_RI[1, :2].tolist() == [4, 9]
 
 
 def test_a_row_is_drawn_by_what_it_wants_now_not_by_what_its_last_request_did():
