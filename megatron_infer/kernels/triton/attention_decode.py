@@ -108,7 +108,9 @@ def _attend_splits(
             tl.store(lse + line, sums, mask=real)
 
 
-@triton.jit(do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=LOOSE)
+@triton.jit(
+    do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=[*LOOSE, "total_part"]
+)
 def decode_kernel(
     q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
@@ -148,7 +150,9 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
+@triton.jit(
+    do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len", "total_part"]
+)
 def merge_kernel(
     out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -261,10 +265,9 @@ def attend_decode(
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
     splits = max(1, min(cdiv(visible, tiles.chunk), tiles.max_splits))
-    acc = top = total = out_TX
-    if splits > 1:
-        acc = out_TX.new_empty(num_rows * num_heads * splits * spec.head_dim, dtype=torch.float32)
-        top, total = out_TX.new_empty(2, num_rows * num_heads * splits, dtype=torch.float32).unbind()
+    num_parts = num_rows * num_heads * splits if splits > 1 else 1  # fp32 in each case: one kernel for both
+    acc = out_TX.new_empty(num_parts * spec.head_dim, dtype=torch.float32)
+    top, total = out_TX.new_empty(2, num_parts, dtype=torch.float32).unbind()
     decode, merge = _constexprs(layer, tiles)
     overlap = overlapping(out_TX.device)
     lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])

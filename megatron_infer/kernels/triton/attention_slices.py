@@ -208,7 +208,7 @@ def attend_slices(
     visible = step.max_kv_len
     if spec.window is not None:
         visible = min(visible, spec.window + max_tiles * queries - 1)
-    if not max_tiles or visible < 2 * tiles.chunk:
+    if not max_tiles or visible < 2 * tiles.chunk or step.num_rows == step.num_decode:
         return  # no row of such a step is cut
     num_parts = lines * items * tiles.lines
     num_rows = min(step.num_rows - step.num_decode, max(1, SCRATCH_BYTES // (4 * num_parts * (layer.head_dim + 2))))
