@@ -357,7 +357,7 @@ class GraphPool:
             reason = self._no_room(shape)
             if reason is None:
                 self._step.prepare(shape)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:  # of the device, or page-locked
             reason = f"no memory: {error}"
         except RuntimeError as error:
             reason = str(error) or type(error).__name__

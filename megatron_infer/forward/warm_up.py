@@ -20,7 +20,8 @@ from megatron_infer.sampling.sampler import SampleInputs, SampleOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import Request
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 256
+"""From which on a prompt launches all that longer ones do; a scan has kernels for whole segments of as many."""
 WISHES = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=0),

@@ -92,7 +92,7 @@ def test_a_capture_that_cannot_be_prepared_leaves_the_step_uncaptured(error):
 
 
 def test_memory_that_one_rank_lacks_is_known_before_anyone_computes():
-    for here, elsewhere in ((torch.OutOfMemoryError("no room"), True), (None, False)):
+    for here, elsewhere in ((torch.OutOfMemoryError("no room"), True), (MemoryError("no room"), True), (None, False)):
         pool, step, asked = make_pool([here is None and elsewhere])
         pool.recorder.warm_up = lambda run: pytest.fail("the others are not there")
         step.in_prepare = here

@@ -10,7 +10,7 @@ import torch
 from attention_case import check, on_device, padded
 from paged_case import Case, make_case
 
-from megatron_infer.kernels.triton.launch import launch
+from megatron_infer.kernels.triton.launch import launch, listening
 
 pytestmark = pytest.mark.triton
 
@@ -38,6 +38,20 @@ def test_decode_rows_match_reference(backend, device, dtype, head_dim):
     rows = [(1, 1), (1, 17), (1, CHUNK), (1, CHUNK + 1), (1, 3 * CHUNK - 1)]
     case = make_case(rows, num_decode=5, dtype=dtype, head_dim=head_dim, num_kv_heads=1, group_size=3)
     check(backend, case, device)
+
+
+def test_steps_of_short_decode_rows_take_the_kernel_that_those_of_long_ones_do(backend, device):
+    """Else the first of the others waits for a compiler: what is warmed up has the longest rows there can be."""
+    seen = []
+
+    def note(_launch, kernel, _grid, args, _options):
+        if kernel.fn.__name__ == "decode_kernel":
+            seen.append([arg.dtype for arg in args if isinstance(arg, torch.Tensor)])
+
+    with listening(note):
+        for length in (CHUNK, CHUNK + 1):
+            run(backend, make_case([(1, length)], num_decode=1, dtype=torch.float16, head_dim=16), device)
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 256])

@@ -64,6 +64,11 @@ def test_a_padded_step_gives_cut_rows_the_same_bits(backend, device):
     assert not out[49:].any()
 
 
+def test_decode_rows_and_tokens_of_nobody_alone_are_a_step(backend, device):
+    out = check(backend, make_case([(1, 90), (1, 3)], num_decode=2, num_kv_heads=1, num_padding=3, **SMALL), device)
+    assert not out[2:].any()
+
+
 def test_a_cache_of_eight_bits_is_cut_as_well(backend, device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")

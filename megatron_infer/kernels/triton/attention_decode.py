@@ -105,7 +105,9 @@ def _attend_splits(
             tl.store(lse + line, sums, mask=real)
 
 
-@triton.jit(do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=LOOSE)
+@triton.jit(
+    do_not_specialize=["part_splits", "num_rows"], do_not_specialize_on_alignment=[*LOOSE, "total_part"]
+)
 def decode_kernel(
     q, k_cache, v_cache, out, lse, sinks, acc_part, top_part, total_part, kv_len, table_row, block_table,
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
@@ -145,7 +147,9 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len"])
+@triton.jit(
+    do_not_specialize=["part_splits"], do_not_specialize_on_alignment=["lse", "sinks", "kv_len", "total_part"]
+)
 def merge_kernel(
     out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -258,9 +262,8 @@ def attend_decode(
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
     splits = decode_splits(visible, tiles.max_splits, tiles.chunk)
-    acc = top = total = out_TX
-    if splits > 1:
-        acc, top, total = partials(out_TX, num_rows * num_heads * splits, spec.head_dim)
+    # in fp32 where nothing is split, too: one kernel for both
+    acc, top, total = partials(out_TX, num_rows * num_heads * splits if splits > 1 else 1, spec.head_dim)
     decode, merge = _constexprs(layer, tiles)
     overlap = overlapping(out_TX.device)
     lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])

@@ -207,7 +207,7 @@ def attend_slices(
     visible = step.max_kv_len
     if spec.window is not None:
         visible = min(visible, spec.window + max_tiles * queries - 1)
-    if not max_tiles or visible < 2 * tiles.chunk:
+    if not max_tiles or visible < 2 * tiles.chunk or step.num_rows == step.num_decode:
         return  # no row of such a step is cut
     num_parts = slice_parts(layer.num_kv, layer.group, tiles.lines, tiles.lanes)
     num_rows = slices_at_once(step.num_rows - step.num_decode, num_parts, layer.head_dim)
