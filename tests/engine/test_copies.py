@@ -18,7 +18,7 @@ from suspend_case import MODES, make_engine, workload
 from megatron_infer.context import copies
 from megatron_infer.context import store as store_module
 from megatron_infer.context.copies import CopyPipeline, Stream, words
-from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion
+from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.device import Device
 from megatron_infer.testing.tiny import tiny_gpt
@@ -314,6 +314,14 @@ def test_pool_keeps_no_more_than_its_share_and_shares_sizes():
     assert pool.idle_bytes() == 9 * SMALLEST_BYTES
     assert pool.trim() == 8 * SMALLEST_BYTES, "the largest first"
     assert pool.idle_bytes() == SMALLEST_BYTES and pins.num_unpins == 1
+
+
+def test_processes_that_see_one_device_each_share_what_the_machine_may_keep_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = machine_share()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert machine_share() == alone // 8 > 0
 
 
 def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):
