@@ -161,8 +161,9 @@ class CopyPipeline:
 
     def drop_staging(self) -> None:
         """Give the staging buffers back, in order with the steps."""
-        for staging in self._staging:
-            self.lane.hold(staging.free, Stream.STEPS)
+        if self._staging:  # behind all copies: an interrupt may have come between one and its mark
+            for on in (Stream.BUS, Stream.SCATTER):
+                self.lane.hold(self.lane.mark(on), Stream.STEPS)
         self._staging = []
 
     def _next(self, slots_SX: Tensor) -> tuple[_Staging, Tensor]:

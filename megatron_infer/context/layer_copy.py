@@ -93,11 +93,11 @@ class LayerCopy:
                 self._load(rows_SX, parts_NX[piece.part], index_S)
 
     def clear(self) -> None:
-        """Drop everything, which no copy may use any more."""
-        for chunk in self._chunks:
-            chunk.release()
-        self._chunks, self._pieces, self._places, self._index_S = [], {}, [], None
+        """Drop everything, which no copy may use any more. Interrupted, it may be called again."""
+        self._pieces, self._places, self._index_S = {}, [], None
         self._filled = self._left_bytes = 0
+        while self._chunks:
+            self._chunks.pop().release()  # given back twice it would be lent twice
 
     def _announce(self, tick: Tick, begin: int, end: int, layer: int, where: str) -> None:
         tick(f"copy {self._noun} {begin} .. {end - 1} of {len(self._places)}, layer {layer}, {where}")

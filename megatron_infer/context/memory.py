@@ -100,8 +100,7 @@ class HostArena:
                 continue
             chunk.used.discard(slot)
             if not chunk.used and not self._is_reserved:
-                chunk.region.release()
-                del self._chunks[number]
+                self._chunks.pop(number).region.release()  # in this order: an interrupt must not give it back twice
 
     def clear(self) -> None:
         """Drop everything."""

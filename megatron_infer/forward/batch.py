@@ -146,10 +146,12 @@ class Rotations:
         cos_PR, sin_PR = self._cast(rotary)
         for name, new in (("cos_PR", cos_PR), ("sin_PR", sin_PR)):
             have: Tensor | None = getattr(self, name)
-            if have is not None and new is not None and have.shape == new.shape:
-                have.copy_(new)
-            else:
-                setattr(self, name, new)
+            # Not of a caller's inference mode: nobody outside of one could write to it.
+            with torch.inference_mode(False), torch.no_grad():
+                if have is not None and new is not None and have.shape == new.shape:
+                    have.copy_(new)
+                else:
+                    setattr(self, name, new.clone() if new is not None and new.is_inference() else new)
 
     def differs(self, rotary: RotaryTable | None) -> str | None:
         """What distinguishes the table in use from this one; None: nothing."""

@@ -18,7 +18,7 @@ from suspend_case import MODES, make_engine, workload
 from megatron_infer.context import copies
 from megatron_infer.context import store as store_module
 from megatron_infer.context.copies import CopyPipeline, Stream, words
-from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion
+from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
 from megatron_infer.context.store import StateStore
 from megatron_infer.forward.device import Device
 from megatron_infer.testing.tiny import tiny_gpt
@@ -260,6 +260,47 @@ def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(devic
     assert store.trim_host(0) == 16384 and pins.num_unpins == 2
 
 
+def test_an_interrupt_while_a_host_copy_is_let_go_of_lends_no_memory_twice(device, small_pieces, monkeypatch):
+    """A step does that, which may be interrupted anywhere."""
+    (_, pins, wait), store = device, make_store()
+    store.offload(range(12), quiet)
+    pinned = store.host_bytes()
+    store.restore(set(range(12)), quiet)
+    wait(CPU)
+    give_back, calls = PinnedPool.give_back, []
+
+    def stopped(self, lent):
+        give_back(self, lent)
+        calls.append(lent)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PinnedPool, "give_back", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        store.arrival()
+    assert store.arrival() is None and store.host_bytes() == 0
+    assert store.idle_host_bytes() == pinned == pins.num_pinned and len(calls) == 4
+
+
+def test_staging_is_given_back_behind_a_copy_that_was_interrupted_before_its_mark(device, monkeypatch):
+    (lanes, _, _), store = device, make_store(25, slots=1)
+    lane, pipeline = lanes[0], store._pipeline
+    store.run_moves([("out", 3, 0)])
+    hold = lane.hold
+
+    def stopped(mark, on):
+        if on is Stream.STEPS and mark[0] is Stream.BUS:
+            raise KeyboardInterrupt
+        hold(mark, on)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lane, "hold", stopped)
+        store.run_moves([("in", 4, 0)])
+    last_copy = lane.mark(Stream.BUS)
+    pipeline.drop_staging()
+    assert last_copy in lane.queues[Stream.STEPS]
+
+
 def test_pool_keeps_no_more_than_its_share_and_shares_sizes():
     pins = Pins()
     pool = pins.pool(3 * SMALLEST_BYTES)
@@ -273,6 +314,14 @@ def test_pool_keeps_no_more_than_its_share_and_shares_sizes():
     assert pool.idle_bytes() == 9 * SMALLEST_BYTES
     assert pool.trim() == 8 * SMALLEST_BYTES, "the largest first"
     assert pool.idle_bytes() == SMALLEST_BYTES and pins.num_unpins == 1
+
+
+def test_processes_that_see_one_device_each_share_what_the_machine_may_keep_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = machine_share()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert machine_share() == alone // 8 > 0
 
 
 def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):

@@ -258,3 +258,16 @@ def test_versions_and_tokens_equal_the_reference_in_random_schedules(model, kind
     assert visited["prefix_hits"] and visited["tokens"] > 100
     assert (visited["evicted"] and visited["swapped_in"]) or kind == "mamba", "its blocks take no memory"
     assert visited["states_loaded"] or kind == "attention"
+
+
+def test_an_engine_made_under_inference_mode_takes_new_weights_outside_of_it(kind):
+    model = make_model(kind, vocab_size=64, max_sequence_length=32)
+    with torch.inference_mode():
+        engine = DynamicInferenceEngine(model, InferenceConfig(max_sequence_length=32, buffer_size_gb=0.01))
+        engine.refresh_weights()
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    engine.refresh_weights()
+    engine.suspend(tags=["weights"])
+    engine.resume()
+    engine.parts.verify_derived()

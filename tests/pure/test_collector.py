@@ -30,6 +30,17 @@ def test_the_collector_is_as_it_was_afterwards():
     assert gc.isenabled()
 
 
+def test_who_is_first_to_go_leaves_the_collector_off_for_who_is_still_there():
+    """Two engines' threads capture at once."""
+    first, second = no_collection(), no_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_a_program_that_ends_runs_its_handlers_and_looks_for_no_garbage():
     said = [
         subprocess.run([sys.executable, "-c", END, *how], capture_output=True, text=True, check=True).stdout.split()

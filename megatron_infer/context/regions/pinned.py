@@ -156,6 +156,7 @@ class PinnedRegion:
 
 
 def machine_share() -> int:
-    """One device's part of KEEP_SHARE of the machine's memory."""
+    """One device's part of KEEP_SHARE of the machine's memory, also where a launcher shows each process one alone."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(whole * KEEP_SHARE / max(1, torch.cuda.device_count()))
+    num_devices = max(1, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(whole * KEEP_SHARE / num_devices)
