@@ -22,7 +22,7 @@ from megatron_infer.forward.step_graphs import StepGraphs
 from megatron_infer.graph_shapes import GraphShape, largest_live_bytes
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.groups import backend_on
+from megatron_infer.parallel.backends import backend_on
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.tensor_parallel import MAX_WHOLE_BYTES, TensorParallelSampler
 
