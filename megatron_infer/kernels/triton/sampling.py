@@ -26,12 +26,11 @@ Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
 from megatron_infer.kernels.triton import launch as launching
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 from megatron_infer.kernels.triton.sampling_kernels import (
     best_kernel,
     chunk_masses_kernel,
@@ -194,7 +193,7 @@ class TritonSampling:
         assert work_MV.dtype is torch.float32 and work_MV.stride(1) == 1 and bits_GW.is_contiguous()
         assert words * 32 >= vocab, f"{words * 32} bits for {vocab} tokens"
         if masks:
-            grid = (masks, triton.cdiv(vocab, BLOCK))
+            grid = (masks, cdiv(vocab, BLOCK))
             launch(
                 forbid_kernel,
                 grid,
@@ -248,8 +247,8 @@ class _Room:
     def __init__(self, logits_SV: Tensor, held: int) -> None:
         self.num_rows, self.vocab = logits_SV.shape
         assert logits_SV.stride(1) == 1, "the logits of a row lie side by side"
-        self.num_chunks = triton.cdiv(self.vocab, CHUNK)
-        self.chunks = triton.next_power_of_2(self.num_chunks)
+        self.num_chunks = cdiv(self.vocab, CHUNK)
+        self.chunks = power_of_2(self.num_chunks)
         self.groups = self.chunks * (CHUNK // GROUP)
         self.logits, device = logits_SV, logits_SV.device
         shape = (self.num_rows, self.num_chunks)
