@@ -26,6 +26,8 @@ from megatron_infer.kernels.experts import Choice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 
+MIN_HEIGHT, MAX_HEIGHT = 16, 128
+"""Pairs of a tile; powers of two."""
 SORT_TOKENS = 256
 COUNT_RUNS = 64
 """Runs of tokens whose counts are summed at once."""
@@ -141,7 +143,7 @@ def tile_sizes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[in
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages) for so many pairs of all ranks' experts."""
     if dtype is torch.float32:
         return 16, 32, 32, 4, 2
-    block_m = min(128, max(16, power_of_2(-(-num_pairs // num_experts))))
+    block_m = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_2(-(-num_pairs // num_experts))))
     return block_m, 128 if block_m > 16 else 64, 64, 8 if block_m > 64 else 4, 3
 
 
@@ -160,6 +162,16 @@ class TritonExperts:
 
     def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
         return routing.listed(chosen_TE, probs_TE, top_k)
+
+    def token_counts(self, num_experts: int, top_k: int, dtype: torch.dtype) -> list[int]:
+        counts, known = [], tile_sizes(1, num_experts, dtype)
+        height = MIN_HEIGHT
+        while height < MAX_HEIGHT:
+            num_tokens = height * num_experts // top_k + 1  # more than `height` pairs an expert
+            if (sizes := tile_sizes(num_tokens * top_k, num_experts, dtype)) != known:
+                counts.append(num_tokens)
+            height, known = 2 * height, sizes
+        return counts
 
     def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
         (num_tokens, width), experts = x_TD.shape, weights.num_experts
