@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_infer.kernels.packages import dotted
+
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """What kernels compute in, by Triton's names."""
 MIN_CAPABILITY = (8, 0)
@@ -52,14 +54,14 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
-            return f"needs compute capability {_dotted(MIN_CAPABILITY)}, {device} has {_dotted(capability)}"
+            return f"needs compute capability {dotted(MIN_CAPABILITY)}, {device} has {dotted(capability)}"
         return _no_launcher()
     if device.type != "cpu" or not interpreted():
         return f"runs on a GPU, the model is on {device.type}"
     version = tuple(int(part) for part in np.__version__.split(".")[:2])
     if version >= INTERPRETER_NEEDS_NUMPY_BELOW:
         return (
-            f"Triton's interpreter needs numpy below {_dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
+            f"Triton's interpreter needs numpy below {dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
         )
     return None
 
@@ -92,10 +94,6 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def cdiv(number: int, divisor: int) -> int:
