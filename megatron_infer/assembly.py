@@ -449,7 +449,8 @@ def warm_up(parts: Assembly) -> None:
     used += [] if chosen.scan is None else [chosen.scan.name]
     if parts.device.is_cuda and set(used) == {TRITON} and adopted.foreign_layer() is None:
         started = time.perf_counter()
-        parts.runner.warm_up(parts.sizes.max_tokens)
+        most = parts.sizes.max_tokens
+        parts.runner.warm_up(most, [count for count in adopted.token_counts(chosen.ops) if count <= most])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
 
 

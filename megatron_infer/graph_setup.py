@@ -23,7 +23,7 @@ from megatron_infer.graph_memory import GraphMemory
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.groups import backend_on
+from megatron_infer.parallel.backends import backend_on
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.tensor_parallel import TensorParallelSampler
 

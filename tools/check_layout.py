@@ -72,6 +72,7 @@ LAYERS: dict[str, int] = {
     "suspension": 4,
     "tracking": 4,
     "durable": 4,
+    "parallel.backends": 1,
     "parallel.ray": 5,  # loads models by name
     "llm": 5,
     "async_llm": 5,

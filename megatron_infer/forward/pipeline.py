@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.parallel.backends import backend_on
 
 _T = TypeVar("_T")
 _HIDDEN, _DRAWN, _EXTRA = 1, 2, 3
@@ -122,15 +123,17 @@ class StageLink:
         """group: the ranks that hold this rank's share of the stages, first stage first. timeout_s: how long a message
         may take once it is waited for, over gloo (NCCL has its own watchdog, and a wait on the host would stall it).
 
-        What was drawn goes from host to host, over gloo: a group of its own if `group` is not gloo, which all of its
-        members make here.
+        What was drawn goes from host to host, over gloo: a group of its own if `group` has none for the host, which all
+        of its members make here.
         """
         self.rank, self.num_stages = group.rank(), group.size()
         self.is_first, self.is_last = self.rank == 0, self.rank == self.num_stages - 1
         self._ranks = dist.get_process_group_ranks(group)
         self._group, self._device, self._hidden_size = group, device, hidden_size
-        self._limit = timedelta(seconds=timeout_s)
-        gloo = dist.get_backend(group) == "gloo"
+        limit = timedelta(seconds=timeout_s)
+        # gloo's sends and receives go by the group's own timeout, which cannot be lowered: they are told each time
+        self._limits = {"cpu": limit, device.type: limit if backend_on(group, device.type) == "gloo" else None}
+        gloo = backend_on(group, "cpu") == "gloo"
         self._host_group = group if gloo else dist.new_group(self._ranks, "gloo", use_local_synchronization=True)
         self._sent: deque[tuple[_Pending, Tensor]] = deque()
 
@@ -219,7 +222,9 @@ class StageLink:
         return Message(head[2:].numpy(), None if failed == FAILED else failed, extra)
 
     def _irecv(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> _Pending:
-        return _Pending(dist.irecv(tensor, self._ranks[stage], group=group, tag=tag), stage, self._limit_of(group))
+        return _Pending(
+            dist.irecv(tensor, self._ranks[stage], group=group, tag=tag), stage, self._limits[tensor.device.type]
+        )
 
     def _post(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> None:
         """Send without waiting; a neighbour that falls far behind is waited for."""
@@ -227,13 +232,9 @@ class StageLink:
             work = dist.isend(tensor, self._ranks[stage], group=group, tag=tag)
         except RuntimeError as error:
             raise self._lost(stage, error) from error
-        self._sent.append((_Pending(work, stage, self._limit_of(group)), tensor))
+        self._sent.append((_Pending(work, stage, self._limits[tensor.device.type]), tensor))
         while len(self._sent) > 4 * self.num_stages:
             self._wait(self._sent.popleft()[0])
-
-    def _limit_of(self, group: dist.ProcessGroup) -> timedelta | None:
-        """gloo's sends and receives go by the group's own timeout, which cannot be lowered: they are told each time."""
-        return self._limit if dist.get_backend(group) == "gloo" else None
 
     def _wait(self, pending: _Pending) -> None:
         try:

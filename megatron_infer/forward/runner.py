@@ -15,7 +15,7 @@ from megatron_infer.forward.device import Device
 from megatron_infer.forward.flight import Flight, PromptScores
 from megatron_infer.forward.pooling import pool
 from megatron_infer.forward.step_graphs import StepGraphs
-from megatron_infer.forward.warm_up import draw_padding, run_padding
+from megatron_infer.forward.warm_up import PROMPT_TOKENS, draw_padding, run_padding
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.sampling.logprobs import prompt_logprobs
@@ -64,20 +64,21 @@ class ModelRunner:
         return flight
 
     @torch.inference_mode()
-    def warm_up(self, max_tokens: int) -> None:
+    def warm_up(self, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
         """Launch what steps of up to max_tokens tokens launch, so that no request waits for a compiler; all ranks do.
 
-        Before the first step: nothing may be in flight.
+        token_counts: the least tokens of steps that run other kernels than smaller ones. Before the first step: nothing
+        may be in flight.
         """
-        hidden_SD = run_padding(self.builder, self._layers_of, max_tokens=max_tokens)
+        hidden_SD = run_padding(self.builder, self._layers_of, (min(PROMPT_TOKENS, max_tokens), *token_counts))
         if hidden_SD is None:
             return
         # weights may be anything yet; what is drawn from is not
-        logits_SV, sampler = torch.zeros_like(self._model.logits(hidden_SD, self._ops)), self.sampler
+        logits_V, sampler = torch.zeros_like(self._model.logits(hidden_SD, self._ops))[0], self.sampler
         draw_padding(
             self.builder,
             sampler.params,
-            lambda inputs: sampler.sample(logits_SV, inputs),
+            lambda inputs: sampler.sample(logits_V.repeat(len(inputs.rows), 1), inputs),
             dummy_row=self.builder.rows.dummy_row,
         )
 

@@ -7,7 +7,8 @@ nothing that lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -15,41 +16,69 @@ from torch import Tensor
 from megatron_infer.forward.batch import Batch, BatchBuilder
 from megatron_infer.forward.step_graphs import NOTHING
 from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.sampling.masks import TokenMasks
 from megatron_infer.sampling.params import RowParams
 from megatron_infer.sampling.sampler import SampleInputs, SampleOutput
 from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.schedule.request import Request
+from megatron_infer.schedule.structured import StructuredOutput
 
 PROMPT_TOKENS = 256
 """From which on a prompt launches all that longer ones do; a scan has kernels for whole segments of as many."""
+GREEDY = SamplingParams(temperature=0.0)
+EDITED = SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0})
+MASKED = SamplingParams(temperature=0.0, structured=StructuredOutput(choice=("warm-up",)))
+"""What it may be is not asked: the mask that comes along is of any token."""
+DRAWN = SamplingParams(temperature=1.0, seed=0, top_k=2, top_p=0.9, logprobs=1)
 WISHES = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=0),
-    SamplingParams(temperature=1.0, seed=0, top_k=2, top_p=0.9, logprobs=1),
+    (GREEDY,),
+    (SamplingParams(temperature=0.0, logprobs=0),),
+    (SamplingParams(temperature=1.0, seed=0),),
+    (DRAWN,),
+    (DRAWN, GREEDY),
+    (EDITED,),
+    (dataclasses.replace(EDITED, temperature=1.0, seed=0, logprobs=1),),
+    (MASKED,),
+    (MASKED, EDITED),
+    (MASKED, GREEDY),
+    (SamplingParams(temperature=1.0, seed=0, top_k=2, return_sampled_logprobs=True, return_support=True),),
 )
-"""What draws are tried: each kind has kernels of its own."""
+"""What rows want that are drawn together: each kind of draw has kernels of its own, on the model's logits or on a copy
+of those of some rows."""
 
 
-def run_padding(builder: BatchBuilder, layers: Callable[[Batch], Tensor | None], *, max_tokens: int) -> Tensor | None:
-    """Launch a step that decodes and one that prefills -> the hidden state of the latter's one row, if `layers` gives
-    any: layers(batch) -> [T, D] or None."""
+def run_padding(
+    builder: BatchBuilder, layers: Callable[[Batch], Tensor | None], prompts: Sequence[int]
+) -> Tensor | None:
+    """Launch a step that decodes and one that prefills for each of so many tokens -> the hidden state of the last one's
+    one row, if `layers` gives any: layers(batch) -> [T, D] or None."""
     builder.derive(batch := builder.build(NOTHING, (), shape=GraphShape(1, 0, 1)))
-    layers(batch)
-    builder.derive(batch := builder.build(NOTHING, (), shape=GraphShape(min(PROMPT_TOKENS, max_tokens), 1, 0)))
     hidden_TD = layers(batch)
+    for num_tokens in prompts:
+        builder.derive(batch := builder.build(NOTHING, (), shape=GraphShape(num_tokens, 1, 0)))
+        hidden_TD = layers(batch)
     return None if hidden_TD is None else hidden_TD[:1]
 
 
 def draw_padding(
     builder: BatchBuilder, params: RowParams, sample: Callable[[SampleInputs], SampleOutput], *, dummy_row: int
 ) -> None:
-    """Launch draws of every kind for the dummy row, which has no wishes again afterwards."""
-    rows, positions = np.array([dummy_row], dtype=np.int32), np.array([1], dtype=np.int64)
-    inputs = SampleInputs(rows=rows, positions=positions, token_pool=builder.token_pool)
+    """Launch draws of every kind for the dummy row and the first, which have no wishes again afterwards."""
+    both = np.array([dummy_row, 0], dtype=np.int32)
     try:
         for wishes in WISHES:
-            nobody = Request(id="warm-up", tokens=[0], prompt_len=1, params=wishes, max_total=2, seed=0)
-            params.set(dummy_row, nobody)
+            for row, one in zip(both.tolist(), wishes, strict=False):
+                nobody = Request(id="warm-up", tokens=[0], prompt_len=1, params=one, max_total=2, seed=0)
+                params.set(row, nobody)
+            masked = np.flatnonzero([one.structured is not None for one in wishes])
+            masks = TokenMasks(masked, np.full((len(masked), -(-params.vocab_size // 32)), -1, dtype=np.int32))
+            inputs = SampleInputs(
+                rows=both[: len(wishes)],
+                positions=np.ones(len(wishes), dtype=np.int64),
+                token_pool=builder.token_pool,
+                masks=masks if len(masked) else None,
+            )
             sample(inputs)
     finally:
-        params.clear(dummy_row)
+        for row in both.tolist():
+            params.clear(row)

@@ -152,6 +152,10 @@ class ExpertsBackend(Protocol):
         """A choice made elsewhere: bool, top_k of a row at most, and what they weigh."""
         ...
 
+    def token_counts(self, num_experts: int, top_k: int, dtype: torch.dtype) -> Sequence[int]:
+        """The least tokens of steps that run other kernels than smaller steps do. num_experts: of all ranks."""
+        ...
+
     def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
         """out_TD += the sum over a token's local experts of weight * expert(x), contiguous."""
         ...

@@ -240,6 +240,10 @@ class AdoptedModel:
         """Whether a padded step of so many tokens asks the device for something on its way through the layers."""
         return any(experts.asks_host(ops, num_tokens) for experts in self._experts)
 
+    def token_counts(self, ops: Ops) -> list[int]:
+        """The least tokens of steps whose layers run other kernels than smaller steps do, ascending."""
+        return sorted({count for experts in self._experts for count in experts.token_counts(ops)})
+
     def groups(self) -> list[Any]:
         """Process groups that a step's layers talk over."""
         reducers = [self._tp, *(experts.reduce for experts in self._experts)]

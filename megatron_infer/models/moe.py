@@ -193,6 +193,13 @@ class LeanExperts:
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
 
+    def token_counts(self, ops: Ops) -> Sequence[int]:
+        """The least tokens of steps that run other kernels than smaller steps do."""
+        weight = self.experts[0].fc1.parameters["weight"]
+        if weight is None or (together := self._together(ops, weight.dtype)) is None:
+            return ()
+        return together.token_counts(self.router.config.num_moe_experts, self.router.topk, weight.dtype)
+
     def _logits(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The router's scores of all experts, in its dtype."""
         router, config = self.router, self.router.config

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.parallel.backends import home_of
 from megatron_infer.parallel.links import connect
 from megatron_infer.parallel.lockstep import Lockstep
 
@@ -101,7 +102,7 @@ class ParallelGroups:
         """Everyone's text over the engine's group."""
         body = text.encode()
         assert len(body) < _TEXT_BYTES, f"{len(body)} bytes"
-        device = _home_of(self.engine)
+        device = home_of(self.engine)
         mine = torch.tensor([*body, *bytes(_TEXT_BYTES - len(body))], dtype=torch.uint8, device=device)
         parts = [torch.empty_like(mine) for _ in range(self.engine_size)]
         torch.distributed.all_gather(parts, mine, group=self.engine)
@@ -145,7 +146,7 @@ class TimeLimit:
         with self._lock:
             if self._before is None:
                 return False
-            backends = [_backend(group) for group in self._groups if _is_nccl(group)]
+            backends = [_backend(group) for group in self._groups if home_of(group).type == "cuda"]
             self.was_cut = bool(backends)
         if backends:
             log.error("ending the collectives of %d process groups: a rank is gone", len(backends))
@@ -230,22 +231,7 @@ def _size(group: ProcessGroup | None) -> int:
 
 
 def _backend(group: ProcessGroup) -> Any:
-    return group._get_backend(_home_of(group))
-
-
-def _home_of(group: ProcessGroup | None) -> torch.device:
-    """Where tensors have to be for the group's main backend."""
-    return torch.device("cuda" if backend_on(group, "cuda") == "nccl" else "cpu")
-
-
-def backend_on(group: ProcessGroup | None, device_type: str) -> str:
-    """What carries a group's collectives of tensors on such a device.
-
-    A trainer may have asked for "nccl", for "cpu:gloo,cuda:nccl" or for nothing, which is the same as the latter where
-    there are GPUs; torch's name for such a group is what was asked for.
-    """
-    config: str = torch.distributed.get_backend_config(group)
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair).get(device_type, config)
+    return group._get_backend(home_of(group))
 
 
 def _abort(backends: Sequence[Any]) -> None:
@@ -256,10 +242,6 @@ def _abort(backends: Sequence[Any]) -> None:
             backend.abort()
     finally:
         backends[0]._group_end()
-
-
-def _is_nccl(group: ProcessGroup) -> bool:
-    return backend_on(group, "cuda") == "nccl"
 
 
 def reachable_as() -> Iterable[str]:

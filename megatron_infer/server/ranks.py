@@ -37,6 +37,7 @@ from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.models.build import build_model
 from megatron_infer.models.plan_shape import shape_of
 from megatron_infer.models.sources import open_source
+from megatron_infer.parallel.backends import home_of
 from megatron_infer.parallel.groups import build_groups
 from megatron_infer.parallel.replica import Replica
 from megatron_infer.rl.served_weights import ServedWeights
@@ -111,8 +112,7 @@ def _engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
 
 
 def _least(value: float) -> float:
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    found = torch.tensor([value], dtype=torch.float64, device=device)
+    found = torch.tensor([value], dtype=torch.float64, device=home_of(None))
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
     return float(found.item())
 

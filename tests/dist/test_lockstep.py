@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
 from megatron_infer.graph_shapes import GraphShape
@@ -295,9 +296,10 @@ def test_collectives_are_ended_within_a_step_alone_and_on_nccl_alone(monkeypatch
             **note,
         )
 
-    backends = {name: backend(name) for name in ("gloo", "nccl a", "nccl b")}
+    configs = {"gloo": "cpu:gloo,cuda:gloo", "nccl a": "cuda:nccl", "nccl b": "cpu:gloo,cuda:nccl"}
+    backends = {name: backend(name) for name in configs}
     monkeypatch.setattr(groups, "_backend", backends.__getitem__)
-    monkeypatch.setattr(groups, "_is_nccl", lambda name: name.startswith("nccl"))
+    monkeypatch.setattr(torch.distributed, "get_backend_config", configs.__getitem__)
     limit, on_cpu = TimeLimit(backends, 5.0), TimeLimit(["gloo"], 5.0)
     limit.enter()
     limit.leave()

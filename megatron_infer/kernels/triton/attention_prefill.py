@@ -43,23 +43,10 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.ragged import find_row
 
 LARGE_SHARED_KIB = 160
 """Shared memory of a block from which on tiles are the large ones; consumer cards have 99."""
-
-
-@triton.jit
-def _find_row(cu_q, tile, num_rows, QUERIES: tl.constexpr):
-    """(row, its first tile): the last row whose tiles begin at `tile` or before; num_rows: the tokens of nobody."""
-    base = tl.load(cu_q)
-    low = tile * 0
-    high = low + num_rows
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = (tl.load(cu_q + middle) - base) // QUERIES + middle
-        low = tl.where(first <= tile, middle, low)
-        high = tl.where(first <= tile, high, middle - 1)
-    return low, (tl.load(cu_q + low) - base) // QUERIES + low
 
 
 # fmt: off
@@ -121,7 +108,7 @@ def prefill_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // GROUP_TILES
     cu_q += num_decode
-    row, first_tile = _find_row(cu_q, tile, num_rows, QUERIES)
+    row, first_tile = find_row(cu_q, tile, num_rows, QUERIES)
     first_token = tl.load(cu_q + row)
     stop_token = num_tokens
     if row < num_rows:

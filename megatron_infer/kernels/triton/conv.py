@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 
 MAX_TAPS = 16
 DECODE_CHANNELS = 256
@@ -151,12 +151,12 @@ def convolve_decode(
     """Tokens 0 .. D-1 of D decode rows, whose (kv_len_D, table_row_D) are `rows`; the slots hold them afterwards."""
     kv_len_D, table_row_D = rows
     channels, width = weight_CW.shape
-    block = min(DECODE_CHANNELS, max(16, triton.next_power_of_2(channels)))
+    block = min(DECODE_CHANNELS, max(16, power_of_2(channels)))
     launch(
-        _convolve_decode, (len(kv_len_D), triton.cdiv(channels, block)),
+        _convolve_decode, (len(kv_len_D), cdiv(channels, block)),
         x_TC, out_TC, conv_SCW, weight_CW, weight_CW if bias_C is None else bias_C, kv_len_D, table_row_D,
         x_TC.stride(0), conv_SCW.stride(0), channels,
-        WIDTH=width, HAS_BIAS=bias_C is not None, TAPS=triton.next_power_of_2(width), BLOCK_C=block, num_warps=4,
+        WIDTH=width, HAS_BIAS=bias_C is not None, TAPS=power_of_2(width), BLOCK_C=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -176,9 +176,9 @@ def convolve_slices(
     """
     channels, width = weight_CW.shape
     num_tokens = x_TC.shape[0] - first_row
-    block = min(SLICE_CHANNELS, max(16, triton.next_power_of_2(channels)))
+    block = min(SLICE_CHANNELS, max(16, power_of_2(channels)))
     launch(
-        _convolve_slices, (triton.cdiv(num_tokens, SLICE_TOKENS), triton.cdiv(channels, block)),
+        _convolve_slices, (cdiv(num_tokens, SLICE_TOKENS), cdiv(channels, block)),
         x_TC, out_TC, conv_SCW, weight_CW, weight_CW if bias_C is None else bias_C, *rows,
         x_TC.stride(0), conv_SCW.stride(0), first_row, x_TC.shape[0], channels,
         WIDTH=width, HAS_BIAS=bias_C is not None, BLOCK_T=SLICE_TOKENS, BLOCK_C=block, num_warps=8,
@@ -198,13 +198,13 @@ def keep_inputs(
     rows: (cu_q_R1, kv_len_R, table_row_R). Captures read the rows' slots: they come before the rows' own.
     """
     channels, width = conv_SCW.shape[1:]
-    block = min(DECODE_CHANNELS, max(16, triton.next_power_of_2(channels)))
+    block = min(DECODE_CHANNELS, max(16, power_of_2(channels)))
     count = len(rows[1]) - first_row if captures_E3 is None else len(captures_E3)
     launch(
-        _keep_inputs, (count, triton.cdiv(channels, block)),
+        _keep_inputs, (count, cdiv(channels, block)),
         x_TC, conv_SCW, rows[0] if captures_E3 is None else captures_E3, *rows,
         x_TC.stride(0), conv_SCW.stride(0), first_row, channels,
-        CAPTURES=captures_E3 is not None, WIDTH=width, TAPS=triton.next_power_of_2(width), BLOCK_C=block, num_warps=4,
+        CAPTURES=captures_E3 is not None, WIDTH=width, TAPS=power_of_2(width), BLOCK_C=block, num_warps=4,
     )  # fmt: skip
 
 

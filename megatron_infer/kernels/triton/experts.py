@@ -24,8 +24,10 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 from megatron_infer.kernels.experts import Choice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 
+MIN_HEIGHT, MAX_HEIGHT = 16, 128
+"""Pairs of a tile; powers of two."""
 SORT_TOKENS = 256
 COUNT_RUNS = 64
 """Runs of tokens whose counts are summed at once."""
@@ -141,7 +143,7 @@ def tile_sizes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[in
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages) for so many pairs of all ranks' experts."""
     if dtype is torch.float32:
         return 16, 32, 32, 4, 2
-    block_m = min(128, max(16, triton.next_power_of_2(-(-num_pairs // num_experts))))
+    block_m = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_2(-(-num_pairs // num_experts))))
     return block_m, 128 if block_m > 16 else 64, 64, 8 if block_m > 64 else 4, 3
 
 
@@ -161,6 +163,16 @@ class TritonExperts:
     def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
         return routing.listed(chosen_TE, probs_TE, top_k)
 
+    def token_counts(self, num_experts: int, top_k: int, dtype: torch.dtype) -> list[int]:
+        counts, known = [], tile_sizes(1, num_experts, dtype)
+        height = MIN_HEIGHT
+        while height < MAX_HEIGHT:
+            num_tokens = height * num_experts // top_k + 1  # more than `height` pairs an expert
+            if (sizes := tile_sizes(num_tokens * top_k, num_experts, dtype)) != known:
+                counts.append(num_tokens)
+            height, known = 2 * height, sizes
+        return counts
+
     def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
         (num_tokens, width), experts = x_TD.shape, weights.num_experts
         if not num_tokens:
@@ -179,8 +191,8 @@ class TritonExperts:
         launch(
             _sort_pairs, (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_TK,
             tile_I3, num_tokens, num_runs, num_all, weights.first, experts, max_tiles,
-            TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), BLOCK=SORT_TOKENS, RUNS=COUNT_RUNS,
-            BLOCK_E=max(16, triton.next_power_of_2(experts)), BLOCK_M=block_m, num_warps=4,
+            TOP_K=top_k, BLOCK_K=power_of_2(top_k), BLOCK=SORT_TOKENS, RUNS=COUNT_RUNS,
+            BLOCK_E=max(16, power_of_2(experts)), BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
 
         def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
@@ -189,7 +201,7 @@ class TritonExperts:
             block_n, block_k, num_warps, num_stages = rest
             out = x.new_empty(num_pairs, num_outputs)
             launch(
-                _grouped_linear, (max_tiles, triton.cdiv(num_outputs, block_n)),
+                _grouped_linear, (max_tiles, cdiv(num_outputs, block_n)),
                 x, out, table, table if biases is None else biases, tile_I3, token_P, weight_P,
                 x.stride(0), num_inputs, num_outputs,
                 GATHER=gather, HAS_BIAS=biases is not None, ALIGNED=weights.aligned(part), PRECISION=precision(x.dtype),
@@ -199,9 +211,9 @@ class TritonExperts:
 
         middle_PF = weights.activate(ops, linear(x_TD, "fc1", gather=True))
         product_PD = linear(middle_PF, "fc2", gather=False)
-        block = min(1024, max(16, triton.next_power_of_2(width)))
+        block = min(1024, max(16, power_of_2(width)))
         launch(
-            _add_up, (num_tokens, triton.cdiv(width, block)), product_PD, choice.ids_TK, place_TK, out_TD,
+            _add_up, (num_tokens, cdiv(width, block)), product_PD, choice.ids_TK, place_TK, out_TD,
             weights.first, experts, width, TOP_K=top_k, BLOCK=block, num_warps=4,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_infer.kernels.packages import dotted
 from megatron_infer.kernels.scratch import cdiv as cdiv
 from megatron_infer.kernels.scratch import power_of_2 as power_of_2
 
@@ -55,14 +56,14 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
-            return f"needs compute capability {_dotted(MIN_CAPABILITY)}, {device} has {_dotted(capability)}"
+            return f"needs compute capability {dotted(MIN_CAPABILITY)}, {device} has {dotted(capability)}"
         return _no_launcher()
     if device.type != "cpu" or not interpreted():
         return f"runs on a GPU, the model is on {device.type}"
     version = tuple(int(part) for part in np.__version__.split(".")[:2])
     if version >= INTERPRETER_NEEDS_NUMPY_BELOW:
         return (
-            f"Triton's interpreter needs numpy below {_dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
+            f"Triton's interpreter needs numpy below {dotted(INTERPRETER_NEEDS_NUMPY_BELOW)}, this is {np.__version__}"
         )
     return None
 
@@ -95,10 +96,6 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 _LISTENERS: list[Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]], None]] = []

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
 
 TILE = 1024
 """Entries a program of narrow rows takes."""
@@ -62,7 +62,7 @@ def row_tile(width: int) -> tuple[int, int, int]:
     """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
     if width > MAX_WIDTH:
         raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
-    block = max(16, triton.next_power_of_2(width))
+    block = max(16, power_of_2(width))
     rows = max(1, TILE // block)
     return rows, block, min(32, max(4, block // 512))
 
@@ -96,7 +96,7 @@ class TritonNorms:
         options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": weight is not None}
         options |= {"HAS_BIAS": bias is not None, "ADD": residual is not None, "ROWS": rows, "BLOCK": block}
         launch(
-            _norm, (triton.cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
+            _norm, (cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
             **options, **overlapping(x.device), num_warps=warps,
         )  # fmt: skip
         return out

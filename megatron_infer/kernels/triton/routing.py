@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.experts import Choice, RoutingRules
 from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 
 DTYPES = COMPUTED | {torch.float64: "fp64"}
 LANES = 2048
@@ -148,7 +148,7 @@ def _run_of(lanes: int) -> int:
 
 def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[str, Any]:
     groups = rules.num_groups if rules.group_topk else 1
-    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
+    block_g, block_s = power_of_2(groups), power_of_2(num_experts // groups)
     return {
         "NUM_EXPERTS": num_experts,
         "TOP_K": rules.top_k,
@@ -168,7 +168,7 @@ def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[s
 def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> Choice:
     ids_TK, count_CE = (
         torch.empty(shape, dtype=torch.int32, device=weights.device)
-        for shape in ((num_tokens, top_k), (triton.cdiv(num_tokens, run), num_experts))
+        for shape in ((num_tokens, top_k), (cdiv(num_tokens, run), num_experts))
     )
     return Choice(ids_TK=ids_TK, weight_TK=weights.new_empty(num_tokens, top_k), count_CE=count_CE)
 
@@ -203,7 +203,7 @@ def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
     """As ExpertsBackend.listed."""
     num_tokens, num_experts = chosen_TE.shape
     chosen_TE, probs_TE = chosen_TE.bool().contiguous().view(torch.uint8), probs_TE.contiguous()
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = power_of_2(num_experts)
     run = _run_of(block_e)
     choice = _empty(num_tokens, num_experts, top_k, run, probs_TE)
     launch(
@@ -221,7 +221,7 @@ def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
         TOP_K=top_k,
         BLOCK_T=run,
         BLOCK_E=block_e,
-        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_K=power_of_2(top_k),
         num_warps=4,
     )
     return choice

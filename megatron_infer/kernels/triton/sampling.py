@@ -26,7 +26,6 @@ Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
@@ -35,7 +34,7 @@ from megatron_infer.kernels.scratch import DRAW_GROUP as GROUP
 from megatron_infer.kernels.scratch import DRAW_HELD as HELD
 from megatron_infer.kernels.scratch import draw_chunks
 from megatron_infer.kernels.triton import launch as launching
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
     best_kernel,
     chunk_masses_kernel,
@@ -195,7 +194,7 @@ class TritonSampling:
         assert work_MV.dtype is torch.float32 and work_MV.stride(1) == 1 and bits_GW.is_contiguous()
         assert words * 32 >= vocab, f"{words * 32} bits for {vocab} tokens"
         if masks:
-            grid = (masks, triton.cdiv(vocab, BLOCK))
+            grid = (masks, cdiv(vocab, BLOCK))
             launch(
                 forbid_kernel,
                 grid,

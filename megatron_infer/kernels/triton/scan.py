@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
 from megatron_infer.kernels.scratch import SCAN_SEGMENT, scan_chunk, scan_shapes
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, launch
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.scan_decode import scan_decode
 from megatron_infer.kernels.triton.scan_slices import (
@@ -64,8 +63,8 @@ class Tiles:
 
 
 def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
-    block_n = max(16, triton.next_power_of_2(state_dim))
-    block_p = min(max(1, DECODE_TILE // block_n), triton.next_power_of_2(head_dim))
+    block_n = max(16, power_of_2(state_dim))
+    block_p = min(max(1, DECODE_TILE // block_n), power_of_2(head_dim))
     return Tiles(block_p, block_n, 1, 4 if block_p * block_n >= 2048 else 1)
 
 
@@ -74,8 +73,8 @@ def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
 
     Operands of tl.dot have 16 entries at least in every direction.
     """
-    block_n = max(16, triton.next_power_of_2(state_dim))
-    whole, chunk = max(16, triton.next_power_of_2(head_dim)), scan_chunk(dtype.itemsize)
+    block_n = max(16, power_of_2(state_dim))
+    whole, chunk = max(16, power_of_2(head_dim)), scan_chunk(dtype.itemsize)
     if dtype is torch.float32:
         return Tiles(16, block_n, chunk, 8)
     if block_n > 128:
@@ -162,7 +161,7 @@ class TritonScan:
         if step.num_decode:
             tiles = decode_tiles(spec.head_dim, spec.state_dim)
             launch(
-                scan_decode, (step.num_decode, spec.num_heads, triton.cdiv(spec.head_dim, tiles.block_p)),
+                scan_decode, (step.num_decode, spec.num_heads, cdiv(spec.head_dim, tiles.block_p)),
                 mixed_TC, dt_TH, y_TM, states.ssm_SHPN, weights.decay_H, weights.skip_H, weights.dt_bias_H,
                 step.kv_len_R, step.table_row_R,
                 mixed_TC.stride(0), dt_TH.stride(0), y_TM.stride(0), states.ssm_SHPN.stride(0),
@@ -190,7 +189,7 @@ class TritonScan:
         layer = layer_constexprs(spec, mixed_TC.dtype, tiles, self._segment)
         layer["CHANNEL_SKIP"] = has_channel_skip(weights, spec)
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        programs = spec.num_heads * triton.cdiv(spec.head_dim, tiles.block_p)
+        programs = spec.num_heads * cdiv(spec.head_dim, tiles.block_p)
         num_rows, num_tokens, slot = step.num_rows - step.num_decode, mixed_TC.shape[0], ssm_SHPN.stride(0)
         whole = (num_tokens - step.num_decode) // self._segment
         num_tiles = whole + num_rows + 1
@@ -204,7 +203,7 @@ class TritonScan:
 
         sums_3HT, decay_EH, scores_GTL, states_EHPN = (torch.empty(shape, **fp32) for shape in shapes)
         launch(
-            scan_steps, (num_tiles, triton.cdiv(spec.num_heads, STEPS_HEADS)),
+            scan_steps, (num_tiles, cdiv(spec.num_heads, STEPS_HEADS)),
             dt_TH, sums_3HT, decay_EH, weights.decay_H, weights.dt_bias_H, step.cu_q_R1,
             dt_TH.stride(0), spec.dt_min, spec.dt_max, *lengths,
             **only(layer, scan_steps), num_warps=4,
@@ -221,7 +220,7 @@ class TritonScan:
                     scan_states, (num_tiles * programs,), mixed_TC, sums_3HT, states_EHPN, step.cu_q_R1, *lengths,
                     **only(layer, scan_states), **options,
                 )  # fmt: skip
-                carried = num_rows * spec.num_heads * triton.cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
+                carried = num_rows * spec.num_heads * cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
                 launch(
                     scan_carry, (carried,),
                     states_EHPN, decay_EH, ssm_SHPN, *rows, slot, step.num_decode,

@@ -30,6 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_infer.kernels.triton.ragged import find_row
 from megatron_infer.kernels.triton.scan_decode import step_size
 
 FORGOTTEN = tl.constexpr(-128.0)
@@ -41,20 +42,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT: tl.constexpr):
     """(row, segment, its first token, the row's first and the one behind its last), rows counted from cu_q's first.
 
-    Row r has the tiles from (cu_q[r] - cu_q[0]) // SEGMENT + r on: at least as many as it has segments, and searchable
-    without a table of them. Row num_rows is that of the tokens of nobody.
+    Which tiles a row has: see find_row. Row num_rows is that of the tokens of nobody.
     """
-    base = tl.load(cu_q_ptr)
-    low = tile * 0
-    high = low + num_rows
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = (tl.load(cu_q_ptr + middle) - base) // SEGMENT + middle <= tile
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle - 1)
-    first = tl.load(cu_q_ptr + low)
-    stop = tl.load(cu_q_ptr + low + 1, mask=low < num_rows, other=num_tokens)
-    return low, tile - (first - base) // SEGMENT - low, first, stop
+    row, first_tile = find_row(cu_q_ptr, tile, num_rows, SEGMENT)
+    first = tl.load(cu_q_ptr + row)
+    stop = tl.load(cu_q_ptr + row + 1, mask=row < num_rows, other=num_tokens)
+    return row, tile - first_tile, first, stop
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ConfigError, WeightUpdateError
+from megatron_infer.parallel.backends import backend_on
 from megatron_infer.rl.weights.digest import (
     checksum_of,
     combined,
@@ -263,12 +264,12 @@ def _device_of(
     group: Any, sources: Sequence[LocalTensor], live: Callable[[int], Tensor], plan: ReshardPlan
 ) -> torch.device:
     """Where messages lie: gloo sends from the host, nccl from the device that the weights are on."""
-    if torch.distributed.get_backend(group) == "gloo":
-        return torch.device("cpu")
     if sources:
-        return sources[0].tensor.device
-    wanted = next((pieces[0].target_index for pieces in plan.receives.values()), None)
-    return torch.device("cpu") if wanted is None else live(wanted).device
+        weights = sources[0].tensor.device
+    else:
+        wanted = next((pieces[0].target_index for pieces in plan.receives.values()), None)
+        weights = torch.device("cpu") if wanted is None else live(wanted).device
+    return torch.device("cpu") if backend_on(group, weights.type) == "gloo" else weights
 
 
 @dataclass(slots=True)
