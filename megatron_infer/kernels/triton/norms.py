@@ -47,12 +47,12 @@ def _norm(
         x = tl.where(inside, x - mean[:, None], 0.0)
     out = x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + column[None, :], mask=column[None, :] < width, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
             weight += 1.0
-        out = out * weight[None, :]
+        out = out * weight
     if HAS_BIAS:
-        out += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + column[None, :], mask=column[None, :] < width, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
