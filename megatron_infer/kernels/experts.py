@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 
 Parameters = Mapping[str, Tensor | None]
+
+
+class Addresses(NamedTuple):
+    """Of one tensor of each expert."""
+
+    table: Tensor
+    """int64, on the device."""
+    aligned: bool
+    """All are multiples of 16 bytes, where wide loads can begin."""
 
 
 class ExpertWeights:
@@ -35,7 +44,7 @@ class ExpertWeights:
         """activate(ops, middle) -> what fc2 takes, row by row."""
         self._parts = {"fc1": fc1, "fc2": fc2}
         self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
-        self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Tensor]] = {}
+        self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
         self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
 
     def shape(self, part: str) -> tuple[int, int]:
@@ -44,8 +53,8 @@ class ExpertWeights:
         assert weight is not None
         return weight.shape[0], weight.shape[1]
 
-    def addresses(self, part: str, name: str) -> Tensor | None:
-        """int64 on the device: where each expert's tensor begins; None where they have none. Nobody waits."""
+    def addresses(self, part: str, name: str) -> Addresses | None:
+        """Where each expert's tensor begins; None where they have none. Nobody waits."""
         tensors = [parameters[name] for parameters in self._parts[part]]
         if tensors[0] is None:
             return None
@@ -55,13 +64,9 @@ class ExpertWeights:
             if tensors[0].device.type == "cuda":
                 host = host.pin_memory()
             # The host's copy is kept: a graph that captures this reads it again.
-            known = self._tables[part, name] = now, host, host.to(tensors[0].device, non_blocking=True)
+            device = host.to(tensors[0].device, non_blocking=True)
+            known = self._tables[part, name] = now, host, Addresses(device, not any(number % 16 for number in now))
         return known[2]
-
-    def aligned(self, part: str) -> bool:
-        """Whether every expert's weight begins at a multiple of 16 bytes, where wide loads can."""
-        self.addresses(part, "weight")
-        return all(address % 16 == 0 for address in self._tables[part, "weight"][0])
 
     def uneven(self, dtype: torch.dtype) -> str | None:
         """Why the experts cannot share one kernel; None: same shapes, contiguous, of `dtype`."""

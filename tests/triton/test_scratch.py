@@ -12,7 +12,7 @@ from megatron_infer.graph_memory import GraphMemory
 from megatron_infer.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
-from megatron_infer.kernels.experts import Choice, ExpertWeights
+from megatron_infer.kernels.experts import Addresses, Choice, ExpertWeights
 from megatron_infer.kernels.scratch import decode_bytes, draw_bytes, expert_bytes, slices_bytes
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch_ref import ReferenceOps
@@ -139,8 +139,7 @@ def test_experts_take_no_more_than_is_estimated(monkeypatch):
     num_tokens, hidden = 512, MODEL.hidden_size
     fc1, fc2 = [{"weight": given(1408, hidden), "bias": None}], [{"weight": given(hidden, 1408), "bias": None}]
     weights = ExpertWeights(fc1=fc1, fc2=fc2, first=0, top_k=6, activate=lambda ops, middle: middle.relu())
-    monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: given(1, dtype=torch.int64))
-    monkeypatch.setattr(ExpertWeights, "aligned", lambda *_: True)
+    monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: Addresses(given(1, dtype=torch.int64), True))
     choice = Choice(
         ids_TK=given(num_tokens, 6, dtype=torch.int32),
         weight_TK=given(num_tokens, 6),

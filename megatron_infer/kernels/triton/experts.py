@@ -196,15 +196,16 @@ class TritonExperts:
         )  # fmt: skip
 
         def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
-            table, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
+            where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
+            assert where is not None
             num_outputs, num_inputs = weights.shape(part)
             block_n, block_k, num_warps, num_stages = rest
             out = x.new_empty(num_pairs, num_outputs)
             launch(
                 _grouped_linear, (max_tiles, cdiv(num_outputs, block_n)),
-                x, out, table, table if biases is None else biases, tile_I3, token_P, weight_P,
+                x, out, where.table, where.table if biases is None else biases.table, tile_I3, token_P, weight_P,
                 x.stride(0), num_inputs, num_outputs,
-                GATHER=gather, HAS_BIAS=biases is not None, ALIGNED=weights.aligned(part), PRECISION=precision(x.dtype),
+                GATHER=gather, HAS_BIAS=biases is not None, ALIGNED=where.aligned, PRECISION=precision(x.dtype),
                 BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
             )  # fmt: skip
             return out
