@@ -11,7 +11,7 @@ several replicas, which share the prompts.
 
 from __future__ import annotations
 
-from megatron_infer.waiting import limit_spinning
+from megatron_infer.utils.openmp import limit_spinning
 
 limit_spinning()  # before torch is imported
 
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from megatron_infer import DynamicInferenceEngine, SamplingParams
-from megatron_infer.config import machine_config
+from megatron_infer.comm.groups import build_groups, check_world
+from megatron_infer.config.inference import machine_config
 from megatron_infer.errors import ConfigError, InferenceError, ModelError
-from megatron_infer.forward.device import Device, choose_dtype
-from megatron_infer.models.build import build_model
-from megatron_infer.models.plan_shape import shape_of
-from megatron_infer.models.sources import open_source
-from megatron_infer.parallel.groups import build_groups, check_world
+from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import open_source
 
 PROMPTS = ["The capital of France is", "1, 1, 2, 3, 5, 8,", "Once upon a time there was a"]
 
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
     engine = DynamicInferenceEngine(
         model, config, tokenizer=tokenizer_of(source), eos_ids=plan.eos_ids, device=str(device.torch), owns_weights=True
     )
-    team = engine.parts.team.groups
-    mine = prompts[team.dp_rank :: team.dp_size]
+    rank_group = engine.parts.rank_group.groups
+    mine = prompts[rank_group.dp_rank :: rank_group.dp_size]
     lines = [
         {
             "prompt": output.prompt if output.prompt is not None else output.prompt_token_ids,
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
         }
         for output in engine.generate(mine, params)
     ]
-    write(args.output, in_order(lines, len(prompts), team))
+    write(args.output, in_order(lines, len(prompts), rank_group))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -134,23 +134,23 @@ def read_prompts(path: Path) -> list[Any]:
     return prompts
 
 
-def in_order(lines: list[dict[str, Any]], count: int, team: Any) -> list[dict[str, Any]] | None:
+def in_order(lines: list[dict[str, Any]], count: int, rank_group: Any) -> list[dict[str, Any]] | None:
     """All replicas' lines on the first process of all, None elsewhere."""
-    if team.dp_size == 1:
+    if rank_group.dp_size == 1:
         return lines if torch.distributed.get_rank() == 0 else None
-    if not team.is_leader:
+    if not rank_group.is_leader:
         return None
     text = json.dumps(lines).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(team.dp_size)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(text)]), group=team.dp)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(rank_group.dp_size)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(text)]), group=rank_group.dp)
     width = int(max(sizes))
     mine = torch.tensor([*text, *bytes(width - len(text))], dtype=torch.uint8)
     parts = [torch.empty_like(mine) for _ in sizes]
-    torch.distributed.all_gather(parts, mine, group=team.dp)
+    torch.distributed.all_gather(parts, mine, group=rank_group.dp)
     everyone = [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
     if torch.distributed.get_rank() != 0:
         return None
-    return [everyone[index % team.dp_size][index // team.dp_size] for index in range(count)]
+    return [everyone[index % rank_group.dp_size][index // rank_group.dp_size] for index in range(count)]
 
 
 def write(path: str | None, lines: list[dict[str, Any]] | None) -> None:

@@ -14,7 +14,7 @@ Sources: GRPO arXiv:2402.03300, PPO arXiv:1707.06347, cut weights after IMPALA a
 
 from __future__ import annotations
 
-from megatron_infer.waiting import limit_spinning
+from megatron_infer.utils.openmp import limit_spinning
 
 limit_spinning()  # before torch is imported
 
@@ -38,17 +38,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_infer import SamplingParams
-from megatron_infer.config import machine_config
+from megatron_infer.comm.groups import build_groups
+from megatron_infer.config.inference import machine_config
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.forward.device import Device, choose_dtype
 from megatron_infer.kernels.threads import apply_cpu_settings
-from megatron_infer.models.build import build_model
-from megatron_infer.models.plan_shape import shape_of
-from megatron_infer.models.sources import open_source
-from megatron_infer.parallel.groups import build_groups
-from megatron_infer.rl.meter import MismatchMeter
-from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import open_source
+from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.rollout import Rollout, RolloutProgress
+from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.session import RolloutSession
 

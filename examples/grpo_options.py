@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.config import KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.errors import ConfigError
 
 CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")

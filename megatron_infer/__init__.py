@@ -9,59 +9,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_infer.async_llm import AsyncLLM as AsyncLLM
-    from megatron_infer.config import AttentionChoice as AttentionChoice
-    from megatron_infer.config import GraphSizing as GraphSizing
-    from megatron_infer.config import InferenceConfig as InferenceConfig
-    from megatron_infer.config import KVCacheDtype as KVCacheDtype
-    from megatron_infer.config import KVCacheManagementMode as KVCacheManagementMode
-    from megatron_infer.config import MambaInferenceStateConfig as MambaInferenceStateConfig
-    from megatron_infer.config import PreemptionMode as PreemptionMode
-    from megatron_infer.config import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
-    from megatron_infer.config import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
-    from megatron_infer.config import SamplingChoice as SamplingChoice
+    from megatron_infer.config.inference import AttentionChoice as AttentionChoice
+    from megatron_infer.config.inference import GraphSizing as GraphSizing
+    from megatron_infer.config.inference import InferenceConfig as InferenceConfig
+    from megatron_infer.config.inference import KVCacheDtype as KVCacheDtype
+    from megatron_infer.config.inference import KVCacheManagementMode as KVCacheManagementMode
+    from megatron_infer.config.inference import MambaInferenceStateConfig as MambaInferenceStateConfig
+    from megatron_infer.config.inference import PreemptionMode as PreemptionMode
+    from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
+    from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
+    from megatron_infer.config.inference import SamplingChoice as SamplingChoice
+    from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
+    from megatron_infer.config.structured_output import StructuredOutput as StructuredOutput
     from megatron_infer.durable.snapshot import LoadReport as LoadReport
-    from megatron_infer.engine import DynamicInferenceEngine as DynamicInferenceEngine
-    from megatron_infer.lifecycle import EngineState as EngineState
-    from megatron_infer.llm import LLM as LLM
+    from megatron_infer.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
+    from megatron_infer.engine.states import EngineState as EngineState
+    from megatron_infer.engine.suspend import MemoryReport as MemoryReport
+    from megatron_infer.entrypoints.async_llm import AsyncLLM as AsyncLLM
+    from megatron_infer.entrypoints.llm import LLM as LLM
     from megatron_infer.models.specs import with_inference as with_inference
-    from megatron_infer.outputs import CompletionOutput as CompletionOutput
-    from megatron_infer.outputs import RequestOutput as RequestOutput
-    from megatron_infer.rl.report import UpdateReport as UpdateReport
+    from megatron_infer.outputs.request_output import CompletionOutput as CompletionOutput
+    from megatron_infer.outputs.request_output import RequestOutput as RequestOutput
+    from megatron_infer.outputs.token_support import TokenSupport as TokenSupport
     from megatron_infer.rl.session import RolloutSession as RolloutSession
-    from megatron_infer.schedule.params import SamplingParams as SamplingParams
-    from megatron_infer.schedule.request import VersionSpan as VersionSpan
-    from megatron_infer.schedule.structured import StructuredOutput as StructuredOutput
-    from megatron_infer.suspension import MemoryReport as MemoryReport
-    from megatron_infer.token_support import TokenSupport as TokenSupport
+    from megatron_infer.rl.update_report import UpdateReport as UpdateReport
+    from megatron_infer.scheduler.request import VersionSpan as VersionSpan
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
-    "DynamicInferenceEngine": "engine",
-    "EngineState": "lifecycle",
-    "InferenceConfig": "config",
-    "KVCacheDtype": "config",
-    "KVCacheManagementMode": "config",
-    "LLM": "llm",
+    "AsyncLLM": "entrypoints.async_llm",
+    "CompletionOutput": "outputs.request_output",
+    "DynamicInferenceEngine": "engine.engine",
+    "EngineState": "engine.states",
+    "InferenceConfig": "config.inference",
+    "KVCacheDtype": "config.inference",
+    "KVCacheManagementMode": "config.inference",
+    "LLM": "entrypoints.llm",
     "LoadReport": "durable.snapshot",
-    "MambaInferenceStateConfig": "config",
-    "MemoryReport": "suspension",
-    "PrefixCachingCoordinatorPolicy": "config",
-    "AttentionChoice": "config",
-    "SamplingChoice": "config",
-    "GraphSizing": "config",
-    "PreemptionMode": "config",
-    "PrefixCachingEvictionPolicy": "config",
-    "RequestOutput": "outputs",
+    "MambaInferenceStateConfig": "config.inference",
+    "MemoryReport": "engine.suspend",
+    "PrefixCachingCoordinatorPolicy": "config.inference",
+    "AttentionChoice": "config.inference",
+    "SamplingChoice": "config.inference",
+    "GraphSizing": "config.inference",
+    "PreemptionMode": "config.inference",
+    "PrefixCachingEvictionPolicy": "config.inference",
+    "RequestOutput": "outputs.request_output",
     "RolloutSession": "rl.session",
-    "SamplingParams": "schedule.params",
-    "StructuredOutput": "schedule.structured",
-    "TokenSupport": "token_support",
-    "UpdateReport": "rl.report",
-    "VersionSpan": "schedule.request",
+    "SamplingParams": "config.sampling_params",
+    "StructuredOutput": "config.structured_output",
+    "TokenSupport": "outputs.token_support",
+    "UpdateReport": "rl.update_report",
+    "VersionSpan": "scheduler.request",
     "with_inference": "models.specs",
 }
 

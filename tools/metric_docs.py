@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.metrics.catalog import COORDINATOR, ENGINE, MISMATCH, SERVER, Spec
+from megatron_infer.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, Spec
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
 TABLES = {"engine": ENGINE, "mismatch": MISMATCH, "server": SERVER, "coordinator": COORDINATOR}

@@ -21,9 +21,9 @@ from megatron_infer.cli.bench_workload import (
     run_engine,
 )
 from megatron_infer.cli.loading import add_model_options, describe, load_llm, note
-from megatron_infer.context.layout import KV_DTYPE_BYTES
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.sizing import KV_DTYPE_BYTES
 from megatron_infer.errors import InferenceError
-from megatron_infer.schedule.params import SamplingParams
 
 OURS = "megatron_infer"
 SUSPENDING = "megatron_infer, suspending"
@@ -203,7 +203,7 @@ def render(report: dict[str, Any], workload: Workload) -> str:
 
 def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, Runner]:
     from megatron_infer.cli.bench_peers import TransformersPeer
-    from megatron_infer.models.sources import open_source
+    from megatron_infer.model_loader.sources import open_source
 
     note("loading transformers ...")
     peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.parts.shape.dtype, device=_device(llm))

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
 from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, PromptTooLong
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.request_output import RequestOutput
 
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.9}
 HELP = """\

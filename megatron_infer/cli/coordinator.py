@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_infer.cli.options import field_docs, flag_of
-from megatron_infer.config import PrefixCachingCoordinatorPolicy
+from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.errors import ConfigError
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 DEFAULT_BIND = "tcp://127.0.0.1:5757"
 POLICY, ALPHA = "prefix_caching_coordinator_policy", "prefix_caching_routing_alpha"
@@ -78,17 +78,9 @@ def key_from(args: argparse.Namespace) -> bytes | None:
     return key
 
 
-def log_to_stderr() -> None:
-    """Who comes and goes, for the person watching."""
-    log = logging.getLogger("megatron_infer.coordinator")
-    log.setLevel(logging.INFO)
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler(sys.stderr))
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; 0."""
-    from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
+    from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     options = CoordinatorOptions(
         policy=args.policy,
@@ -99,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout_s,
         seed=args.seed,
     )
-    log_to_stderr()
+    log_to_stderr("megatron_infer.coordinator")
     with Coordinator(args.bind, options) as coordinator:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: coordinator.stop())

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from megatron_infer.cli.loading import add_run_options, has_chat_template, load_llm, note
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ModelError
-from megatron_infer.schedule.params import SamplingParams
 
 MODEL = "smollm2"
 QUESTIONS = (

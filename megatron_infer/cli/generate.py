@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
 from megatron_infer.cli.prompts import Job, read_jobs, to_token_ids
 from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 
 DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 """This command's own: a whole answer, and the same one each time. Any other sampling default is SamplingParams'."""
@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
             note("error: --system needs the model's chat template" + (" and --raw turns it off" if args.raw else ""))
             return 2
         if args.record is not None:
-            from megatron_infer.debug.record import Recorder
+            from megatron_infer.debug.record import RunRecorder
 
-            recorder = stack.enter_context(Recorder(args.record))
+            recorder = stack.enter_context(RunRecorder(args.record))
             recorder.attach(llm.engine, model=args.model)
         printer = Printer(jobs, as_ids=llm.tokenizer is None or common.get("detokenize") is False)
         session = Session(llm, jobs, writer=Writer(sink, jobs) if sink is not None else printer)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.options import add_config_options, given
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
-    from megatron_infer.llm import LLM
+    from megatron_infer.entrypoints.llm import LLM
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -31,12 +31,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def load_llm(args: argparse.Namespace) -> LLM:
     """The LLM that the command line describes; says on stderr what is loading and how long it took."""
-    from megatron_infer.llm import LLM  # torch and megatron-core load here, not for --help
+    from megatron_infer.entrypoints.llm import LLM  # torch and megatron-core load here, not for --help
 
     note(f"loading {args.model} ...")
     config = given(args)
     if config.get("logging_step_interval"):
-        _log_to_stderr()
+        log_to_stderr()
     started = time.perf_counter()
     llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
     note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")
@@ -54,14 +54,6 @@ def describe(llm: Any) -> str:
 def has_chat_template(llm: Any) -> bool:
     """Whether messages can be put to the model; one without a tokenizer takes token ids only."""
     return llm.tokenizer is not None and llm.tokenizer.has_chat_template
-
-
-def _log_to_stderr() -> None:
-    """Show the engine's line every --logging-step-interval steps."""
-    log = logging.getLogger("megatron_infer")
-    log.setLevel(logging.INFO)
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler(sys.stderr))
 
 
 def note(text: str) -> None:

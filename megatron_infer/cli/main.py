@@ -14,10 +14,10 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from megatron_infer import __version__
-from megatron_infer.collector import end_without_collection
-from megatron_infer.config import ConfigWarning
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.waiting import limit_spinning
+from megatron_infer.utils.gc_pause import end_without_collection
+from megatron_infer.utils.openmp import limit_spinning
 
 PROGRAM = "megatron-infer"
 COMMANDS = {

@@ -12,8 +12,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from megatron_infer import config as config_module
-from megatron_infer.config import InferenceConfig, ModelShape, machine_config, machine_defaults
+from megatron_infer.config import inference as config_module
+from megatron_infer.config.inference import InferenceConfig, ModelShape, machine_config, machine_defaults
 
 NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
 """Objects of a running process; a command line cannot say them."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.options import add_config_options, config_from
-from megatron_infer.config import InferenceConfig, ModelShape, ResolvedSizes
-from megatron_infer.context.layout import GIB
+from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
+from megatron_infer.config.inference import InferenceConfig, ModelShape, ResolvedSizes
+from megatron_infer.config.sizing import GIB
 from megatron_infer.errors import ConfigError
-from megatron_infer.graph_memory import GraphMemory, ShapeBytes
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
 """Shown only of models with recurrent state; JSON has them always."""
@@ -50,9 +50,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_infer.forward.device import Device, choose_dtype
-    from megatron_infer.models.plan_shape import shape_of
-    from megatron_infer.models.sources import open_source
+    from megatron_infer.memory.device import Device, choose_dtype
+    from megatron_infer.model_loader.description_shape import shape_of
+    from megatron_infer.model_loader.sources import open_source
 
     if args.memory_gb is not None and not args.memory_gb > 0:
         raise ConfigError(f"--memory-gb is {args.memory_gb}, it must be above 0")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, InvalidPrompt, unknown_name
-from megatron_infer.schedule.params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "messages", "token_ids")
 SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)

@@ -6,8 +6,9 @@ import argparse
 import signal
 from typing import Any
 
-from megatron_infer.cli.coordinator import DEFAULT_BIND, add_key_option, key_from, log_to_stderr
+from megatron_infer.cli.coordinator import DEFAULT_BIND, add_key_option, key_from
 from megatron_infer.cli.loading import add_model_options, load_llm, note
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,16 +29,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to end; 0. An error of the engine or a refusal by the coordinator is raised."""
-    from megatron_infer.parallel.replica import Replica  # says what is missing before a model is loaded
-    from megatron_infer.parallel.wire import checked_address
+    from megatron_infer.coordinator.protocol import checked_address
+    from megatron_infer.coordinator.replica import Replica  # says what is missing before a model is loaded
 
     checked_address(args.coordinator)
     key = key_from(args)
-    log_to_stderr()
+    log_to_stderr("megatron_infer.coordinator")
     llm = load_llm(args)
-    from megatron_infer.rl.served_weights import ServedWeights
+    from megatron_infer.rl.remote_weights import RemoteWeights
 
-    commands = ServedWeights(llm.engine).commands()
+    commands = RemoteWeights(llm.engine).commands()
     replica = Replica(llm.engine, args.coordinator, name=args.name, key=key, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     note(f"serving for {args.coordinator}")

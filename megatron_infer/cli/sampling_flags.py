@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.config.sampling_params import POOLINGS, SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import POOLINGS, SamplingParams
-from megatron_infer.schedule.structured import StructuredOutput
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:

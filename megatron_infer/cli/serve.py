@@ -11,9 +11,10 @@ from typing import Any
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
 from megatron_infer.cli.options import docs_of, given
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.settings import ServerConfig, read_file, settings_from
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 NOT_TYPED = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
 """Options that only a configuration file and the environment say."""
@@ -63,7 +64,6 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to end; 0. Raises InferenceError when it cannot."""
-    from megatron_infer.server.front import log_to_stderr
 
     typed = {
         item.name: getattr(args, f"server_{item.name}")
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     }
     in_file, beside = read_file(args.config)
     settings = settings_from(typed, os.environ, in_file)
-    log_to_stderr()
+    log_to_stderr("megatron_infer.server", times=True)
     _warn(settings)
     options = _engine_options(args, beside)
     layout = {name: _layout_of(name, args, beside) for name in LAYOUT}
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from megatron_infer.server.ranks import serve_rank
+        from megatron_infer.server.torchrun import serve_rank
 
         if args.coordinator is not None:
             raise ConfigError("--coordinator under torchrun: the first rank starts one; leave it out")

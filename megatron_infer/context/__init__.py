@@ -1,1 +1,1 @@
-"""Who owns which memory: blocks, rows and the prefix cache. Pure Python here; the tensors live in `context.store`."""
+"""Which request holds which rows, blocks and state slots, and the prefix cache. Ids only: tensors are in `memory`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_infer.context.prefix_changes import PrefixChanges
+    from megatron_infer.context.prefix_events import PrefixEvents
 
 
 class BlockPool:
@@ -30,7 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.keep_cached = keep_cached
         self._on_forget = on_forget
-        self.changes: PrefixChanges | None = None
+        self.changes: PrefixEvents | None = None
         """Told of content that becomes findable and of content that is forgotten; None: nobody asks."""
         self._refs = [0] * num_blocks
         self._blank = list(range(num_blocks))[::-1]

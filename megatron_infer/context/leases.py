@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.slots import SlotPool
+from megatron_infer.context.row_pool import RowPool
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,7 +59,7 @@ class LeaseBook:
         self.num_rows = num_rows
         self.max_blocks_per_row = max_blocks_per_row
         self.pool = BlockPool(num_blocks, keep_cached=keep_cached, on_forget=on_forget)
-        self._rows = SlotPool(num_rows)
+        self._rows = RowPool(num_rows)
         self._leases: dict[int, Lease] = {}
         self._table_writes: list[tuple[int, int, int]] = []
 

@@ -230,7 +230,7 @@ def _kernels() -> Iterator[Fact]:
     import torch
 
     from megatron_infer.errors import ConfigError
-    from megatron_infer.kernels import accelerated
+    from megatron_infer.kernels import backend_candidates
     from megatron_infer.kernels.base import AttendSpec
     from megatron_infer.kernels.select import choose, choose_exact
     from megatron_infer.kernels.ssm import SsmSpec
@@ -250,7 +250,7 @@ def _kernels() -> Iterator[Fact]:
         for row in rows:
             yield Fact("kernels", f"exact mode: {row.operation}, cpu {label}", row.chosen, _why(row.reasons))
     if not torch.accelerator.is_available() or torch.version.cuda is None:
-        candidates = [item.name for group in (accelerated.ATTENTION, accelerated.SCAN) for item in group]
+        candidates = [item.name for group in (backend_candidates.ATTENTION, backend_candidates.SCAN) for item in group]
         yield Fact("kernels", "cuda", "no GPU", f"would be looked at: {', '.join(dict.fromkeys(candidates))}, torch")
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -262,7 +262,7 @@ def _kernels() -> Iterator[Fact]:
 
 def _cache_memory() -> Iterator[Fact]:
     """What the KV cache would be in, by what is asked for."""
-    from megatron_infer.context.modes import devices, table
+    from megatron_infer.memory.regions.choose import devices, table
 
     for device in devices():
         for asked, chosen, why in table(device):

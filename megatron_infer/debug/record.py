@@ -22,12 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.request_output import RequestOutput
 
 if TYPE_CHECKING:
-    from megatron_infer.engine import DynamicInferenceEngine
+    from megatron_infer.engine.engine import DynamicInferenceEngine
 
 VERSION = 1
 
@@ -36,7 +36,7 @@ class RecordError(InferenceError, ValueError):
     """A file that is no recording, or that does not fit the engine it is replayed on."""
 
 
-class Recorder:
+class RunRecorder:
     """Listens to an engine from `attach` to `close` and writes a recording. Attach it to an idle engine."""
 
     def __init__(self, path: str | Path) -> None:
@@ -46,7 +46,7 @@ class Recorder:
         self._first_step = self._last_step = 0
         self._tokens: dict[tuple[str, int], list[int]] = {}
 
-    def attach(self, engine: DynamicInferenceEngine, *, model: str = "") -> Recorder:
+    def attach(self, engine: DynamicInferenceEngine, *, model: str = "") -> RunRecorder:
         """Begin: the engine's configuration goes into the first line."""
         if engine.has_unfinished():
             raise RecordError("recording must begin on an idle engine; finish or abort its requests first")
@@ -76,7 +76,7 @@ class Recorder:
     # ------------------------------------------------------------------ the engine's listener calls
     def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None:
         assert self._engine is not None
-        group = self._engine.ledger.get(request_id)
+        group = self._engine.output_processor.get(request_id)
         assert group is not None, f"request {request_id!r} was announced before its account was opened"
         request = group.samples[0].request
         salt = {"salt": request.cache.salt} if request.cache.salt else {}

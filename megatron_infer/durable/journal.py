@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_infer.durable.format import put_in_place
+from megatron_infer.durable.file_format import put_in_place
 from megatron_infer.errors import SnapshotError
 
 FORMAT = "megatron_infer.journal"

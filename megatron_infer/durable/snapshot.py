@@ -14,21 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.assembly import Assembly
-from megatron_infer.durable import format as file_format
-from megatron_infer.durable.blocks import (
-    KVReturn,
-    Memory,
-    check_places,
-    collect,
-    content_digest,
-    describe,
-    difference,
-    num_places,
-)
-from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
-from megatron_infer.durable.parts import layout_differs, layout_of, parts_beside, read_part, remove, save_together
-from megatron_infer.durable.records import (
+from megatron_infer.durable import file_format as file_format
+from megatron_infer.durable.codec import (
     Columns,
     Inline,
     SavedKV,
@@ -38,11 +25,24 @@ from megatron_infer.durable.records import (
     encode_group,
     encode_output,
 )
+from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
+from megatron_infer.durable.kv_restore import (
+    KVReturn,
+    Memory,
+    check_places,
+    collect,
+    content_digest,
+    describe,
+    difference,
+    num_places,
+)
+from megatron_infer.durable.rank_files import layout_differs, layout_of, parts_beside, read_part, remove, save_together
+from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import RequestError, SnapshotError
-from megatron_infer.ledger import Ledger
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.policy import stored_tokens
-from megatron_infer.schedule.request import Request
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.scheduler.policy import stored_tokens
+from megatron_infer.scheduler.request import Request
 
 _PROBES = 512
 """Token ids whose spelling tells one tokenizer from another."""
@@ -81,7 +81,7 @@ class Content:
     kv: Mapping[str, Any] | None
     """What the saved memory depends on; None: there is none in it."""
     memory: Mapping[str, Tensor]
-    """This rank's, see `durable.blocks`."""
+    """This rank's, see `durable.kv_restore`."""
     no_memory: str | None
     """Why the file's memory is of no use on this rank, whatever the weights; None: it may be."""
     notes: list[str]
@@ -95,8 +95,8 @@ class Archive:
     tokens after them.
     """
 
-    def __init__(self, parts: Assembly, ledger: Ledger) -> None:
-        self._parts, self._ledger = parts, ledger
+    def __init__(self, parts: Assembly, output_processor: OutputProcessor) -> None:
+        self._parts, self._output_processor = parts, output_processor
         self._digest: tuple[int, str] | None = None
 
     # ------------------------------------------------------------------ saving
@@ -119,20 +119,20 @@ class Archive:
             remove(before)
             return
         parts = self._parts
-        if parts.team.any_rank(parts.guard.changed()):
+        if parts.rank_group.any_rank(parts.guard.changed()):
             parts.accept_weights(parts.weight_version + 1)
         store = parts.runner.store
-        attends = parts.team.any_rank(store.block_bytes > 0)
+        attends = parts.rank_group.any_rank(store.block_bytes > 0)
 
         def make(names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-            requests = _open_requests(self._ledger.groups)
+            requests = _open_requests(self._output_processor.groups)
             memory = collect(requests, store, attends=attends, recurrent=parts.context.recurrent)
-            if parts.team.groups.is_leader:
+            if parts.rank_group.groups.is_leader:
                 return self.contents(undelivered, finished, memory=memory, part_names=names)
-            name = names[parts.team.groups.engine_rank - 1]
+            name = names[parts.rank_group.groups.engine_rank - 1]
             return {"part": name, "kv": self._describe(memory)}, memory.tensors
 
-        save_together(path, make, parts.team)
+        save_together(path, make, parts.rank_group)
 
     def contents(
         self,
@@ -148,8 +148,8 @@ class Archive:
         undelivered: outputs that were made and that no caller has seen: their deltas are not handed out yet.
         part_names: where other ranks' memory is.
         """
-        parts, ledger, now = self._parts, self._ledger, time.monotonic()
-        groups, numbers = ledger.groups, Columns()
+        parts, output_processor, now = self._parts, self._output_processor, time.monotonic()
+        groups, numbers = output_processor.groups, Columns()
         unsent, saved = _unsent(undelivered), {} if memory is None else memory.saved
         records = {
             "requests": [
@@ -162,11 +162,11 @@ class Archive:
             "num_finished": len(finished),
             "vocab_size": parts.shape.vocab_size,
             "tokenizer": self._tokenizer_digest(),
-            "num_seeds": parts.intake.num_seeds,
-            "num_ids": parts.intake.num_ids,
+            "num_seeds": parts.input_processor.num_seeds,
+            "num_ids": parts.input_processor.num_ids,
             "weights": {"version": parts.weight_version, "sums": self._weight_sums()},
             "kv": self._describe(memory) if memory is not None and memory.saved else None,
-            "layout": layout_of(parts.team.groups),
+            "layout": layout_of(parts.rank_group.groups),
             "parts": list(part_names),
             "generation": None if generation is None else generation.as_list(),
         }
@@ -202,29 +202,29 @@ class Archive:
 
     def put_back(self, content: Content) -> LoadReport:
         """Take in what `read` gave; nothing may be in flight."""
-        parts, ledger = self._parts, self._ledger
-        if parts.team.any_rank(parts.guard.changed()):
+        parts, output_processor = self._parts, self._output_processor
+        if parts.rank_group.any_rank(parts.guard.changed()):
             parts.accept_weights(parts.weight_version + 1)
-        refused = parts.team.first_word("a look at saved keys and values", self._why_no_kv(content))
+        refused = parts.rank_group.first_word("a look at saved keys and values", self._why_no_kv(content))
         # The leader alone knows whether these are the weights: the sums in a file are of its part of them.
-        known = parts.team.from_leader("a look at saved weights", content.weights["sums"] == self._weight_sums())
+        known = parts.rank_group.from_leader("a look at saved weights", content.weights["sums"] == self._weight_sums())
         same = refused is None or known
         # Versions only rise: tokens drawn from now on must not carry the version of other weights.
         parts.raise_version(content.weights["version"] + (not same))
-        parts.intake.num_seeds = max(parts.intake.num_seeds, content.num_seeds)
-        parts.intake.num_ids = max(parts.intake.num_ids, content.num_ids)
+        parts.input_processor.num_seeds = max(parts.input_processor.num_seeds, content.num_seeds)
+        parts.input_processor.num_ids = max(parts.input_processor.num_ids, content.num_ids)
         returning = None
         if refused is None:
             assert content.kv is not None
             size = content.kv.get("block_size") or _block_size(content.memory)
             returning = KVReturn(content.memory, parts.scheduler, parts.runner.store, block_size=size)
         for request in content.requests:
-            watched = ledger.enter(request.group)
+            watched = output_processor.enter(request.group)
             for sample, saved in zip(request.group.samples, request.saved, strict=True):
                 sample.resume_at(saved.sent, watched=watched)
         back: set[str] = set()
         for leader, kv in _in_order(content.requests):
-            if returning is not None and kv is not None and returning.take_back(leader, kv):
+            if returning is not None and kv is not None and returning.readmit(leader, kv):
                 back.update(request.id for request in (leader, *leader.siblings))
             else:
                 parts.scheduler.add(leader)
@@ -233,7 +233,7 @@ class Archive:
     # ------------------------------------------------------------------ checks and parts
 
     def _decode(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
-        tokenizer, now = self._ledger.tokenizer, time.monotonic()
+        tokenizer, now = self._output_processor.tokenizer, time.monotonic()
         for name, here in (
             ("vocab_size", self._parts.shape.vocab_size),
             ("tokenizer", self._tokenizer_digest()),
@@ -271,7 +271,7 @@ class Archive:
         self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, Any] | None, Mapping[str, Tensor], str | None]:
         """(what this rank's saved memory depends on, the memory, why there is none for it)."""
-        groups, about = self._parts.team.groups, manifest["kv"]
+        groups, about = self._parts.rank_group.groups, manifest["kv"]
         if about is None:
             return None, {}, "saved without keys and values"
         if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
@@ -287,7 +287,7 @@ class Archive:
         self, journal: JournalRecords, requests: list[SavedRequest], finished: list[RequestOutput], *, now: float
     ) -> tuple[list[SavedRequest], list[RequestOutput]]:
         """What has become of a snapshot's requests and outputs, by its journal."""
-        tokenizer, numbers = self._ledger.tokenizer, Inline()
+        tokenizer, numbers = self._output_processor.tokenizer, Inline()
         live: dict[str, SavedRequest] = {}
         owed: dict[str, RequestOutput] = {}
 
@@ -315,16 +315,16 @@ class Archive:
         """Refuse what this engine cannot serve, so that nothing is loaded partly."""
         ids = [*(request.group.id for request in content.requests), *(out.request_id for out in content.finished)]
         for request_id in ids:
-            if request_id in self._ledger or request_id in owed:
+            if request_id in self._output_processor or request_id in owed:
                 raise SnapshotError(content.path, f"request {request_id!r} is in the engine already")
         for request in content.requests:
             self._check_request(content, request)
 
     def _check_request(self, content: Content, saved: SavedRequest) -> None:
-        group, path, limits = saved.group, content.path, self._parts.intake.limits
+        group, path, limits = saved.group, content.path, self._parts.input_processor.limits
         name = f"request {group.id!r}"
         try:
-            self._parts.intake.check_params(group.params)
+            self._parts.input_processor.check_params(group.params)
         except RequestError as error:
             raise SnapshotError(path, f"{name}: {error}") from error
         leader = group.samples[0].request
@@ -374,7 +374,7 @@ class Archive:
         return hashlib.blake2b(repr(self._parts.guard.sums).encode(), digest_size=16).hexdigest()
 
     def _tokenizer_digest(self) -> str | None:
-        tokenizer = self._ledger.tokenizer
+        tokenizer = self._output_processor.tokenizer
         if tokenizer is None:
             return None
         size = self._parts.shape.vocab_size

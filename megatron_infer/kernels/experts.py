@@ -121,7 +121,7 @@ class RoutingRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ExpertChoice:
     """Which experts each token goes to, of all ranks' experts, ascending, and what each one's answer weighs."""
 
     ids_TK: Tensor
@@ -145,7 +145,7 @@ class ExpertsBackend(Protocol):
         """None when it can run them on inputs of this dtype, else the reason it cannot."""
         ...
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
         """The choice that megatron-core's router makes of these logits; None: not of these rules or this dtype.
 
         bias_E: added to scores of a sigmoid for the choice, not to weights. Of equal scores the lower id is chosen; a
@@ -153,7 +153,7 @@ class ExpertsBackend(Protocol):
         """
         ...
 
-    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
         """A choice made elsewhere: bool, top_k of a row at most, and what they weigh."""
         ...
 
@@ -161,6 +161,6 @@ class ExpertsBackend(Protocol):
         """The least tokens of steps that run other kernels than smaller steps do. num_experts: of all ranks."""
         ...
 
-    def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
+    def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
         """out_TD += the sum over a token's local experts of weight * expert(x), contiguous."""
         ...

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import only_own_dtype
-from megatron_infer.kernels.packages import missing, not_on_gpu
+from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 
 PACKAGE, MIN_VERSION, MODULE = "flash-attn", (2, 7, 3), "flash_attn"
 PACKAGE_3, MODULE_3 = "flash-attn-3", "flash_attn_interface"

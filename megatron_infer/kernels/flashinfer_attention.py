@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
+from megatron_infer.kernels.host_uploads import upload
 from megatron_infer.kernels.kv_rounding import only_own_dtype
-from megatron_infer.kernels.packages import missing, not_on_gpu
-from megatron_infer.kernels.uploads import upload
+from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 
 PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7)
 MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.page", "flashinfer.rope")

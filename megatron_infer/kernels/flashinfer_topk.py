@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.flashinfer_attention import PACKAGE, no_compiler
-from megatron_infer.kernels.packages import missing, not_on_gpu
+from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 
 MODULE = "flashinfer.topk"
 MODULES, MIN_VERSION = ("flashinfer", MODULE), (0, 7, 2)

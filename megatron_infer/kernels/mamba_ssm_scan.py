@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.packages import first_line, import_below, missing, not_on_gpu, numbers, version
+from megatron_infer.kernels.host_uploads import upload
+from megatron_infer.kernels.optional_packages import first_line, import_below, missing, not_on_gpu, numbers, version
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
-from megatron_infer.kernels.uploads import upload
 
 PACKAGE, MIN_VERSION = "mamba-ssm", (2, 2, 6)
 OPERATIONS = ("ops.triton.selective_state_update", "ops.triton.ssd_combined")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, flashinfer_rope, flashinfer_topk, native_build, packing
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -42,7 +42,7 @@ BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
 STATIC = "static"
 """Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
-BACKENDS = ("native", "torch", "reference", STATIC, *accelerated.NAMES)
+BACKENDS = ("native", "torch", "reference", STATIC, *backend_candidates.NAMES)
 SCAN = "selective scan"
 SAMPLING = "argmax, sampling"
 AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
@@ -186,7 +186,9 @@ def _choose_attention(
         found = (backend.supports(spec, **of) for spec in specs)
         return next((reason for reason in found if reason is not None), None)
 
-    best, missing, refused = accelerated.first(accelerated.ATTENTION, device, dtype, forced=forced, refuses=refuses)
+    best, missing, refused = backend_candidates.first(
+        backend_candidates.ATTENTION, device, dtype, forced=forced, refuses=refuses
+    )
     reasons |= missing
     _check_forced("attention", forced, reasons if by == ATTENTION_OPTION else missing, by=by)
     candidates: list[AttentionBackend] = [] if best is None else [best]
@@ -254,7 +256,9 @@ def _choose_scan(
         found = (backend.supports(s, dtype=dtype, conv_dtype=states[0], ssm_dtype=states[1]) for s in specs)
         return next((reason for reason in found if reason is not None), None)
 
-    best, missing, refused = accelerated.first(accelerated.SCAN, device, dtype, forced=forced, refuses=refuses)
+    best, missing, refused = backend_candidates.first(
+        backend_candidates.SCAN, device, dtype, forced=forced, refuses=refuses
+    )
     reasons |= missing
     _check_forced(SCAN, forced, missing)
     candidates: list[ScanBackend] = [] if best is None else [best]
@@ -295,7 +299,7 @@ def _choose_sampling(
             raise ConfigError(f"{by}={asked}, but sampling: {reason}")
         others = {"others": f"{by}={asked}: it finds the candidates of rows with a top_k, torch does the rest"}
         return _Draws(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
-    samplers, missing = accelerated.available(accelerated.SAMPLING, device, dtype, forced=forced)
+    samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
     if samplers:
@@ -407,7 +411,7 @@ def choose(
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
     linear_row, packed = _choose_linear(device, dtype, forced, library)
     argmax: Callable[[Tensor], Tensor] = lowest_argmax
-    others, missing = accelerated.available(accelerated.OPS, device, dtype, forced=forced)
+    others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops
     if forced == "reference":
         reasons["torch"] = f"{BACKEND_VARIABLE}=reference"
@@ -434,7 +438,7 @@ def choose(
     elif draws.kernels is None:
         argmax = lowest_argmax
     rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]
-    gathers, no_gather = accelerated.available(accelerated.STEP, device, dtype, forced=forced)
+    gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)

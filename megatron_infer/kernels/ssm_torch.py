@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
+from megatron_infer.kernels.host_uploads import upload
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
-from megatron_infer.kernels.uploads import upload
 
 CHUNK = 64
 """Tokens of a chunk: short ones waste less in the masked products, long ones pass fewer states on."""

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.metrics.catalog import engine_families
 from megatron_infer.metrics.core import Family, Histogram, Labels
-from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.definitions import engine_families
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 
 try:
     import prometheus_client
@@ -155,7 +155,7 @@ class PrometheusExporter:
         labels = {} if replica is None else {"replica": replica}
 
         def read() -> list[Family]:
-            figures: EngineFigures = engine.figures()
+            figures: EngineSnapshot = engine.figures()
             return engine_families(figures, **labels)
 
         return cls(read, **options)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.catalog import as_row, engine_families
 from megatron_infer.metrics.core import StepSnapshot
-from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.definitions import as_row, engine_families
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 
 STEP_METRIC = "inference/inference_step"
 logger = logging.getLogger("megatron_infer")
@@ -62,7 +62,7 @@ class WandbSink:
             self._families.add(name)
         self.writer.log(dict(values))
 
-    def write(self, snapshot: StepSnapshot, figures: EngineFigures | None = None) -> None:
+    def write(self, snapshot: StepSnapshot, figures: EngineSnapshot | None = None) -> None:
         """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets, too."""
         logger.info("%s", console_line(snapshot))
         if self.writer is not None:

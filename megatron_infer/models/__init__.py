@@ -1,1 +1,1 @@
-"""Models: from files and live objects to what the runner drives. The only package that imports megatron-core."""
+"""Live megatron-core models adopted in place: layers that serve from the cache and train as before."""

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.config import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
-from megatron_infer.models.compiled import Compiled, compiled_layer, warm_up
+from megatron_infer.models.adoption_checks import check_config, check_model, final_norm_of, unwrap
+from megatron_infer.models.compiled_layers import Compiled, compiled_layer, warm_up
+from megatron_infer.models.compiled_pieces import PieceCompiler
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
-from megatron_infer.models.layers import SEQUENCE_PARALLEL, require_inference
-from megatron_infer.models.lean import LeanBlock, LeanLayer, LeanNorm
+from megatron_infer.models.fused_layers import FusedBlock, FusedLayer, FusedNorm
+from megatron_infer.models.layer_plan import LayerPlan
+from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import routing_shape
-from megatron_infer.models.pieces import PieceCompiler
-from megatron_infer.models.plans import LayerPlan
-from megatron_infer.models.reduce import Reducer
+from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
-from megatron_infer.models.shape import model_shape
-from megatron_infer.models.support import check_config, check_model, final_norm_of, unwrap
+from megatron_infer.models.tp_collectives import Reducer
 
 
 def adopt(
@@ -73,7 +73,7 @@ def adopt(
         raise AdoptionError(where, "missing; a decoder without it is not supported")
     if final_norm is not None and not live.post_process:
         raise AdoptionError(where, "in a pipeline stage that is not the last")
-    lean_norm = None if final_norm is None else LeanNorm(final_norm, where)
+    lean_norm = None if final_norm is None else FusedNorm(final_norm, where)
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
     fp8 = bind_fp8(live.config, layers)
@@ -91,7 +91,7 @@ class AdoptedModel:
         live: Any,
         shape: ModelShape,
         layers: list[LayerPlan],
-        norm: LeanNorm | None,
+        norm: FusedNorm | None,
         *,
         tp: Reducer | None,
         name: str,
@@ -114,8 +114,8 @@ class AdoptedModel:
         self.fp8 = fp8
         """What multiplies in FP8; None: nothing does. Its `refresh` comes before the first step."""
         self.device: torch.device = next(live.parameters()).device
-        self._whole: list[LeanLayer | LeanBlock | None] = [layer.lean for layer in layers]
-        self._lean: list[LeanLayer | LeanBlock | Compiled | None] = list(self._whole)
+        self._whole: list[FusedLayer | FusedBlock | None] = [layer.lean for layer in layers]
+        self._lean: list[FusedLayer | FusedBlock | Compiled | None] = list(self._whole)
         self.pieces: PieceCompiler | None = None
         """What of the layers is compiled; None: nothing."""
         self._drives_itself = all(lean is not None for lean in self._lean)
@@ -174,7 +174,7 @@ class AdoptedModel:
         return out_TD if self.is_last_stage else out_TD.float()
 
     def compile_layers(self) -> PieceCompiler:
-        """Compile what lies between the layers' kernels (see `models.compiled`), now, whatever steps will come.
+        """Compile what lies between the layers' kernels (see `models.compiled_layers`), now, whatever steps will come.
 
         Layers of the user's own stay as they are. Raises what torch.compile raises; nothing has changed then.
         """

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels.quantised import is_quantised, parts_of
-from megatron_infer.models import te_pieces as te
+from megatron_infer.models import te_api as te
 
 INPUT, WEIGHT, PER_PRODUCT = 0, 1, 3
 """Places of a product's quantisers among those of its module: input, weight and output of the first, and so on."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.config.mamba_state import LAYER_SYMBOLS
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.core_attention import TorchNorm
-from megatron_infer.models.layers import PagedMambaLayer, PagedMLPLayer, PagedTransformerLayer
-from megatron_infer.models.mamba import SlottedMambaMixer
+from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     HybridStack,
@@ -23,8 +23,8 @@ from megatron_infer.models.mcore_compat import (
     get_bias_dropout_add,
     submodules_of,
 )
+from megatron_infer.models.paged_layers import PagedMambaLayer, PagedMLPLayer, PagedTransformerLayer
 from megatron_infer.models.specs import layer_spec
-from megatron_infer.state_config import LAYER_SYMBOLS
 
 UNSUPPORTED_SYMBOLS: dict[str, str] = {
     "G": "gated delta net",

@@ -54,8 +54,8 @@ def chunk_scan(
     for k in range(x.shape[1]):
         before.append(state)
         state = whole[:, k] * state + added[:, k]
-    carried = torch.exp(step.cumsum(-1))
-    y = y + torch.einsum("bkqgn,bkgjpn,bkgjq->bkqgjp", c_KQGN, torch.stack(before, 1), carried)
+    token_details = torch.exp(step.cumsum(-1))
+    y = y + torch.einsum("bkqgn,bkgjpn,bkgjq->bkqgjp", c_KQGN, torch.stack(before, 1), token_details)
     return y.flatten(1, 2)[:, :length].flatten(2, 3).transpose(0, 1)
 
 

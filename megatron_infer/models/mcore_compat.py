@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.collector import no_collection
+from megatron_infer.utils.gc_pause import no_collection
 
 os.environ.setdefault("NO_VCS_VERSION", "1")  # 0.19 would run `git rev-parse` in whatever directory we are in
 

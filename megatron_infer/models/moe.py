@@ -13,9 +13,8 @@ from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
-from megatron_infer.kernels.experts import Choice, ExpertsBackend, ExpertWeights, RoutingRules
-from megatron_infer.models.foreign_modules import is_grouped_experts
-from megatron_infer.models.lean import LeanLinear, LeanMLP
+from megatron_infer.kernels.experts import ExpertChoice, ExpertsBackend, ExpertWeights, RoutingRules
+from megatron_infer.models.fused_layers import FusedLinear, FusedMLP
 from megatron_infer.models.mcore_compat import (
     MLP,
     MoELayer,
@@ -27,7 +26,8 @@ from megatron_infer.models.mcore_compat import (
     group_size,
     topk_routing,
 )
-from megatron_infer.models.reduce import Reducer
+from megatron_infer.models.te_apex import is_grouped_experts
+from megatron_infer.models.tp_collectives import Reducer
 
 DENSE_TOKENS = 128
 """Tokens that a GPU multiplies by a weight in about the time it reads it."""
@@ -66,7 +66,7 @@ class DeviceAgnosticRouter(TopKRouter):
         return gating_logits(self, input)
 
 
-class LeanExperts:
+class FusedExperts:
     """Router, this rank's experts and the shared experts of one MoE layer.
 
     Experts on several ranks: every rank routes every token alike, runs its own experts on those that chose them, and
@@ -100,10 +100,10 @@ class LeanExperts:
         where, each = f"{name}.experts", {"tp": None, "weighted": True}
         if is_grouped_experts(moe.experts):
             count = moe.experts.num_local_experts
-            self.experts = [LeanMLP(moe.experts, where, expert=i, **each) for i in range(count)]
+            self.experts = [FusedMLP(moe.experts, where, expert=i, **each) for i in range(count)]
         else:
             local = enumerate(moe.experts.local_experts)
-            self.experts = [LeanMLP(expert, f"{where}.local_experts.{i}", **each) for i, expert in local]
+            self.experts = [FusedMLP(expert, f"{where}.local_experts.{i}", **each) for i, expert in local]
         self.grouped = ExpertWeights(
             fc1=[expert.fc1.parameters for expert in self.experts],
             fc2=[expert.fc2.parameters for expert in self.experts],
@@ -118,7 +118,7 @@ class LeanExperts:
         if self.shared_module is not None:
             if self.reduce is not None and tp is not None and self.reduce.members() == tp.members():
                 tp, self.shared_with_experts = None, True
-            self.shared = LeanMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
+            self.shared = FusedMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
     def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         ops = step.ops
@@ -166,7 +166,7 @@ class LeanExperts:
             out_TD += self._of_all(ops, lean, own_TD, weight_T1).to(out_TD.dtype)
 
     @staticmethod
-    def _of_all(ops: Ops, lean: LeanMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
+    def _of_all(ops: Ops, lean: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
         """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
         inner = (lean.inner(ops, x_TD) * weight_T1).to(x_TD.dtype)
         out, bias = lean.fc2.multiply(ops, inner, None), lean.fc2.parameters["bias"]
@@ -207,7 +207,7 @@ class LeanExperts:
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
         return ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
 
-    def _choose_together(self, together: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> Choice:
+    def _choose_together(self, together: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
         """The choice as grouped kernels take it: by one of theirs, else listed from that of `_choose`."""
         router = self.router
         choice = None if self.rules is None else together.choose(logits_TE, router.expert_bias, self.rules)
@@ -246,7 +246,7 @@ class LeanExperts:
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 
-    def linears(self) -> Iterator[LeanLinear]:
+    def linears(self) -> Iterator[FusedLinear]:
         for mlp in (*self.experts, *(() if self.shared is None else (self.shared,))):
             yield from mlp.linears()
 
@@ -290,7 +290,7 @@ def expert_ranks(moe: MoELayer) -> Any:
     return moe.token_dispatcher.tp_ep_group
 
 
-def routing_shape(experts: Sequence[LeanExperts]) -> RoutingShape:
+def routing_shape(experts: Sequence[FusedExperts]) -> RoutingShape:
     """Of a model's mixture-of-experts layers, which are numbered here."""
     for layer, one in enumerate(experts):
         one.layer = layer

@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
-from megatron_infer.models.layers import PAGED_LAYERS, PagedAttention, PagedTransformerLayer, paged_attention_class
-from megatron_infer.models.mamba import PagedMixer, derives_from_stock_mixer, paged_mixer_class
+from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
     HybridStackSubmodules,
     IdentityOp,
@@ -23,6 +22,12 @@ from megatron_infer.models.mcore_compat import (
     submodules_of,
 )
 from megatron_infer.models.moe import DeviceAgnosticRouter
+from megatron_infer.models.paged_layers import (
+    PAGED_LAYERS,
+    PagedAttention,
+    PagedTransformerLayer,
+    paged_attention_class,
+)
 
 
 def with_inference(spec: Any) -> Any:

@@ -1,1 +1,1 @@
-"""More than one process: groups, lockstep, and the coordinator that spreads requests over replicas."""
+"""Steps over several ranks: the runner of a pipeline stage, the sampler of a split vocabulary."""

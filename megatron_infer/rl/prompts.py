@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InvalidPrompt, ModelError
-from megatron_infer.intake import is_single_prompt, salt_of
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.requests.input_processor import is_single_prompt, salt_of
 
 RolloutPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text; ids; chat messages; or a mapping with one of "prompt", "prompt_token_ids", "messages", perhaps "cache_salt" and
@@ -96,12 +96,12 @@ def ask_of(engine: DynamicInferenceEngine, prompt: Any, params: SamplingParams) 
         prompt = prompt[given[0]]
         if given[0] == "messages" and not is_chat(prompt):
             raise InvalidPrompt("'messages' is a list of {'role': ..., 'content': ...} objects")
-    intake = engine.parts.intake
+    input_processor = engine.parts.input_processor
     if is_chat(prompt):
         prompt = chat_ids(engine, prompt, tools)
-    _, ids = intake.tokenize(prompt)
-    intake.check(ids, params)
-    intake.check_params(params)
+    _, ids = input_processor.tokenize(prompt)
+    input_processor.check(ids, params)
+    input_processor.check_params(params)
     return Ask(ids=ids, params=carrying(params), salt=salt, info=info)
 
 

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.rl.collect import RolloutShortage, Source
-from megatron_infer.rl.flow import Budget, Call, Flow, Ticket
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.rl.group_tracker import Budget, Call, GroupTracker, Ticket
+from megatron_infer.rl.multi_rank import Ranks
+from megatron_infer.rl.oversampling import PromptSource, RolloutShortage
 from megatron_infer.rl.prompts import asks_of
-from megatron_infer.rl.pump import Pump
-from megatron_infer.rl.ranks import Ranks
+from megatron_infer.rl.rollout_thread import RolloutThread
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.stats import RolloutStats
-from megatron_infer.schedule.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Rollout:
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
-        self.flow = Flow(engine)
+        self.flow = GroupTracker(engine)
         self.ranks = Ranks(engine)
-        self.pump = Pump(self.flow)
+        self.pump = RolloutThread(self.flow)
         self._budget: Budget | None = None
         self._surplus: list[RolloutGroup] = []
         """Accepted by a collect(), for the next one."""
@@ -148,7 +148,7 @@ class Rollout:
             return list(self.ranks.hear())
         error, call, accepted, surplus = "", Call(), list(self._surplus), self._surplus
         try:
-            source = Source(self.engine, prompts, params, num_groups, oversample, max_in_flight)
+            source = PromptSource(self.engine, prompts, params, num_groups, oversample, max_in_flight)
             self._surplus = []
             self.flow.begin(call, [])
             while len(accepted) < num_groups:
@@ -174,7 +174,7 @@ class Rollout:
             raise
         finally:
             if not call.paused:
-                call.carried = ()  # those of earlier calls are aborted, too
+                call.token_details = ()  # those of earlier calls are aborted, too
             self._end(call, error)
 
     def _judge(

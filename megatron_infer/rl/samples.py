@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.schedule.request import VersionSpan
-from megatron_infer.token_support import TokenSupport
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.scheduler.request import VersionSpan
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.config import ModelShape
+from megatron_infer.comm.groups import ParallelGroups
+from megatron_infer.config.inference import ModelShape
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.models.exact import exact_math
-from megatron_infer.models.positions import logits_at
-from megatron_infer.parallel.groups import ParallelGroups
+from megatron_infer.models.exact_forward import exact_math
+from megatron_infer.models.selected_logits import logits_at
 
 
 class Scorer:
@@ -28,7 +28,7 @@ class Scorer:
     """
 
     def __init__(self, model: Any, *, shape: ModelShape, groups: ParallelGroups, exact: bool = False) -> None:
-        """exact: scores have the bits of an engine with batch_invariant=True, by `models.exact.exact_math`."""
+        """exact: scores have the bits of an engine with batch_invariant=True, by `models.exact_forward.exact_math`."""
         self._model, self._shape, self._groups, self._exact = model, shape, groups, exact
 
     def check(
@@ -85,7 +85,7 @@ class Scorer:
         only: Callable[[Tensor, Tensor], AbstractContextManager[None]],
         micro_batch_tokens: int,
     ) -> list[Tensor]:
-        """scores(logits, targets): log probabilities of the targets. only: `models.positions.logits_at`, or alike."""
+        """scores(logits, targets): log probabilities of the targets. only: `selected_logits.logits_at`, or alike."""
         device = next(self._model.parameters()).device
         found: list[Tensor | None] = [None] * len(sequences)
         for places in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.config import InferenceConfig, KVCacheManagementMode
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.states import EngineState
+from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
-from megatron_infer.intake import TextCodec
-from megatron_infer.lifecycle import EngineState
-from megatron_infer.models.trainer import wrapper_chain
-from megatron_infer.rl.report import UpdateReport
+from megatron_infer.models.trainer_state import wrapper_chain
+from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
-from megatron_infer.rl.switch import GlobalDraws, OptimizerShelf, Switch, noted
-from megatron_infer.rl.transition import Transition, TransitionReport, Update
-from megatron_infer.rl.updates import Colocated, Written
-from megatron_infer.suspension import MemoryReport
+from megatron_infer.rl.session_updates import Colocated, Written
+from megatron_infer.rl.train_mode import GlobalDraws, OptimizerShelf, TrainModeSwitch, noted
+from megatron_infer.rl.transition import TransitionReport, Update, WeightTransition
+from megatron_infer.rl.update_report import UpdateReport
 
 MICRO_BATCH_TOKENS = 8192
 
@@ -74,7 +74,7 @@ class RolloutSession:
         self.tokenizer = tokenizer
         self._mode = _mode(suspend_mode)
         self._shelf = OptimizerShelf(optimizer, self.model) if offload_optimizer else None
-        self._switch = Switch(self._chain, self._shelf)
+        self._switch = TrainModeSwitch(self._chain, self._shelf)
         self._draws = GlobalDraws(next(self.model.parameters()).device)
         self._switch.engage()
         try:
@@ -85,7 +85,7 @@ class RolloutSession:
             self._switch.release()
         parts = self.engine.parts
         self._scorer = Scorer(
-            self.model, shape=parts.shape, groups=parts.team.groups, exact=parts.config.batch_invariant
+            self.model, shape=parts.shape, groups=parts.rank_group.groups, exact=parts.config.batch_invariant
         )
         self._roll = Rollout(self.engine)
         self._place = Place.OUTSIDE
@@ -166,7 +166,7 @@ class RolloutSession:
         chosen = self._mode if mode is None else _mode(mode)
         with self._switch.whole():
             update = self._update(source, version=version, running=running, undo=undo)
-            return Transition(self.engine, update, mode=chosen).run()
+            return WeightTransition(self.engine, update, mode=chosen).run()
 
     def score(
         self,
@@ -187,14 +187,14 @@ class RolloutSession:
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
-        team = self.engine.parts.team
-        if team.lockstep is not None:
+        rank_group = self.engine.parts.rank_group
+        if rank_group.lockstep is not None:
             digest = hashlib.blake2b(
                 json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
             ).hexdigest()
-            team.lockstep.meet("score()", arguments=digest)
+            rank_group.lockstep.meet("score()", arguments=digest)
         self._scorer.check(sequences, temperature, micro_batch_tokens, starts)
-        if grad and team.groups.pp is not None:
+        if grad and rank_group.groups.pp is not None:
             raise NotImplementedError(
                 "score(grad=True) over pipeline stages: the backward pass belongs to megatron-core's schedule; "
                 "take grad=False, or train with a forward step of your own"
@@ -251,9 +251,9 @@ class RolloutSession:
         self._place = place
 
     def _wake(self) -> None:
-        team, engine = self.engine.parts.team, self.engine
+        rank_group, engine = self.engine.parts.rank_group, self.engine
         try:
-            with team.together("switching the model to generation"):
+            with rank_group.together("switching the model to generation"):
                 self._switch.engage()
             if engine.state is EngineState.SUSPENDED:
                 engine.resume()
@@ -270,7 +270,7 @@ class RolloutSession:
     def _put_to_sleep(self) -> None:
         self._report = self.engine.suspend(self._mode)
         try:
-            with self.engine.parts.team.together("switching the model to training"):
+            with self.engine.parts.rank_group.together("switching the model to training"):
                 self._switch.release()
                 self._switch.bring_back()
         except BaseException as error:

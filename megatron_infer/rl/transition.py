@@ -15,7 +15,9 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.states import EngineState
+from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import (
     InferenceError,
     LockstepError,
@@ -25,10 +27,8 @@ from megatron_infer.errors import (
     TransitionFailed,
     WeightUpdateError,
 )
-from megatron_infer.lifecycle import EngineState
-from megatron_infer.rl.report import UpdateReport
-from megatron_infer.rl.switch import noted
-from megatron_infer.suspension import MemoryReport
+from megatron_infer.rl.train_mode import noted
+from megatron_infer.rl.update_report import UpdateReport
 
 SUSPEND, UPDATE, RESUME = "suspend", "update", "resume"
 
@@ -54,7 +54,7 @@ class Update(Protocol):
         ...
 
 
-class Transition:
+class WeightTransition:
     """One suspend, update and resume of an engine; every rank of it makes one, with the same arguments."""
 
     def __init__(self, engine: DynamicInferenceEngine, update: Update, *, mode: Any) -> None:
@@ -89,7 +89,7 @@ class Transition:
 
     def _tell(self, phase: str, outcome: Outcome) -> list[str]:
         text = json.dumps([outcome.text, outcome.is_own, outcome.tensor])
-        lockstep = self._engine.parts.team.lockstep
+        lockstep = self._engine.parts.rank_group.lockstep
         return [text] if lockstep is None else lockstep.gather(f"how the {phase} went", text)
 
     def _fail(self, phase: str, failed: list[tuple[int, Outcome]], error: BaseException | None) -> NoReturn:

@@ -27,7 +27,7 @@ Search = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Shape:
+class DrawParams:
     """What a draw needs of its rows besides logits."""
 
     columns_5M: Tensor
@@ -39,14 +39,14 @@ class Shape:
     is_bounded: bool = False
     """Every row's top_k is within `candidates`: nothing beyond them is ever reached."""
 
-    def take(self, index: Tensor) -> Shape:
+    def take(self, index: Tensor) -> DrawParams:
         """The same for some of the rows."""
         columns = self.columns_5M.index_select(1, index)
         return replace(self, columns_5M=columns)
 
 
 @dataclass(slots=True)
-class Choice:
+class DrawResult:
     """Tokens and how they came about."""
 
     token_M: Tensor
@@ -63,7 +63,7 @@ class Choice:
     raw_M: Tensor | None = None
     """fp32 log probability as the model has it, for rows that carry it."""
 
-    def replace(self, index: Tensor, other: Choice) -> None:
+    def replace(self, index: Tensor, other: DrawResult) -> None:
         """Rows `index` become `other`'s."""
         self.token_M.index_copy_(0, index, other.token_M)
         self.top_M.index_copy_(0, index, other.top_M)
@@ -77,14 +77,14 @@ class Choice:
             self.own_M.index_copy_(0, index, other.own_M)
 
 
-def draw_any(logits_MV: Tensor, shape: Shape) -> Choice:
+def draw_any(logits_MV: Tensor, shape: DrawParams) -> DrawResult:
     """Draw from softmax(logits / temperature) without a filter. fp32 logits; the cumulative sum runs in id order."""
     top_M = logits_MV.amax(-1)
     cumulative_MV = _weights(logits_MV, top_M, shape).cumsum(-1)
-    return Choice(_invert(cumulative_MV, cumulative_MV[:, -1], shape), top_M)
+    return DrawResult(_invert(cumulative_MV, cumulative_MV[:, -1], shape), top_M)
 
 
-def draw_filtered(logits_MV: Tensor, shape: Shape, search: Search | None = None) -> Choice:
+def draw_filtered(logits_MV: Tensor, shape: DrawParams, search: Search | None = None) -> DrawResult:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
     A bounded number of candidates is tried first; rows whose filters reach further are sorted in full. Which these are
@@ -112,7 +112,7 @@ def draw_filtered(logits_MV: Tensor, shape: Shape, search: Search | None = None)
     return choice
 
 
-def draw_sorted(logits_MV: Tensor, shape: Shape) -> Choice:
+def draw_sorted(logits_MV: Tensor, shape: DrawParams) -> DrawResult:
     """`draw_filtered` by a full sort: nothing depends on what the logits hold, so the host asks for nothing."""
     top_M = logits_MV.amax(-1)
     mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
@@ -166,12 +166,12 @@ def ids_of(keys: Tensor) -> Tensor:
     return _LOW_WORD - (keys & _LOW_WORD)
 
 
-def _weights(logits: Tensor, top_M: Tensor, shape: Shape) -> Tensor:
+def _weights(logits: Tensor, top_M: Tensor, shape: DrawParams) -> Tensor:
     scaled = (logits.double() - top_M.double().unsqueeze(1)).mul_(shape.columns_5M[0].unsqueeze(1))
     return scaled.exp_().mul_(SCALE).to(torch.int64)
 
 
-def _invert(cumulative: Tensor, total_M: Tensor, shape: Shape) -> Tensor:
+def _invert(cumulative: Tensor, total_M: Tensor, shape: DrawParams) -> Tensor:
     """First index whose cumulative weight exceeds floor(u * total); an index with no weight is never it."""
     target = torch.minimum((shape.columns_5M[4] * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
     found = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -179,8 +179,8 @@ def _invert(cumulative: Tensor, total_M: Tensor, shape: Shape) -> Tensor:
 
 
 def _draw_from(
-    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: Shape
-) -> tuple[Choice, Tensor]:
+    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: DrawParams
+) -> tuple[DrawResult, Tensor]:
     """Filter and draw among the first C candidates -> (choice, rows for which C candidates were enough)."""
     vocab, count = logits_MV.shape[1], ids_MC.shape[1]
     _, top_k_M, top_p_M, min_p_M, _ = shape.columns_5M
@@ -199,7 +199,7 @@ def _draw_from(
     num_kept = kept.sum(-1).clamp_(min=1)
     last_kept = (num_kept - 1).unsqueeze(1)
     found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), shape).unsqueeze(1)
-    choice = Choice(
+    choice = DrawResult(
         ids_MC.gather(1, found).squeeze(1),
         top_M,
         values_MC.gather(1, last_kept).squeeze(1),

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.sampling.masks import TokenMasks
-from megatron_infer.schedule.request import Request
+from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.scheduler.request import Request
 from megatron_infer.text.grammar import GrammarCache, one_line
 
 NUM_TIMED, PARALLEL_S = 4, 0.005

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.sampling.filters import Choice, best_ids, sorted_ids
+from megatron_infer.sampling.filters import DrawResult, best_ids, sorted_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def score(logits_AV: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor,
     return token_logprob, rank, top_ids, logprobs_AV.gather(1, top_ids)
 
 
-def processed(logits_AV: Tensor, temperature_A: Tensor, cut: Choice) -> Tensor:
+def processed(logits_AV: Tensor, temperature_A: Tensor, cut: DrawResult) -> Tensor:
     """Logits of the distribution a token was drawn from -> fp32 [A, V]: -inf for what the filters cut away.
 
     logits_AV is fp32, after bias and penalties, and is overwritten. temperature_A is 1 for greedy rows.

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.sampling.params import RowParams, Wants
-from megatron_infer.sampling.staging import Stage
+from megatron_infer.sampling.row_params import RowFlags, RowParams
+from megatron_infer.sampling.upload import Upload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,22 +27,22 @@ class TokenEdits:
     banned_at: Tensor
 
     @staticmethod
-    def build(params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Stage) -> TokenEdits | None:
+    def build(params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Upload) -> TokenEdits | None:
         """The edits of `rows`, of which flags[i] are in force; None if there are none."""
-        wanted = np.flatnonzero(flags & (Wants.EDIT | Wants.MIN_TOKENS))
+        wanted = np.flatnonzero(flags & (RowFlags.EDIT | RowFlags.MIN_TOKENS))
         if not len(wanted):
             return None
         bias_at, bias, allowed_rows, allowed_at, banned_at = [], [], [], [], []
         for place in wanted.tolist():
             extras, base = params.extras[int(rows[place])], place * params.vocab_size
-            if flags[place] & Wants.EDIT:
+            if flags[place] & RowFlags.EDIT:
                 bias_at.append(base + extras.bias_ids)
                 bias.append(extras.bias_values)
                 banned_at.append(base + extras.bad_ids)
                 if extras.allowed_ids is not None:
                     allowed_rows.append(np.array([place]))
                     allowed_at.append(base + extras.allowed_ids)
-            if flags[place] & Wants.MIN_TOKENS:
+            if flags[place] & RowFlags.MIN_TOKENS:
                 banned_at.append(base + extras.stop_ids)
 
         def joined(parts: list[np.ndarray], dtype: type = np.int64) -> Tensor:
@@ -71,8 +71,8 @@ class TokenEdits:
 class Penalties:
     """Repetition over prompt and output, frequency and presence over output; read from the token pool each step."""
 
-    def __init__(self, params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Stage) -> None:
-        self.places = np.flatnonzero(flags & Wants.PENALTY)
+    def __init__(self, params: RowParams, rows: np.ndarray, flags: np.ndarray, stage: Upload) -> None:
+        self.places = np.flatnonzero(flags & RowFlags.PENALTY)
         rows = rows[self.places]
         columns = stage(params.table[4:8, rows]).unsqueeze(-1)
         device = columns.device
@@ -85,7 +85,7 @@ class Penalties:
         self._counts: Tensor | None = None
         """Zeros between steps, made when they are first needed: a lane may be one of rows that are drawn elsewhere."""
 
-    def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Stage) -> None:
+    def apply(self, logits_MV: Tensor, positions: np.ndarray, token_pool: Tensor, stage: Upload) -> None:
         """positions [M]: context lengths; token_pool int32 [rows, positions].
 
         Repetition r > 0 divides a positive logit and multiplies a negative one, once (arXiv:1909.05858, as in

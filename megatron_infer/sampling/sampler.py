@@ -13,16 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.sampling.carried import CarriedBatch, CarryPlan, carry, plan_carried
-from megatron_infer.sampling.filters import Choice, Search, draw_any, draw_filtered
+from megatron_infer.sampling.captured_draw import RowMirror, static_draw, why_outside
+from megatron_infer.sampling.draw_groups import DeviceOps, DrawGroup, make_draw_group, split_draw_groups
+from megatron_infer.sampling.filters import DrawResult, Search, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
-from megatron_infer.sampling.masks import TokenMasks
-from megatron_infer.sampling.masks import forbid as torch_forbid
-from megatron_infer.sampling.params import TOUCHED, RowParams, Wants
+from megatron_infer.sampling.returned_details import (
+    TokenDetailsBatch,
+    TokenDetailsPlan,
+    collect_token_details,
+    plan_token_details,
+)
 from megatron_infer.sampling.rng import uniform
-from megatron_infer.sampling.stages import Lane, Means, make_lane, split
-from megatron_infer.sampling.staging import Stage
-from megatron_infer.sampling.static import RowMirror, static_draw, why_outside
+from megatron_infer.sampling.row_params import TOUCHED, RowFlags, RowParams
+from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.sampling.token_masks import forbid as torch_forbid
+from megatron_infer.sampling.upload import Upload
 
 DRAWS_BEHIND = "FlashInfer draws behind the graph"
 
@@ -64,7 +69,7 @@ class DeviceKernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleInputs:
+class SamplerInput:
     """Whose tokens are drawn."""
 
     rows: np.ndarray
@@ -78,7 +83,7 @@ class SampleInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleOutput:
+class SamplerOutput:
     """A step's tokens, still on the device."""
 
     tokens_S: Tensor
@@ -86,7 +91,7 @@ class SampleOutput:
     bad_S: Tensor
     """bool: the row had nothing to draw from (NaN or +inf among its logits, or every token masked)."""
     logprobs: LogprobBatch | None
-    carried: CarriedBatch | None = None
+    token_details: TokenDetailsBatch | None = None
 
 
 class Sampler:
@@ -108,7 +113,7 @@ class Sampler:
         kernels: SamplingKernels | None = None,
         device_kernels: DeviceKernels | None = None,
         search: Search | None = None,
-        stage: Stage | None = None,
+        stage: Upload | None = None,
     ) -> None:
         """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
 
@@ -125,40 +130,42 @@ class Sampler:
         """As given, or torch's."""
         self._kernels, self._device_kernels, self._search = kernels, device_kernels, search
         self._device = torch.device("cpu")
-        self.stage: Stage = self._plain_stage if stage is None else stage
-        self._means = Means(stage=self.stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid)
+        self.stage: Upload = self._plain_stage if stage is None else stage
+        self._device_ops = DeviceOps(
+            stage=self.stage, forbid=torch_forbid if device_kernels is None else device_kernels.forbid
+        )
         self._mirror: RowMirror | None = None
         self.drawn_outside: Counter[str] = Counter()
         """Reason -> steps that `can_be_static` has refused."""
         self.score: Score = score if kernels is None else kernels.score
         """For prompts too: see `prompt_logprobs`."""
         self._kept_key: tuple[int, bytes, bytes] | None = None
-        self._lanes: list[Lane] | None = None
-        self._asked: Lane | None = None
-        self._carries: CarryPlan | None = None
+        self._groups: list[DrawGroup] | None = None
+        self._asked: DrawGroup | None = None
+        self._details_plan: TokenDetailsPlan | None = None
 
-    def sample(self, logits_SV: Tensor, inputs: SampleInputs) -> SampleOutput:
+    def sample(self, logits_SV: Tensor, inputs: SamplerInput) -> SamplerOutput:
         """One token a row. logits_SV is [S, padded V] in the model's dtype and is left as it was."""
         assert logits_SV.shape[1] == self.padded_vocab_size, (
             f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
         )
         self._device = logits_SV.device
         flags = self._plan(inputs.rows, inputs.positions)
-        if self._lanes is None:
-            self._lanes = split(self.params, inputs.rows, flags, self._means)
+        if self._groups is None:
+            self._groups = split_draw_groups(self.params, inputs.rows, flags, self._device_ops)
         logits_SV = logits_SV[:, : self.vocab_size]
-        choices = [self._choose(lane, logits_SV, inputs) for lane in self._lanes]
+        choices = [self._choose(group, logits_SV, inputs) for group in self._groups]
         whole = choices[0] if len(choices) == 1 else self._merge(choices, len(flags), logits_SV.device)
         bad_S = ~whole.top_M.isfinite()
         tokens_S = whole.token_M.masked_fill(bad_S, 0)
-        carried = self._carry(logits_SV, inputs, tokens_S, whole)
-        return SampleOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), carried)
+        token_details = self._collect_token_details(logits_SV, inputs, tokens_S, whole)
+        return SamplerOutput(tokens_S, bad_S, self._score(logits_SV, inputs, tokens_S, whole), token_details)
 
     def _plain_stage(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
     def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether `static_sample` gives these rows all that they want; positions as in SampleInputs."""
+        """Whether `static_sample` gives these rows all that they want; positions as in SamplerInput."""
         if self._search is not None:
             reason: str | None = DRAWS_BEHIND
         else:
@@ -171,7 +178,7 @@ class Sampler:
     def refresh_static(self) -> None:
         """Bring the parameters that `static_sample` reads up to date; before each step of its own, not captured."""
         if self._mirror is None:
-            self._mirror = RowMirror(self.params, self._means.stage, is_processed=self._processed)
+            self._mirror = RowMirror(self.params, self._device_ops.stage, is_processed=self._processed)
         self._mirror.refresh()
 
     def static_sample(
@@ -179,7 +186,7 @@ class Sampler:
     ) -> None:
         """Each row's token and what is told of it, from device tensors alone, into `out` [S]; the pool gets the tokens.
 
-        row_S, position_S: integers as in SampleInputs; padding has a row of nobody, whose parameters are greedy, and
+        row_S, position_S: integers as in SamplerInput; padding has a row of nobody, whose parameters are greedy, and
         any position. Fit for a captured graph: one sequence of launches, whatever the rows want, of shapes that follow
         from logits_SV. The tokens are those of `sample`; `after_static` gives the rest.
         """
@@ -192,29 +199,31 @@ class Sampler:
                 logits_SV, mirror.columns_NR, mirror.lists_RI, row_S, position_S, token_pool, out
             )
 
-    def after_static(self, logits_SV: Tensor, inputs: SampleInputs, room: DrawRoom) -> SampleOutput:
+    def after_static(self, logits_SV: Tensor, inputs: SamplerInput, room: DrawRoom) -> SamplerOutput:
         """What `sample` gives, of rows that `static_sample` has drawn: alternatives and supports of those who ask are
         all that is computed here. logits_SV: the logits that it drew from."""
         self._device = logits_SV.device
         self._plan(inputs.rows, inputs.positions)
         logits_SV = logits_SV[:, : self.vocab_size]
-        drawn = Choice(room.tokens, room.top, room.cut_logit, room.cut_id, room.mass, room.own, room.raw)
-        lane, carried = self._asked, self._carry(logits_SV, inputs, room.tokens, drawn)
-        if lane is None:
-            return SampleOutput(room.tokens, room.bad, None, carried)
-        counts = self.params.num_logprobs[inputs.rows[lane.places]]
+        drawn = DrawResult(room.tokens, room.top, room.cut_logit, room.cut_id, room.mass, room.own, room.raw)
+        group, token_details = self._asked, self._collect_token_details(logits_SV, inputs, room.tokens, drawn)
+        if group is None:
+            return SamplerOutput(room.tokens, room.bad, None, token_details)
+        counts = self.params.num_logprobs[inputs.rows[group.places]]
         if counts.max() > 0:
-            return SampleOutput(room.tokens, room.bad, self._score(logits_SV, inputs, room.tokens, drawn), carried)
-        logprob = lane.take(room.own if self._processed else room.raw)
+            return SamplerOutput(
+                room.tokens, room.bad, self._score(logits_SV, inputs, room.tokens, drawn), token_details
+            )
+        logprob = group.take(room.own if self._processed else room.raw)
         none = logprob.new_empty(len(counts), 0)
-        scored = LogprobBatch(lane.places, logprob, lane.take(room.rank), none.to(torch.int64), none, counts)
-        return SampleOutput(room.tokens, room.bad, scored, carried)
+        scored = LogprobBatch(group.places, logprob, group.take(room.rank), none.to(torch.int64), none, counts)
+        return SamplerOutput(room.tokens, room.bad, scored, token_details)
 
     def _flags(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """What the rows want in this step: MIN_TOKENS ends with their position."""
         flags: np.ndarray = self.params.flags[rows]
-        if len(flags) and np.bitwise_or.reduce(flags) & Wants.MIN_TOKENS:
-            flags[positions >= self.params.min_total[rows]] &= ~int(Wants.MIN_TOKENS)
+        if len(flags) and np.bitwise_or.reduce(flags) & RowFlags.MIN_TOKENS:
+            flags[positions >= self.params.min_total[rows]] &= ~int(RowFlags.MIN_TOKENS)
         return flags
 
     def _plan(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -223,33 +232,33 @@ class Sampler:
         key = (self.params.version, rows.tobytes(), flags.tobytes())
         if key == self._kept_key:
             return flags
-        self._lanes, self._kept_key = None, None
-        asked = np.flatnonzero(flags & Wants.LOGPROBS)
-        self._asked = make_lane(self.params, rows, flags, asked, self._means) if len(asked) else None
-        self._carries = plan_carried(self.params, rows, flags, self._means)
+        self._groups, self._kept_key = None, None
+        asked = np.flatnonzero(flags & RowFlags.LOGPROBS)
+        self._asked = make_draw_group(self.params, rows, flags, asked, self._device_ops) if len(asked) else None
+        self._details_plan = plan_token_details(self.params, rows, flags, self._device_ops)
         self._kept_key = key
         return flags
 
-    def _choose(self, lane: Lane, logits_SV: Tensor, inputs: SampleInputs) -> Choice:
-        values = lane.take(logits_SV)
-        if lane.wants & TOUCHED:
-            values = lane.edited(values, inputs.positions, inputs.token_pool, inputs.masks)
-        if lane.shape is None:
+    def _choose(self, group: DrawGroup, logits_SV: Tensor, inputs: SamplerInput) -> DrawResult:
+        values = group.take(logits_SV)
+        if group.wants & TOUCHED:
+            values = group.edited(values, inputs.positions, inputs.token_pool, inputs.masks)
+        if group.shape is None:
             # amax, because an argmax may pass over a NaN that is not alone
-            return Choice(self.argmax(values), values.amax(-1).float())
-        lane.shape.columns_5M[4].copy_(self._means.stage(uniform(lane.seed, inputs.positions[lane.places])))
+            return DrawResult(self.argmax(values), values.amax(-1).float())
+        group.shape.columns_5M[4].copy_(self._device_ops.stage(uniform(group.seed, inputs.positions[group.places])))
         if self._kernels is not None:
-            choice = Choice(*self._kernels.draw(values, lane.shape.columns_5M))  # type: ignore[arg-type]
-            if lane.wants & TOUCHED:
+            choice = DrawResult(*self._kernels.draw(values, group.shape.columns_5M))  # type: ignore[arg-type]
+            if group.wants & TOUCHED:
                 choice.mass_M = None  # of other logits than the model's
             return choice
-        if lane.wants & Wants.FILTER:
-            return draw_filtered(values.float(), lane.shape, self._search)
-        return draw_any(values.float(), lane.shape)
+        if group.wants & RowFlags.FILTER:
+            return draw_filtered(values.float(), group.shape, self._search)
+        return draw_any(values.float(), group.shape)
 
-    def _merge(self, choices: list[Choice], num_rows: int, device: torch.device) -> Choice:
+    def _merge(self, choices: list[DrawResult], num_rows: int, device: torch.device) -> DrawResult:
         """The lanes' choices in the step's order; a row that was not filtered is cut after everything."""
-        whole = Choice(
+        whole = DrawResult(
             torch.empty(num_rows, dtype=torch.int64, device=device),
             torch.empty(num_rows, device=device),
             torch.full((num_rows,), -torch.inf, device=device),
@@ -258,46 +267,50 @@ class Sampler:
         )
         if any(choice.own_M is not None for choice in choices):
             whole.own_M = torch.full((num_rows,), torch.nan, device=device)
-        assert self._lanes is not None
-        for lane, choice in zip(self._lanes, choices, strict=True):
-            whole.replace(lane.places_M, choice)
+        assert self._groups is not None
+        for group, choice in zip(self._groups, choices, strict=True):
+            whole.replace(group.places_M, choice)
         return whole
 
-    def _carry(self, logits_SV: Tensor, inputs: SampleInputs, tokens_S: Tensor, drawn: Choice) -> CarriedBatch | None:
+    def _collect_token_details(
+        self, logits_SV: Tensor, inputs: SamplerInput, tokens_S: Tensor, drawn: DrawResult
+    ) -> TokenDetailsBatch | None:
         """What the tokens carry of rows that asked."""
-        plan = self._carries
+        plan = self._details_plan
         if plan is None:
             return None
-        score_own = self._score_of_model(plan.lane, drawn)
+        score_own = self._score_of_model(plan.group, drawn)
         positions, pool, masks = inputs.positions, inputs.token_pool, inputs.masks
-        return carry(plan, logits_SV, positions, pool, masks, tokens_S, drawn, self.score, score_own)
+        return collect_token_details(plan, logits_SV, positions, pool, masks, tokens_S, drawn, self.score, score_own)
 
-    def _score(self, logits_SV: Tensor, inputs: SampleInputs, tokens_S: Tensor, drawn: Choice) -> LogprobBatch | None:
+    def _score(
+        self, logits_SV: Tensor, inputs: SamplerInput, tokens_S: Tensor, drawn: DrawResult
+    ) -> LogprobBatch | None:
         """Log probabilities for the rows that asked, of the model's distribution or of the one drawn from."""
-        lane = self._asked
-        if lane is None:
+        group = self._asked
+        if group is None:
             return None
-        rows = inputs.rows[lane.places]
-        values, score_rows = lane.take(logits_SV), self._score_of_model(lane, drawn)
+        rows = inputs.rows[group.places]
+        values, score_rows = group.take(logits_SV), self._score_of_model(group, drawn)
         if self._processed:
             temperature = self.params.table[0, rows]
-            temperature[(self.params.flags[rows] & Wants.DRAW) == 0] = 1.0
-            if lane.wants & (TOUCHED | Wants.FILTER) or (temperature != 1.0).any():
-                divisors = self._means.stage(temperature)
-                values = lane.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
+            temperature[(self.params.flags[rows] & RowFlags.DRAW) == 0] = 1.0
+            if group.wants & (TOUCHED | RowFlags.FILTER) or (temperature != 1.0).any():
+                divisors = self._device_ops.stage(temperature)
+                values = group.drawn_from(values, inputs.positions, inputs.token_pool, inputs.masks, drawn, divisors)
                 score_rows = self.score
         counts = self.params.num_logprobs[rows]
-        logprob, *others = score_rows(values, lane.take(tokens_S), int(counts.max()))
+        logprob, *others = score_rows(values, group.take(tokens_S), int(counts.max()))
         if self._processed and drawn.own_M is not None:
-            own = lane.take(drawn.own_M)  # the same bits, whether or not the draw was captured
+            own = group.take(drawn.own_M)  # the same bits, whether or not the draw was captured
             logprob = torch.where(own.isnan(), logprob, own)
-        return LogprobBatch(lane.places, logprob, *others, counts)
+        return LogprobBatch(group.places, logprob, *others, counts)
 
-    def _score_of_model(self, lane: Lane, drawn: Choice) -> Score:
+    def _score_of_model(self, group: DrawGroup, drawn: DrawResult) -> Score:
         """`score` for the lane's rows of the model's logits: what drawing has summed up is not summed again."""
         if self._kernels is None or drawn.mass_M is None:
             return self.score
-        return partial(self._kernels.score, known=(lane.take(drawn.mass_M), lane.take(drawn.top_M)))
+        return partial(self._kernels.score, known=(group.take(drawn.mass_M), group.take(drawn.top_M)))
 
 
 def _argmax(logits_SV: Tensor) -> Tensor:

@@ -17,47 +17,47 @@ from megatron_infer.server import (
     control,
     embeddings,
     health,
-    metrics,
-    models,
+    metrics_route,
+    models_route,
     openapi,
-    page,
-    reasoning,
-    structured,
+    reasoning_splitter,
+    status_page,
+    structured_fields,
     tokenize,
     tools,
 )
-from megatron_infer.server.errors import ApiError
-from megatron_infer.server.guard import Guard
-from megatron_infer.server.record import Recorder
-from megatron_infer.server.registry import App
-from megatron_infer.server.service import Service
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import ApiError
+from megatron_infer.server.middleware import Middleware
+from megatron_infer.server.routes import App
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.traffic_log import TrafficLog
 
 
 class Module(Protocol):
     """A module of routes, request fields or both."""
 
-    def register(self, app: App, service: Service, settings: ServerConfig) -> None: ...
+    def register(self, app: App, service: EngineClient, settings: ServerConfig) -> None: ...
 
 
 MODULES: tuple[Module, ...] = (
     completions,
     chat,
     tools,
-    structured,
-    reasoning,
+    structured_fields,
+    reasoning_splitter,
     embeddings,
-    models,
+    models_route,
     tokenize,
     health,
-    page,
-    metrics,
+    status_page,
+    metrics_route,
     control,
 )
 """The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
 
 
-def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Guard:
+def create_app(service: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
     """The application; `modules` register after the package's own."""
     app = App(settings)
     for module in (*MODULES, *modules, openapi):
@@ -68,9 +68,9 @@ def create_app(service: Service, settings: ServerConfig, *, modules: Sequence[Mo
 
     routed = Starlette(routes=app.routes(), exception_handlers={HTTPException: refused})
     routed.router.redirect_slashes = False
-    inner = routed if settings.record is None else Recorder(routed, settings.record)
+    inner = routed if settings.record is None else TrafficLog(routed, settings.record)
     open_paths = {operation.path for operation in app.operations.values() if operation.open}
-    return Guard(inner, service, settings, open_paths=frozenset(open_paths))
+    return Middleware(inner, service, settings, open_paths=frozenset(open_paths))
 
 
 def _refused(request: Request, error: Exception, app: App) -> Response:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_infer.server import limits, streaming
-from megatron_infer.server.errors import ApiError, api_error_of, of_validation
+from megatron_infer.server.http_errors import ApiError, api_error_of, of_validation
 from megatron_infer.server.settings import ServerConfig
 
 log = logging.getLogger("megatron_infer.server")

@@ -8,18 +8,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.server.asking import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.server.calls import Call, Events, Reply
-from megatron_infer.server.conversation import prompt_ids
-from megatron_infer.server.deltas import join
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.fields import Draft, Splitter
-from megatron_infer.server.flights import Job, params_from
-from megatron_infer.server.logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.chat_deltas import join
+from megatron_infer.server.chat_prompt import prompt_ids
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.extra_fields import Draft, Splitter
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import Job, params_from
+from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
+from megatron_infer.server.routes import App, Operation
+from megatron_infer.server.sampling_fields import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
 from megatron_infer.server.schemas import ChatBody
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
 ROUTE = "chat"
@@ -27,7 +27,7 @@ PROMPT_END = 32
 """Tokens of a prompt that its `prompt_end` is made of."""
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     app.add(
         Operation(
             method="POST",
@@ -59,7 +59,7 @@ class _Asked:
 class Chat:
     """The handler, and how its replies look."""
 
-    def __init__(self, app: App, service: Service, settings: ServerConfig) -> None:
+    def __init__(self, app: App, service: EngineClient, settings: ServerConfig) -> None:
         self._app, self._service, self._settings = app, service, settings
         self._token_texts = TokenTexts(service.tokenizer)
 

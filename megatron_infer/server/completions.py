@@ -8,23 +8,23 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.server.asking import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.server.calls import Call, Events, Reply
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.fields import Draft
-from megatron_infer.server.flights import Job, params_from
-from megatron_infer.server.logprobs import TokenTexts, by_id, completion_logprobs
-from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.extra_fields import Draft
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import Job, params_from
+from megatron_infer.server.openai_logprobs import TokenTexts, by_id, completion_logprobs
+from megatron_infer.server.routes import App, Operation
+from megatron_infer.server.sampling_fields import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
 from megatron_infer.server.schemas import CompletionBody
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
 ROUTE = "completions"
 DEFAULT_MAX_TOKENS = 16
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     app.add(
         Operation(
             method="POST",
@@ -59,7 +59,7 @@ class _Asked:
 class Completions:
     """The handler, and how its replies look."""
 
-    def __init__(self, app: App, service: Service, settings: ServerConfig) -> None:
+    def __init__(self, app: App, service: EngineClient, settings: ServerConfig) -> None:
         self._app, self._service, self._settings = app, service, settings
         self._token_texts = TokenTexts(service.tokenizer)
 

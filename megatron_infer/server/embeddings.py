@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megatron_infer.embeddings import params_for, vector_of
+from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.flights import Job
-from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import Job
+from megatron_infer.server.routes import App, Operation
 from megatron_infer.server.schemas import Body, Text, TokenId, TokenIds
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 
 
@@ -31,7 +31,7 @@ class EmbeddingBody(Body, kw_only=True):
     user: str | None = None
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     app.add(
         Operation(
             method="POST",
@@ -47,7 +47,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
 class Embeddings:
     """The handler."""
 
-    def __init__(self, service: Service, settings: ServerConfig) -> None:
+    def __init__(self, service: EngineClient, settings: ServerConfig) -> None:
         self._service, self._settings = service, settings
 
     async def answer(self, call: Call) -> Reply:

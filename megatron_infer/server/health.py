@@ -6,18 +6,18 @@ import asyncio
 from typing import Any
 
 from megatron_infer import __version__
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.errors import ApiError, unavailable
-from megatron_infer.server.flights import Job
-from megatron_infer.server.registry import App, Operation
-from megatron_infer.server.service import Service
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import ApiError, unavailable
+from megatron_infer.server.inflight import Job
+from megatron_infer.server.routes import App, Operation
 from megatron_infer.server.settings import ServerConfig
 
 GENERATE_TIMEOUT_S = 20.0
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     async def health(call: Call) -> Reply:
         """200 while requests are served; 503 while loading, draining or failed."""
         await service.look()
@@ -51,7 +51,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
     app.add(Operation(method="GET", path="/version", handler=version, summary="The server's version", open=True))
 
 
-def _report(service: Service) -> dict[str, Any]:
+def _report(service: EngineClient) -> dict[str, Any]:
     """Figures, no names of files or hosts: it is open to everyone who reaches the port."""
     shown = ("state", "weight_version", "running", "waiting", "capacity", "free_rows")
     return {

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.server.card import read_card
-from megatron_infer.server.fleet import Fleet, Process, Role
-from megatron_infer.server.front import Front, listen
+from megatron_infer.server.http_process import HttpProcess, listen
+from megatron_infer.server.model_card import read_card
 from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.supervisor import Process, Role, Supervisor
 
 STOP_S = 10.0
 CARD_TIMEOUT_S = 300.0
@@ -61,13 +61,13 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # nobody else can look into it
     address = f"ipc://{folder}/coordinator"
     roles = [Role(name="coordinator", role="coordinator", told={"bind": address, "max_queue": settings.max_queue})]
-    fleet = Fleet([*roles, *(options.worker(index, address) for index in range(options.dp))])
+    fleet = Supervisor([*roles, *(options.worker(index, address) for index in range(options.dp))])
     clean = False
     before = signal.signal(signal.SIGTERM, _interrupted)  # until HTTP takes it
     try:
         fleet.start()
         card = make_card(options.model, folder)
-        front = Front(
+        front = HttpProcess(
             settings,
             coordinator=address,
             tokenizer=read_card(folder, **card),
@@ -94,7 +94,7 @@ def attach(options: EngineOptions, settings: ServerConfig, coordinator: str, key
     folder = tempfile.mkdtemp(prefix="megatron-infer-")
     try:
         card = make_card(options.model, folder)
-        front = Front(
+        front = HttpProcess(
             settings, coordinator=coordinator, key=key, tokenizer=read_card(folder, **card), model=options.model
         )
         front.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))

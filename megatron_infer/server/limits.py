@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from megatron_infer.server.errors import ApiError
+from megatron_infer.server.http_errors import ApiError
 
 BODY_S = 60.0
 """Time for a body to come."""

@@ -10,8 +10,8 @@ import msgspec
 
 from megatron_infer import __version__
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.registry import App, Operation
-from megatron_infer.server.service import Service
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.routes import App, Operation
 from megatron_infer.server.settings import ServerConfig
 
 REFERENCE = "#/components/schemas/{name}"
@@ -28,7 +28,7 @@ class ErrorReply(msgspec.Struct):
     error: ErrorObject
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     async def document(call: Call) -> Reply:
         return Reply(describe(app, settings, service.names))
 

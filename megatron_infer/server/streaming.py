@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_infer.server.errors import api_error_of
+from megatron_infer.server.http_errors import api_error_of
 
 log = logging.getLogger("megatron_infer.server")
 

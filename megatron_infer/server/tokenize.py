@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.conversation import prompt_ids
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.registry import App, Operation
+from megatron_infer.server.chat_prompt import prompt_ids
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.routes import App, Operation
 from megatron_infer.server.schemas import DetokenizeBody, TokenizeBody
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.server.tools import form_of
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     form = form_of(service.tokenizer, settings) or HERMES
 
     async def tokenize(call: Call) -> Reply:
@@ -49,7 +49,7 @@ def register(app: App, service: Service, settings: ServerConfig) -> None:
     )
 
 
-async def _ids(body: TokenizeBody, service: Service, form: CallFormat) -> list[int]:
+async def _ids(body: TokenizeBody, service: EngineClient, form: CallFormat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give prompt (a text) or messages (a conversation), and not both", "prompt")
     if body.messages is None:

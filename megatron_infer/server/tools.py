@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from megatron_infer.config.structured_output import check_schema
 from megatron_infer.errors import ModelError, RequestError
-from megatron_infer.schedule.structured import check_schema
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.fields import Draft, ExtraField
-from megatron_infer.server.registry import App
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.extra_fields import Draft, ExtraField
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.routes import App
 from megatron_infer.server.schemas import Body
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_grammar import call_grammar
@@ -55,7 +55,7 @@ Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
 Choice = Literal["none", "auto", "required"] | Chosen
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     for name, kind in (("tools", Tools), ("tool_choice", Choice), ("parallel_tool_calls", bool)):
         app.fields.add("chat", ExtraField(name=name, type=kind, apply=None))
     app.fields.add_rule("chat", ToolRule(service.tokenizer, settings).settle)

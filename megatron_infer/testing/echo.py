@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
-from megatron_infer.context.context import DynamicInferenceContext, Lease
-from megatron_infer.context.prefix import root_of, salted
-from megatron_infer.context.prefix_changes import PrefixChanges
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.dynamic_context import DynamicInferenceContext, Lease
+from megatron_infer.context.prefix_events import PrefixEvents
+from megatron_infer.context.prefix_hash import root_of, salted
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.engine_adapter import EngineFacts
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
-from megatron_infer.metrics.figures import EngineFigures
-from megatron_infer.metrics.meter import EngineMeter
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.served import Facts
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.metrics.engine_meter import EngineMeter
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.echo_controls import EchoControls
 
 VOCAB = 1000
@@ -32,11 +32,11 @@ MAX_TOKENS = 16
 
 def echo_tokens(prompt: Sequence[int], count: int, *, seed: int | None = None, index: int = 0) -> list[int]:
     """The `count` tokens that follow `prompt`; every one depends on all before it. seed: None where greedy."""
-    state = crc32(wire.ids_to_bytes(prompt), _first_state(seed, index))
+    state = crc32(protocol.ids_to_bytes(prompt), _first_state(seed, index))
     drawn = []
     for _ in range(count):
         drawn.append(state % VOCAB)
-        state = crc32(wire.ids_to_bytes(drawn[-1:]), state)
+        state = crc32(protocol.ids_to_bytes(drawn[-1:]), state)
     return drawn
 
 
@@ -102,7 +102,7 @@ class EchoEngine(EchoControls):
             prefix_caching=prefix_caching,
             keep_cached=True,
         )
-        self.prefix_changes = PrefixChanges(self.context.pool)
+        self.prefix_changes = PrefixEvents(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.meter = EngineMeter()
@@ -112,8 +112,8 @@ class EchoEngine(EchoControls):
         self._running: list[tuple[_Request, _Sequence]] = []
         self._ended: list[RequestOutput] = []
 
-    def replica_facts(self) -> Facts:
-        return Facts(
+    def replica_facts(self) -> EngineFacts:
+        return EngineFacts(
             block_size=self.context.block_size,
             capacity=self.context.num_rows,
             root=self._root(),
@@ -139,9 +139,9 @@ class EchoEngine(EchoControls):
             "num_free_blocks": self.context.num_free_blocks,
         }
 
-    def figures(self) -> EngineFigures:
+    def figures(self) -> EngineSnapshot:
         pool = self.context.pool
-        return EngineFigures(
+        return EngineSnapshot(
             state=self.state,
             weight_version=self.weight_version,
             num_waiting=len(self._waiting),
@@ -176,10 +176,10 @@ class EchoEngine(EchoControls):
         return request_id
 
     def continue_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[wire.Kept], *, salt: str
+        self, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[protocol.Kept], *, salt: str
     ) -> None:
         """Go on behind tokens that were drawn elsewhere."""
-        self._queue(request_id, ids, params, [wire.bytes_to_ids(one.tokens) for one in kept], salt)
+        self._queue(request_id, ids, params, [protocol.bytes_to_ids(one.tokens) for one in kept], salt)
 
     def _queue(
         self, request_id: str, prompt: list[int], params: SamplingParams, drawn: list[list[int]], salt: str
@@ -197,7 +197,7 @@ class EchoEngine(EchoControls):
                     all_tokens,
                     len(prompt),
                     len(prompt) + count,
-                    crc32(wire.ids_to_bytes(all_tokens), first),
+                    crc32(protocol.ids_to_bytes(all_tokens), first),
                     num_sent=len(tokens),
                 )
             )
@@ -248,7 +248,7 @@ class EchoEngine(EchoControls):
                 first = len(one.tokens) - 1 - one.num_prompt
                 oldest = one.spans[0].policy_version if one.spans else self.weight_version
                 one.spans.append(VersionSpan(first, self.weight_version, oldest, self.weight_version))
-            one.state = crc32(wire.ids_to_bytes([token]), one.state)
+            one.state = crc32(protocol.ids_to_bytes([token]), one.state)
             assert one.lease is not None
             self.context.commit(one.lease, one.tokens, len(one.tokens) - 1)
             if one.finished:

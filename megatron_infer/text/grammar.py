@@ -11,8 +11,8 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.structured import StructuredOutput
 
 COMPILE_TIMEOUT_S = 30.0
 """Most a caller waits for a grammar; what it may cost is limited by llguidance's fuel, about a second."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 LIMIT = 200
 

@@ -20,10 +20,10 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     percentile,
 )
-from megatron_infer.config import ModelShape
-from megatron_infer.context.layout import StateShape
+from megatron_infer.config.inference import ModelShape
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import InferenceError
-from megatron_infer.schedule.params import SamplingParams
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from megatron_infer.cli.chat import ChatSession
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 
 
 @pytest.fixture

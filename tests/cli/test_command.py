@@ -14,7 +14,7 @@ import pytest
 from megatron_infer.cli import main as main_module
 from megatron_infer.cli import options
 from megatron_infer.cli.main import COMMANDS, Parser, main
-from megatron_infer.config import (
+from megatron_infer.config.inference import (
     ConfigWarning,
     InferenceConfig,
     KVCacheManagementMode,
@@ -22,7 +22,7 @@ from megatron_infer.config import (
     machine_defaults,
 )
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.forward.device import Device, choose_dtype
+from megatron_infer.memory.device import Device, choose_dtype
 
 
 def _parse(*argv: str):

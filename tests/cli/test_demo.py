@@ -10,7 +10,7 @@ def test_demo_answers_three_questions_and_tells_its_speed(command, llm, capsys):
     def chat(conversations, params):
         return [llm.engine.step()[0] for c in conversations if llm.engine.add_request(c[0]["content"], one)]
 
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.sampling_params import SamplingParams
 
     one = SamplingParams(max_tokens=1)
     llm.chat = chat

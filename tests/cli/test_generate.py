@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_infer.cli import generate
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import InferenceError, RequestError
-from megatron_infer.outputs import Logprob
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.structured import StructuredOutput
+from megatron_infer.outputs.request_output import Logprob
 
 
 def lines(path) -> list[dict]:

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_infer.cli import plan
 from megatron_infer.cli.options import add_config_options, config_from, given
-from megatron_infer.config import InferenceConfig, ModelShape
-from megatron_infer.context.layout import ExpertShape, StateShape
-from megatron_infer.graph_memory import GraphMemory
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.config.graph_memory import GraphMemory
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.config.inference import InferenceConfig, ModelShape
+from megatron_infer.config.sizing import ExpertShape, StateShape
 
 ATTENTION = ModelShape(
     num_layers=8,

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from megatron_infer.config import ConfigWarning, MambaInferenceStateConfig, machine_config
-from megatron_infer.context.layout import GIB, ModelShape, StateShape
+from megatron_infer.config.inference import ConfigWarning, MambaInferenceStateConfig, machine_config
+from megatron_infer.config.sizing import GIB, ModelShape, StateShape
 from megatron_infer.errors import ConfigError
 
 LARGE = StateShape(

@@ -36,10 +36,11 @@ def test_the_tree_keeps_its_rules():
     assert run.returncode == 0, run.stdout
 
 
+NEWLINE = "\n"
 MANY = "\n".join(f"        self.a{i} = {i}" for i in range(21))
 METHODS = "\n".join(f"    def m{i}(self) -> None: ..." for i in range(8))
 PLANTED = {
-    "long file": ("megatron_infer/schedule/plan.py", "x = 1\n" * 601, "file-size"),
+    "long file": ("megatron_infer/scheduler/step_plan.py", "x = 1\n" * 601, "file-size"),
     "long test file": ("tests/pure/test_a.py", "x = 1\n" * 601, "file-size"),
     "long function": ("tools/a.py", "def f():\n" + "    x = 1\n" * 80, "function-size"),
     "long coroutine": ("tools/a.py", "async def f():\n" + "    x = 1\n" * 80, "function-size"),
@@ -51,25 +52,48 @@ PLANTED = {
         "class-attributes",
     ),
     "wide interface": ("tools/a.py", f"class A(Protocol):\n{METHODS}\n", "interface-size"),
-    "import up": ("megatron_infer/kernels/base.py", "from megatron_infer.engine import X\n", "layer"),
-    "import up by name": ("megatron_infer/schedule/plan.py", "from megatron_infer import engine\n", "layer"),
-    "import up inside a function": (
-        "megatron_infer/context/context.py",
-        "def f():\n    import megatron_infer.llm\n",
-        "layer",
+    "inherited lines": (
+        "megatron_infer/runner/a.py",
+        "class A:\n" + "    x = 1\n" * 200 + "class B(A):\n" + "    x = 1\n" * 101,
+        "class-size",
     ),
-    "relative import up": ("megatron_infer/context/block_pool.py", "from . import store\n", "layer"),
-    "relative import up two": ("megatron_infer/context/block_pool.py", "from ..forward.batch import B\n", "layer"),
-    "module without a layer": ("megatron_infer/stray.py", "x = 1\n", "layer"),
-    "models know forward": ("megatron_infer/models/a.py", "from megatron_infer.forward.batch import B\n", "peers"),
-    "forward knows models": ("megatron_infer/forward/a.py", "import megatron_infer.models.adopt\n", "peers"),
-    "megatron away from home": ("megatron_infer/forward/a.py", "from megatron.core import x\n", "home"),
+    "inherited attributes": (
+        "megatron_infer/runner/a.py",
+        f"class A:\n    def __init__(self):\n{MANY.rpartition(NEWLINE)[0]}\n"
+        "class B(A):\n    def f(self):\n        self.b = 1\n",
+        "class-attributes",
+    ),
+    "import up": ("megatron_infer/kernels/base.py", "from megatron_infer.engine.engine import X\n", "order"),
+    "import up by name": ("megatron_infer/scheduler/step_plan.py", "from megatron_infer import engine\n", "order"),
+    "import up inside a function": (
+        "megatron_infer/context/dynamic_context.py",
+        "def f():\n    import megatron_infer.entrypoints.llm\n",
+        "order",
+    ),
+    "import up for annotations": (
+        "megatron_infer/scheduler/step_plan.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megatron_infer.engine.engine\n",
+        "order",
+    ),
+    "relative import up": ("megatron_infer/context/block_pool.py", "from ..runner import batch\n", "order"),
+    "relative import up two": ("megatron_infer/context/block_pool.py", "from ..runner.batch import B\n", "order"),
+    "public name inside": ("megatron_infer/runner/a.py", "from megatron_infer import LLM\n", "front"),
+    "module without a folder": ("megatron_infer/stray.py", "x = 1\n", "folder"),
+    "folder without a place": ("megatron_infer/stray/a.py", "x = 1\n", "folder"),
+    "models know the runner": ("megatron_infer/models/a.py", "from megatron_infer.runner.batch import B\n", "order"),
+    "runner knows models": ("megatron_infer/runner/a.py", "import megatron_infer.models.adopt\n", "peers"),
+    "option on the path": (
+        "megatron_infer/engine/step_loop.py",
+        "from megatron_infer.cuda_graphs.graph_pool import GraphPool\n",
+        "path",
+    ),
+    "megatron away from home": ("megatron_infer/runner/a.py", "from megatron.core import x\n", "home"),
     "torch.cuda imported": ("megatron_infer/sampling/a.py", "import torch.cuda\n", "home"),
     "torch.cuda from": ("megatron_infer/sampling/a.py", "from torch import cuda\n", "home"),
-    "torch.cuda used": ("megatron_infer/engine.py", "import torch\nx = torch.cuda.is_available()\n", "home"),
-    "torch in the core": ("megatron_infer/schedule/plan.py", "import torch\n", "pure"),
+    "torch.cuda used": ("megatron_infer/engine/engine.py", "import torch\nx = torch.cuda.is_available()\n", "home"),
+    "torch in the core": ("megatron_infer/scheduler/step_plan.py", "import torch\n", "pure"),
     "numpy in the core": ("megatron_infer/metrics/core.py", "from numpy import array\n", "pure"),
-    "torch later in config": ("megatron_infer/config.py", "def f():\n    import torch\n", "pure"),
+    "torch later in config": ("megatron_infer/config/inference.py", "def f():\n    import torch\n", "pure"),
 }
 
 
@@ -80,13 +104,18 @@ def test_a_planted_violation_is_found(tmp_path, case):
 
 
 ALLOWED = {
-    "import down": ("megatron_infer/engine.py", "from megatron_infer.schedule.plan import Plan\n"),
+    "import down": ("megatron_infer/engine/a.py", "from megatron_infer.scheduler.step_plan import StepPlan\n"),
     "annotation only": (
-        "megatron_infer/schedule/plan.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    import megatron_infer.engine\n",
+        "megatron_infer/scheduler/step_plan.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+    ),
+    "the version": ("megatron_infer/cli/a.py", "from megatron_infer import __version__\n"),
+    "a protocol is no base": (
+        "megatron_infer/runner/a.py",
+        "class A(Protocol):\n" + "    x = 1\n" * 200 + "class B(A):\n" + "    x = 1\n" * 200,
     ),
     "megatron at home": ("megatron_infer/models/a.py", "from megatron.core import x\n"),
-    "torch.cuda at home": ("megatron_infer/forward/device.py", "import torch\nx = torch.cuda.is_available()\n"),
+    "torch.cuda at home": ("megatron_infer/memory/device.py", "import torch\nx = torch.cuda.is_available()\n"),
     "a value with many fields": (
         "tools/a.py",
         "@dataclass(frozen=True)\nclass A:\n" + "\n".join(f"    a{i}: int = 0" for i in range(30)),
@@ -102,23 +131,37 @@ def test_what_is_allowed_passes(tmp_path, case):
 
 def test_else_of_a_typing_guard_is_not_exempt(tmp_path):
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import torch\n"
-    assert "pure" in _rules(tmp_path, "megatron_infer/schedule/plan.py", text)
+    assert "pure" in _rules(tmp_path, "megatron_infer/scheduler/step_plan.py", text)
 
 
-def test_pure_modules_import_without_torch_and_numpy():
-    names = [name.removesuffix(".__init__") for name in layout.PURE]
-    modules = [f"megatron_infer.{name}" for name in names if _exists(name)]
-    assert "megatron_infer.config" in modules
+def test_a_long_afternoon_is_found(tmp_path):
+    assert "path-size" in _rules(tmp_path, "megatron_infer/sampling/a.py", "x = 1\n" * (layout.MAX_PATH_LINES + 1))
+
+
+def test_folders_that_import_each_other_are_found(tmp_path):
+    for name, text in {
+        "runner/a.py": "import megatron_infer.sampling.a\n",
+        "sampling/a.py": "import megatron_infer.runner.a\n",
+    }.items():
+        path = tmp_path / "megatron_infer" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    own, _ = layout.read_modules(tmp_path)
+    assert layout.cycles(layout.arrows(own)) == [["runner", "sampling"]]
+
+
+def test_pure_modules_import_without_torch_and_numpy_and_need_the_standard_library_only():
+    own, _ = layout.read_modules(ROOT)
+    names = [module.name.removesuffix(".__init__") for module in own if layout.any_covers(layout.PURE, module.name)]
+    assert {"config.inference", "scheduler.scheduler", "context.dynamic_context", "coordinator.router"} <= set(names)
     code = (
         "import sys\n"
         f"for root in {layout.IMPURE_ROOTS}: sys.modules[root] = None\n"
+        "before = set(sys.modules)\n"
         "import importlib\n"
-        f"for name in {modules}: importlib.import_module(name)\n"
+        f"for name in {names}: importlib.import_module('megatron_infer.' + name)\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not new - set(sys.stdlib_module_names) - {'megatron_infer'}, new\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-
-
-def _exists(name: str) -> bool:
-    path = ROOT / "megatron_infer" / Path(*name.split("."))
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()

@@ -18,8 +18,8 @@ import pytest
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.activations import PLAIN
-from megatron_infer.models.mamba import SlottedMambaMixer
-from megatron_infer.models.support import REFUSED_SETTINGS
+from megatron_infer.models.adoption_checks import REFUSED_SETTINGS
+from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 ROOT = Path(__file__).parents[2]

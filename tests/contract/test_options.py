@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import megatron_infer
-from megatron_infer import config
-from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config import inference
+from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
 
 SEED_PAGE = {
     "block_size_tokens": ("int", 256),
@@ -16,7 +16,7 @@ SEED_PAGE = {
     "max_requests": ("int | None", None),
     "max_tokens": ("int | None", None),
     "unified_memory_level": ("int", 0),
-    "kv_cache_management_mode": ("KVCacheManagementMode", config.KVCacheManagementMode.PERSIST),
+    "kv_cache_management_mode": ("KVCacheManagementMode", inference.KVCacheManagementMode.PERSIST),
     "num_cuda_graphs": ("int | None", None),
     "cuda_graph_mixed_prefill_count": ("int | None", 16),
     "use_cuda_graphs_for_non_decode_steps": ("bool", True),
@@ -28,10 +28,10 @@ SEED_PAGE = {
     "materialize_only_last_token_logits": ("bool", True),
     "enable_chunked_prefill": ("bool", False),
     "enable_prefix_caching": ("bool", False),
-    "prefix_caching_eviction_policy": ("PrefixCachingEvictionPolicy", config.PrefixCachingEvictionPolicy.REF_ZERO),
+    "prefix_caching_eviction_policy": ("PrefixCachingEvictionPolicy", inference.PrefixCachingEvictionPolicy.REF_ZERO),
     "prefix_caching_coordinator_policy": (
         "PrefixCachingCoordinatorPolicy",
-        config.PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        inference.PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
     ),
     "track_paused_request_events": ("bool", False),
     "track_generated_token_events": ("bool", False),
@@ -40,10 +40,10 @@ SEED_PAGE = {
     "request_metadata_types": ("list[tuple[str, torch.dtype, bool]] | None", None),
 }
 OURS = {
-    "attention_backend": ("AttentionChoice", config.AttentionChoice.AUTO),
-    "sampling_backend": ("SamplingChoice", config.SamplingChoice.AUTO),
-    "kv_cache_dtype": ("KVCacheDtype", config.KVCacheDtype.AUTO),
-    "cuda_graph_sizing_distribution": ("GraphSizing", config.GraphSizing.EXPONENTIAL),
+    "attention_backend": ("AttentionChoice", inference.AttentionChoice.AUTO),
+    "sampling_backend": ("SamplingChoice", inference.SamplingChoice.AUTO),
+    "kv_cache_dtype": ("KVCacheDtype", inference.KVCacheDtype.AUTO),
+    "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
     "compile_layers": ("bool", False),
@@ -51,7 +51,7 @@ OURS = {
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
     "batch_invariant": ("bool", False),
-    "preemption_mode": ("PreemptionMode", config.PreemptionMode.AUTO),
+    "preemption_mode": ("PreemptionMode", inference.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),
     "prefix_caching_routing_alpha": ("float", 0.5),
@@ -61,7 +61,7 @@ OURS = {
     "vocab_size": ("int | None", None),
 }
 ENUMS = {
-    config.AttentionChoice: {
+    inference.AttentionChoice: {
         "AUTO": "auto",
         "TRITON": "triton",
         "FLASHINFER": "flashinfer",
@@ -69,24 +69,24 @@ ENUMS = {
         "NATIVE": "native",
         "TORCH": "torch",
     },
-    config.SamplingChoice: {
+    inference.SamplingChoice: {
         "AUTO": "auto",
         "TRITON": "triton",
         "FLASHINFER": "flashinfer",
         "NATIVE": "native",
         "TORCH": "torch",
     },
-    config.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
-    config.PrefixCachingCoordinatorPolicy: {
+    inference.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
+    inference.PrefixCachingCoordinatorPolicy: {
         "LONGEST_PREFIX": "longest_prefix",
         "FIRST_PREFIX_BLOCK": "first_prefix_block",
         "ROUND_ROBIN": "round_robin",
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
-    config.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
-    config.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
-    config.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
-    config.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
+    inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
+    inference.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
+    inference.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
+    inference.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }
 
 
@@ -122,4 +122,4 @@ def test_default_config_is_valid():
 
 def test_names_are_public():
     for name in ("InferenceConfig", "MambaInferenceStateConfig", *(enum.__name__ for enum in ENUMS)):
-        assert getattr(megatron_infer, name) is getattr(config, name)
+        assert getattr(megatron_infer, name) is getattr(inference, name)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_infer.debug.record import Difference, Recorder, RecordError, params_to_dict, read, replay, verify
-from megatron_infer.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.debug.record import Difference, RecordError, RunRecorder, params_to_dict, read, replay, verify
+from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
 
 
 class FakeEngine:
@@ -19,7 +19,7 @@ class FakeEngine:
         self.config = {"buffer_size_gb": 1, "metrics_writer": object()}
         self.listeners, self.live, self.num_steps = [], {}, 0
         self.twist, self.next_seed = twist, first_seed
-        self.ledger = SimpleNamespace(get=self.live.get)
+        self.output_processor = SimpleNamespace(get=self.live.get)
 
     def add_request(self, ids, params, *, request_id=None, stream="cumulative"):
         request_id = request_id or f"r{self.next_seed}"
@@ -73,7 +73,7 @@ class FakeEngine:
 def record(path, *, stream="cumulative"):
     """Requests that come and go in the middle of others."""
     engine, done = FakeEngine(), {}
-    with Recorder(path) as recorder:
+    with RunRecorder(path) as recorder:
         recorder.attach(engine, model="tiny")
         a = engine.add_request([1, 2], SamplingParams(max_tokens=5), stream=stream)
         engine.step()
@@ -138,7 +138,7 @@ def test_a_shorter_answer_and_another_reason_are_differences(tmp_path):
 def test_recording_needs_an_idle_engine_and_stops_at_close(tmp_path):
     engine = FakeEngine()
     engine.add_request([1], SamplingParams(max_tokens=1))
-    with Recorder(tmp_path / "x") as recorder, pytest.raises(RecordError, match="idle engine"):
+    with RunRecorder(tmp_path / "x") as recorder, pytest.raises(RecordError, match="idle engine"):
         recorder.attach(engine)
     assert engine.listeners == []
     engine, _ = record(tmp_path / "y")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.debug.record import Recorder, verify
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.debug.record import RunRecorder, verify
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 
 
@@ -34,7 +34,7 @@ def test_a_run_with_aborts_replays_under_other_options(model, tmp_path, overlap)
     path = tmp_path / "run.jsonl"
     engine = make_engine(model, seed=3, overlap=overlap)
     engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))  # its draws use up engine seeds
-    with Recorder(path) as recorder:
+    with RunRecorder(path) as recorder:
         recorder.attach(engine, model="tiny")
         for i in range(6):
             params = SamplingParams(max_tokens=6 + i, temperature=1.0, n=1 + i % 2, ignore_eos=True)
@@ -51,7 +51,7 @@ def test_a_run_with_aborts_replays_under_other_options(model, tmp_path, overlap)
 def test_salts_are_recorded_and_replayed(model, tmp_path):
     path, caching = tmp_path / "run.jsonl", {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
     engine, ids = make_engine(model, **caching), list(range(5, 60))
-    with Recorder(path) as recorder:
+    with RunRecorder(path) as recorder:
         recorder.attach(engine)
         for salt in ("", "a", "b", "a"):
             engine.generate([{"prompt_token_ids": ids, "cache_salt": salt}], SamplingParams(max_tokens=3, seed=1))

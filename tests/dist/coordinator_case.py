@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
-from megatron_infer.parallel.coordinator import running as running_coordinator
-from megatron_infer.parallel.replica import Replica
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
+from megatron_infer.coordinator.coordinator import running as running_coordinator
+from megatron_infer.coordinator.replica import Replica
 from megatron_infer.testing.echo import EchoEngine
 
 QUICK = {"heartbeat_s": 0.1, "timeout_s": 1.0}

@@ -16,9 +16,9 @@ from model_kinds import buffers
 from test_adopt_tensor_parallel import fill_vectors
 from test_hybrid_tensor_parallel import share
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 VOCAB = 128

@@ -19,8 +19,8 @@ from typing import Any
 import engine_ranks as ranks
 from gloo_ranks import new_groups
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 Case = tuple[str, str, int, str]
@@ -53,7 +53,7 @@ class Bomb:
         engine.lifecycle.observers.append(self.observe)
 
     def layer_runs(self) -> None:
-        if self.engine.parts.team.lockstep.phase.startswith(self.phase):
+        if self.engine.parts.rank_group.lockstep.phase.startswith(self.phase):
             self.go_off()
 
     def observe(self, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["megatron_infer.engine", "megatron_infer.testing.tiny"]
+PRELOAD = ["megatron_infer.engine.engine", "megatron_infer.testing.tiny"]
 
 
 def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:

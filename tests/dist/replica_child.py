@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_infer.parallel.replica import Replica
+from megatron_infer.coordinator.replica import Replica
 
 
 def echo(**settings):
@@ -16,8 +16,8 @@ def echo(**settings):
 def tiny():
     import torch
 
-    from megatron_infer.config import InferenceConfig
-    from megatron_infer.engine import DynamicInferenceEngine
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.engine.engine import DynamicInferenceEngine
     from megatron_infer.testing.tiny import tiny_gpt
 
     torch.manual_seed(0)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from gloo_ranks import new_groups
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import CheckpointSource, save_checkpoint
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 COMMON = {"init_method_std": 0.05, "seed": 11}

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import CheckpointSource, save_checkpoint
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SETTINGS = {"vocab_size": 128, "max_sequence_length": 256, "init_method_std": 0.2}
@@ -94,12 +94,15 @@ def answers(outputs) -> list:
 
     return [
         [out.error and str(out.error), plain(out.prompt_logprobs)]
-        + [[sample.token_ids, sample.finish_reason, plain(sample.logprobs), *carried(sample)] for sample in out.outputs]
+        + [
+            [sample.token_ids, sample.finish_reason, plain(sample.logprobs), *token_details(sample)]
+            for sample in out.outputs
+        ]
         for out in outputs
     ]
 
 
-def carried(sample) -> list:
+def token_details(sample) -> list:
     """What a sample carries beyond tokens and logprobs."""
     support = sample.support
     return [
@@ -116,10 +119,10 @@ def generate(engine: DynamicInferenceEngine) -> list:
 
 def generate_over_suspends(engine: DynamicInferenceEngine) -> list:
     """As `generate`, with a suspend in each mode on the way, and a request that is aborted."""
-    from megatron_infer.config import KVCacheManagementMode
+    from megatron_infer.config.inference import KVCacheManagementMode
 
     done = {}
-    leads = engine.parts.team.groups.is_leader
+    leads = engine.parts.rank_group.groups.is_leader
     if leads:
         for index, (ids, params) in enumerate(requests()):
             engine.add_request({"prompt_token_ids": ids}, params, request_id=str(index), stream="final")

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import new_groups, run_on_ranks
 
+from megatron_infer.comm.stage_link import StageLost, is_of_collective
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
-from megatron_infer.forward.pipeline import StageLost, is_of_collective
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 CALL = 4
@@ -53,7 +53,7 @@ def ends(rank: int, fail: Callable[[], None] | None, text: str, **layout: Any) -
         failures.append(caught.value)
     assert failures[0] is failures[1], "the engine went on"
     assert time.monotonic() - started < 10
-    engine.parts.team.lockstep.close()
+    engine.parts.rank_group.lockstep.close()
 
 
 def impatient_group() -> Any:

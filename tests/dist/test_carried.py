@@ -11,8 +11,8 @@ import torch
 from carried_case import ALL, BASE, SIZES, told, workload
 from test_expert_engine import LAYOUTS, take_part
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 TOLERANCE = 1e-5
@@ -31,8 +31,8 @@ def play(model: torch.nn.Module, **settings: Any) -> list[list[dict[str, Any]]]:
     engine = DynamicInferenceEngine(model, InferenceConfig(**{**BASE, "collective_timeout_s": 30, **settings}))
     work = [*workload(ALL)[:6], *workload(ALL, n=2)[4:6]]
     outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
-    if engine.parts.team.lockstep is not None:
-        engine.parts.team.lockstep.close()
+    if engine.parts.rank_group.lockstep is not None:
+        engine.parts.rank_group.lockstep.close()
     return [[told(one) for one in output.outputs] for output in outputs]
 
 

@@ -12,11 +12,11 @@ import zmq
 from coordinator_case import cluster, coordinator, replica, wait_for
 
 from megatron_infer.cli.main import main
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
+from megatron_infer.coordinator.coordinator import Coordinator
 from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.client import AsyncInferenceClient, InferenceClient
-from megatron_infer.parallel.coordinator import Coordinator
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -39,7 +39,7 @@ def test_answers_come_in_order_and_are_the_engine_s():
         used = {one_replica["name"] for one_replica in client.stats()["replicas"] if one_replica["cached_blocks"]}
         assert used == {"r0", "r1", "r2"}
         assert (client.stats()["finished"], client.stats()["waiting"]) == (50, 0)
-        one.desk.check()
+        one.core.check()
 
 
 def test_samples_and_seeds_reach_the_engine_and_unseeded_requests_differ():
@@ -83,7 +83,7 @@ def test_abort_ends_a_request_with_what_it_has_wherever_it_stands():
         for other in others:
             client.abort(other)
         wait_for(lambda: not slow.has_unfinished())
-        one.desk.check()
+        one.core.check()
 
 
 def test_leaving_a_stream_and_leaving_altogether_abort():
@@ -97,7 +97,7 @@ def test_leaving_a_stream_and_leaving_altogether_abort():
         with InferenceClient(one.address) as second:
             future = second.submit([4], params)
             wait_for(engine.has_unfinished)
-        with pytest.raises(wire.ConnectionLost, match="closed"):
+        with pytest.raises(protocol.ConnectionLost, match="closed"):
             future.result(1)
         wait_for(lambda: not engine.has_unfinished())
 
@@ -107,7 +107,7 @@ def test_full_queue_refuses_clearly_and_takes_again_later():
     with cluster(1, engines=[engine], max_queue=5) as (_, _, client):
         params = SamplingParams(max_tokens=20, temperature=0.0)
         futures = [client.submit([i], params) for i in range(20)]
-        refused = [future for future in futures if isinstance(future.exception(20), wire.Overloaded)]
+        refused = [future for future in futures if isinstance(future.exception(20), protocol.Overloaded)]
         answered = [future for future in futures if future not in refused]
         assert len(answered) == 8  # 3 on the replica, 5 in the queue
         assert "limit is 5 (max_queue)" in str(refused[0].exception())
@@ -204,10 +204,10 @@ def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_t
             assert not future.done()
             client.unpause()
             assert tokens_of(future.result(5)) == echo_tokens([1, 2], 8)
-        with pytest.raises(wire.ControlFailed, match="r0: unpause\\(\\) while the engine is running") as caught:
+        with pytest.raises(protocol.ControlFailed, match="r0: unpause\\(\\) while the engine is running") as caught:
             client.unpause()
         assert set(caught.value.results) >= {"r0", "r1"}
-        with pytest.raises(wire.ControlFailed, match="StayingEngine has no suspend"):
+        with pytest.raises(protocol.ControlFailed, match="StayingEngine has no suspend"):
             client.suspend()
         with pytest.raises(ConfigError, match="unknown command 'shutdown'"):
             client.control("shutdown")
@@ -246,12 +246,12 @@ def test_replica_whose_engine_is_busy_for_long_stays_welcome_when_it_comes_back(
     with cluster(1, engines=[deaf]) as (one, _, client):
         future = client.submit([1], GREEDY)
         wait_for(deaf.has_unfinished)
-        peer = next(iter(one.desk._replicas))
-        entered = one.desk._num_entered
-        one.desk.unreachable(peer, "a test says so")
-        wait_for(lambda: one.desk._num_entered == entered + 1)
+        peer = next(iter(one.core._replicas))
+        entered = one.core._num_entered
+        one.core.unreachable(peer, "a test says so")
+        wait_for(lambda: one.core._num_entered == entered + 1)
         time.sleep(2.5)  # longer than the timeout: it beats as its new incarnation and is answered
-        assert one.desk._num_entered == entered + 1
+        assert one.core._num_entered == entered + 1
         deaf.wake.set()
         assert tokens_of(future.result(5)) == echo_tokens([1], 8)
 
@@ -274,7 +274,7 @@ def test_request_that_outlives_too_many_replicas_is_given_up():
 
     with cluster(3, engines=[Failing() for _ in range(3)], max_attempts=3) as (_, _, client):
         output = client.generate([[1]], GREEDY)[0]
-        assert isinstance(output.error, wire.ReplicaLost) and "3 replicas were lost" in str(output.error)
+        assert isinstance(output.error, protocol.ReplicaLost) and "3 replicas were lost" in str(output.error)
         assert output.outputs[0].finish_reason == "error"
 
 
@@ -314,19 +314,19 @@ def test_right_key_is_let_in_and_wrong_or_missing_ones_are_told():
     with cluster(1, key=KEY) as (one, _, client):
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
         for key, message in ((b"another key, also long", "the key is not"), (None, "asks for a key")):
-            with InferenceClient(one.address, key=key) as other, pytest.raises(wire.AccessRefused, match=message):
+            with InferenceClient(one.address, key=key) as other, pytest.raises(protocol.AccessRefused, match=message):
                 other.generate([[1]], GREEDY)
             with replica(one.address, key=key, name="intruder") as intruder:
                 intruder.thread.join(5)
-                assert isinstance(intruder.failure, wire.AccessRefused)
+                assert isinstance(intruder.failure, protocol.AccessRefused)
         assert [r["name"] for r in client.stats()["replicas"]] == ["r0"]
 
 
 def test_client_with_a_key_sends_nothing_to_a_coordinator_that_does_not_know_it():
     with coordinator() as one, InferenceClient(one.address, key=KEY) as client:
-        with pytest.raises(wire.AccessRefused, match="does not know the key"):
+        with pytest.raises(protocol.AccessRefused, match="does not know the key"):
             client.generate([[1]], GREEDY)
-        assert one.desk.counts.submitted == 0
+        assert one.core.counts.submitted == 0
 
 
 def test_nobody_there_is_said_in_time():
@@ -334,7 +334,7 @@ def test_nobody_there_is_said_in_time():
     message = r"no coordinator answers at tcp://127\.0\.0\.1:9"
     with (
         InferenceClient("tcp://127.0.0.1:9", timeout_s=0.3) as client,
-        pytest.raises(wire.ConnectionLost, match=message),
+        pytest.raises(protocol.ConnectionLost, match=message),
     ):
         client.generate([[1]], GREEDY)
     assert time.monotonic() - began < 5
@@ -362,7 +362,7 @@ def test_coordinator_that_ends_fails_its_clients_and_a_new_one_takes_over():
         second = rebound(address, one.options)
         thread = threading.Thread(target=second.run)
         thread.start()
-        with pytest.raises(wire.ConnectionLost):
+        with pytest.raises(protocol.ConnectionLost):
             engineless.result(10)
         wait_for(lambda: client.stats()["replicas"])
         assert tokens_of(client.generate([[3]], GREEDY)[0]) == echo_tokens([3], 8)
@@ -394,13 +394,13 @@ class RawPeer:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def say(self, *frames: bytes) -> wire.Message:
+    def say(self, *frames: bytes) -> protocol.Message:
         self.socket.send_multipart(frames)
         return self.hear()
 
-    def hear(self) -> wire.Message:
+    def hear(self) -> protocol.Message:
         assert self.socket.poll(3000), "no answer"
-        return wire.decode(self.socket.recv_multipart()[0])
+        return protocol.decode(self.socket.recv_multipart()[0])
 
     def __enter__(self):
         return self
@@ -414,15 +414,15 @@ def encoded(*items) -> bytes:
     return msgspec.msgpack.encode(list(items))
 
 
-HELLO = encoded("hello", wire.SCHEMA, "client", "raw", b"n")
+HELLO = encoded("hello", protocol.SCHEMA, "client", "raw", b"n")
 
 
 def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_shape():
     with coordinator() as one, RawPeer(one.address) as peer:
-        for hello in (encoded("hello", wire.SCHEMA + 1, "client", "x", b"n"), encoded("hello", 99, {"new": True})):
+        for hello in (encoded("hello", protocol.SCHEMA + 1, "client", "x", b"n"), encoded("hello", 99, {"new": True})):
             answer = peer.say(hello)
-            assert answer.code == "schema" and f"coordinator schema {wire.SCHEMA}" in answer.message
-        assert isinstance(peer.say(HELLO), wire.Welcome)
+            assert answer.code == "schema" and f"coordinator schema {protocol.SCHEMA}" in answer.message
+        assert isinstance(peer.say(HELLO), protocol.Welcome)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_sha
 )
 def test_what_is_no_message_is_refused_and_everyone_else_is_served(frame, code, message):
     with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
-        assert isinstance(peer.say(HELLO), wire.Welcome)
+        assert isinstance(peer.say(HELLO), protocol.Welcome)
         if len(frame) > 2 << 16:  # libzmq itself drops whoever sends so much
             peer.socket.send(frame)
             assert not peer.socket.poll(300)
@@ -461,9 +461,9 @@ def test_what_is_no_message_is_refused_and_everyone_else_is_served(frame, code, 
 
 def test_message_beyond_the_limit_is_refused_before_it_is_sent_and_when_it_comes():
     with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
-        with pytest.raises(wire.MessageTooLarge, match=r"Submit of .* bytes, the limit is 65,536"):
+        with pytest.raises(protocol.MessageTooLarge, match=r"Submit of .* bytes, the limit is 65,536"):
             client.generate([list(range(20_000))], GREEDY)
-        assert isinstance(peer.say(HELLO), wire.Welcome)
+        assert isinstance(peer.say(HELLO), protocol.Welcome)
         answer = peer.say(encoded("submit", 1, b"\0" * 80_000, None, "", {}, None, True))
         assert (answer.code, "the limit is 65,536" in answer.message) == ("size", True)
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)

@@ -11,8 +11,8 @@ import time
 
 from coordinator_case import Child, cluster, coordinator, replica, wait_for
 
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 NUM_REQUESTS = 500
@@ -103,7 +103,7 @@ def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_an
         for thread in streams:
             thread.join(120)
         stats = client.stats()
-        one.desk.check()
+        one.core.check()
     wrong = [number for number in expected if answers.get(number) != expected[number]]
     assert not wrong, f"{len(wrong)} answers are wrong or missing, the first is request {wrong[0]}"
     assert (stats["submitted"], stats["finished"], stats["waiting"]) == (NUM_REQUESTS, NUM_REQUESTS, 0)
@@ -175,7 +175,7 @@ def test_work_goes_on_while_most_of_a_cluster_is_lost_at_once():
                 child.signal(signal.SIGKILL)
             for i, future in enumerate(futures):
                 assert future.result(20).outputs[0].token_ids == echo_tokens([i], 40)
-            one.desk.check()
+            one.core.check()
         finally:
             for child in children:
                 child.end()

@@ -9,8 +9,8 @@ import sys
 from coordinator_case import replica
 
 from megatron_infer.cli.main import main
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import echo_tokens
 
 KEY = b"a key of sixteen bytes"
@@ -51,13 +51,13 @@ def test_package_imports_without_the_extra_and_its_absence_is_said():
         "real, absent = u.find_spec, {'zmq', 'msgspec'}\n"
         "sys.modules |= dict.fromkeys(absent)\n"
         "u.find_spec = lambda name, *a: None if name in absent else real(name, *a)\n"
-        "import megatron_infer, megatron_infer.config, megatron_infer.parallel.router\n"
-        "import megatron_infer.engine, megatron_infer.llm, megatron_infer.async_llm\n"
+        "import megatron_infer, megatron_infer.config.inference, megatron_infer.coordinator.router\n"
+        "import megatron_infer.engine.engine, megatron_infer.entrypoints.llm, megatron_infer.entrypoints.async_llm\n"
         "for other, missing in (('zmq', 'msgspec'), ('msgspec', 'zmq')):\n"
         "    del sys.modules[other]\n"
         "    absent.discard(other), absent.add(missing)\n"
         "    sys.modules[missing] = None\n"
-        "    try:\n        import megatron_infer.parallel.client\n"
+        "    try:\n        import megatron_infer.coordinator.client\n"
         "    except ModuleNotFoundError as error:\n        print(error)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -69,7 +69,8 @@ def test_package_imports_without_the_extra_and_its_absence_is_said():
 def test_coordinator_client_and_replica_need_no_torch_and_no_numpy():
     code = (
         "import sys\nfor root in ('torch', 'numpy', 'megatron'): sys.modules[root] = None\n"
-        "import megatron_infer.parallel.coordinator, megatron_infer.parallel.client, megatron_infer.parallel.replica\n"
+        "import megatron_infer.coordinator.coordinator, megatron_infer.coordinator.client\n"
+        "import megatron_infer.coordinator.replica\n"
         "import megatron_infer.cli.coordinator, megatron_infer.testing.echo\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

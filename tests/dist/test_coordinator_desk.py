@@ -7,11 +7,11 @@ from collections import deque
 
 import pytest
 
-from megatron_infer.context.prefix import root_of
+from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.core import CoordinatorCore
+from megatron_infer.coordinator.peers import CoordinatorOptions
 from megatron_infer.errors import ConfigError
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.desk import Desk
-from megatron_infer.parallel.seats import CoordinatorOptions
 from megatron_infer.testing.echo import echo_tokens
 
 ROOT = root_of(model="m")
@@ -22,10 +22,10 @@ class World:
 
     def __init__(self, **options) -> None:
         self.now = 0.0
-        self.sent: deque[tuple[bytes, wire.Message]] = deque()
+        self.sent: deque[tuple[bytes, protocol.Message]] = deque()
         settings = {"policy": "longest_prefix", "heartbeat_s": 0.5, "timeout_s": 2.0, "max_attempts": 1000} | options
-        self.desk = Desk(CoordinatorOptions(**settings), self.send, clock=lambda: self.now)
-        self.inboxes: dict[bytes, list[wire.Message]] = {}
+        self.core = CoordinatorCore(CoordinatorOptions(**settings), self.send, clock=lambda: self.now)
+        self.inboxes: dict[bytes, list[protocol.Message]] = {}
 
     def send(self, peer, message):
         self.inboxes.setdefault(peer, []).append(message)
@@ -34,29 +34,29 @@ class World:
         return self.inboxes.pop(peer, [])
 
     def client(self, peer=b"client"):
-        self.desk.enter(peer, "client", "c")
+        self.core.enter(peer, "client", "c")
         return peer
 
     def replica(self, peer, *, capacity=2, version=0, state="running"):
-        incarnation = self.desk.enter(peer, "replica", peer.decode())
-        about = wire.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5)
-        self.desk.receive(peer, about)
+        incarnation = self.core.enter(peer, "replica", peer.decode())
+        about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5)
+        self.core.receive(peer, about)
         return incarnation
 
     def submit(self, number, *, count=8, client=b"client", **more):
-        prompt = wire.ids_to_bytes([number, number % 5, 7])
+        prompt = protocol.ids_to_bytes([number, number % 5, 7])
         params = {"max_tokens": count, "temperature": 0.0, **more}
-        self.desk.receive(client, wire.Submit(number, prompt, None, "", params, None, True))
+        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True))
 
     def beat(self, peer, incarnation, *, state="running", version=0, step_s=0.0):
-        self.desk.receive(peer, wire.Beat(incarnation, 1, 0, ROOT, version, state, step_s))
+        self.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, version, state, step_s))
 
     def pass_time(self, seconds, *, beats=()):
         for _ in range(int(seconds / 0.25)):
             self.now += 0.25
             for peer, incarnation in beats:
                 self.beat(peer, incarnation)
-            self.desk.tick()
+            self.core.tick()
 
 
 class Worker:
@@ -69,10 +69,10 @@ class Worker:
 
     def read(self):
         for message in self.world.take(self.peer):
-            if isinstance(message, wire.Run):
-                drawn = wire.bytes_to_ids(message.kept[0].tokens) if message.kept else []
+            if isinstance(message, protocol.Run):
+                drawn = protocol.bytes_to_ids(message.kept[0].tokens) if message.kept else []
                 self.runs[message.number] = [message, drawn]
-            elif isinstance(message, wire.Cancel) and message.number in self.runs:
+            elif isinstance(message, protocol.Cancel) and message.number in self.runs:
                 run, drawn = self.runs.pop(message.number)
                 if not message.silent:
                     self.tell(run, drawn, [], "abort")
@@ -82,7 +82,7 @@ class Worker:
         for number, (run, drawn) in list(self.runs.items()):
             if rng.random() < 0.5:
                 continue
-            count, prompt = run.params["max_tokens"], wire.bytes_to_ids(run.prompt)
+            count, prompt = run.params["max_tokens"], protocol.bytes_to_ids(run.prompt)
             new = echo_tokens(prompt, count)[len(drawn) : len(drawn) + rng.randrange(1, 4)]
             ended = len(drawn) + len(new) == count
             self.tell(run, drawn, new, "length" if ended else None)
@@ -91,10 +91,10 @@ class Worker:
                 del self.runs[number]
 
     def tell(self, run, drawn, new, reason):
-        piece = wire.Piece(0, len(drawn), wire.ids_to_bytes(new), "", reason)
-        output = wire.Output(run.number, self.incarnation, [piece], reason is not None)
-        if self.world.desk.knows(self.peer):
-            self.world.desk.receive(self.peer, output)
+        piece = protocol.Piece(0, len(drawn), protocol.ids_to_bytes(new), "", reason)
+        output = protocol.Output(run.number, self.incarnation, [piece], reason is not None)
+        if self.world.core.knows(self.peer):
+            self.world.core.receive(self.peer, output)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -113,46 +113,46 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(se
             workers.append(Worker(world, f"w{next(names)}".encode()))
         elif event < 0.44 and workers:
             worker = workers.pop(rng.randrange(len(workers)))
-            world.desk.unreachable(worker.peer)
+            world.core.unreachable(worker.peer)
             gone.append(worker)
         elif event < 0.46 and workers:
             worker = rng.choice(workers)
-            world.desk.receive(worker.peer, wire.Goodbye(draining=True))
+            world.core.receive(worker.peer, protocol.Goodbye(draining=True))
         elif event < 0.50 and expected:
             number = rng.choice(sorted(expected))
-            world.desk.receive(client, wire.Abort(number))
+            world.core.receive(client, protocol.Abort(number))
             aborted.add(number)
         elif event < 0.55 and gone:
             gone[-1].work(rng)  # late words of the dead
         elif workers:
             rng.choice(workers).work(rng)
         collect(world.take(client), answers, ended)
-        world.desk.check()
+        world.core.check()
     for peer in (b"last-1", b"last-2"):
         workers.append(Worker(world, peer))
     for _ in range(600):
         for worker in workers:
             worker.work(rng)
         collect(world.take(client), answers, ended)
-    world.desk.check()
+    world.core.check()
     assert ended.keys() == expected.keys()
     for number, tokens in expected.items():
         if number in aborted:
             assert tokens[: len(answers[number])] == answers[number]
         else:
             assert answers[number] == tokens, f"request {number}"
-    assert world.desk.stats()["waiting"] == 0
+    assert world.core.stats()["waiting"] == 0
 
 
 def collect(messages, answers, ended):
     for message in messages:
-        if not isinstance(message, wire.Output):
+        if not isinstance(message, protocol.Output):
             continue
         assert message.number not in ended, f"request {message.number} has news after its end"
         for piece in message.pieces:
             have = answers.setdefault(message.number, [])
             assert piece.offset == len(have), f"request {message.number}: token {piece.offset} after {len(have)}"
-            have += wire.bytes_to_ids(piece.tokens)
+            have += protocol.bytes_to_ids(piece.tokens)
         answers.setdefault(message.number, [])
         if message.finished:
             ended[message.number] = message
@@ -166,13 +166,13 @@ def test_silent_replica_is_lost_at_the_timeout_and_not_before():
     owner = {message.number: peer for peer in (b"one", b"two") for message in world.take(peer)}
     assert len(owner) == 2
     beats = [(b"two", two)]
-    world.desk.receive(client, wire.Ping())
+    world.core.receive(client, protocol.Ping())
     world.pass_time(2.0, beats=beats)
-    assert world.desk.knows(b"one")
-    world.desk.receive(client, wire.Ping())
+    assert world.core.knows(b"one")
+    world.core.receive(client, protocol.Ping())
     world.pass_time(0.5, beats=beats)
-    assert not world.desk.knows(b"one") and world.desk.knows(b"two")
-    assert any(isinstance(message, wire.Run) for message in world.take(b"two"))
+    assert not world.core.knows(b"one") and world.core.knows(b"two")
+    assert any(isinstance(message, protocol.Run) for message in world.take(b"two"))
     assert one < two
 
 
@@ -182,8 +182,8 @@ def test_coordinator_that_stood_still_itself_blames_nobody():
     incarnation = world.replica(b"one")
     world.pass_time(1.0, beats=[(b"one", incarnation)])
     world.now += 60.0  # stopped and continued
-    world.desk.tick()
-    assert world.desk.knows(b"one") and world.desk.knows(b"client")
+    world.core.tick()
+    assert world.core.knows(b"one") and world.core.knows(b"client")
 
 
 def test_silent_client_is_forgotten_and_its_requests_are_cancelled():
@@ -192,9 +192,9 @@ def test_silent_client_is_forgotten_and_its_requests_are_cancelled():
     incarnation = world.replica(b"one")
     world.submit(1)
     world.pass_time(3.0, beats=[(b"one", incarnation)])
-    assert not world.desk.knows(b"client")
-    assert [m.silent for m in world.take(b"one") if isinstance(m, wire.Cancel)] == [True]
-    world.desk.check()
+    assert not world.core.knows(b"client")
+    assert [m.silent for m in world.take(b"one") if isinstance(m, protocol.Cancel)] == [True]
+    world.core.check()
 
 
 def test_tokens_out_of_turn_end_the_replica_not_the_stream():
@@ -202,17 +202,17 @@ def test_tokens_out_of_turn_end_the_replica_not_the_stream():
     client = world.client()
     incarnation = world.replica(b"one")
     world.submit(1)
-    run = next(m for m in world.take(b"one") if isinstance(m, wire.Run))
-    good = wire.Piece(0, 0, wire.ids_to_bytes([1, 2]), "")
-    world.desk.receive(b"one", wire.Output(run.number, incarnation, [good], False))
-    gap = wire.Piece(0, 3, wire.ids_to_bytes([4]), "")
-    world.desk.receive(b"one", wire.Output(run.number, incarnation, [gap], False))
-    assert not world.desk.knows(b"one")
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    good = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [good], False))
+    gap = protocol.Piece(0, 3, protocol.ids_to_bytes([4]), "")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [gap], False))
+    assert not world.core.knows(b"one")
     assert [m.pieces for m in world.take(client)] == [[good]]
     world.replica(b"two")
-    moved = next(m for m in world.take(b"two") if isinstance(m, wire.Run))
-    assert wire.bytes_to_ids(moved.kept[0].tokens) == [1, 2]
-    world.desk.check()
+    moved = next(m for m in world.take(b"two") if isinstance(m, protocol.Run))
+    assert protocol.bytes_to_ids(moved.kept[0].tokens) == [1, 2]
+    world.core.check()
 
 
 def test_output_of_a_request_nobody_waits_for_any_more_touches_no_other():
@@ -221,14 +221,14 @@ def test_output_of_a_request_nobody_waits_for_any_more_touches_no_other():
     incarnation = world.replica(b"one")
     world.submit(1)
     world.submit(2, client=other)
-    first, second = (m for m in world.take(b"one") if isinstance(m, wire.Run))
-    world.desk.unreachable(client)
-    piece = wire.Piece(0, 0, wire.ids_to_bytes([5]), "")
-    world.desk.receive(b"one", wire.Output(first.number, incarnation, [piece], False))
-    assert world.take(other) == [] and world.desk.counts.fenced == 1 and world.desk.knows(b"one")
-    world.desk.receive(b"one", wire.Output(second.number, incarnation, [piece], False))
+    first, second = (m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    world.core.unreachable(client)
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([5]), "")
+    world.core.receive(b"one", protocol.Output(first.number, incarnation, [piece], False))
+    assert world.take(other) == [] and world.core.counts.fenced == 1 and world.core.knows(b"one")
+    world.core.receive(b"one", protocol.Output(second.number, incarnation, [piece], False))
     assert [m.pieces for m in world.take(other)] == [[piece]]
-    world.desk.check()
+    world.core.check()
 
 
 def test_message_of_an_earlier_incarnation_is_dropped():
@@ -236,50 +236,50 @@ def test_message_of_an_earlier_incarnation_is_dropped():
     client = world.client()
     old = world.replica(b"one")
     world.submit(1)
-    run = next(m for m in world.take(b"one") if isinstance(m, wire.Run))
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
     new = world.replica(b"one")  # it said hello again on the same connection
     assert new > old
-    piece = wire.Piece(0, 0, wire.ids_to_bytes([1]), "", "length")
-    world.desk.receive(b"one", wire.Output(run.number, old, [piece], True))
-    assert world.take(client) == [] and world.desk.counts.fenced == 1
-    again = next(m for m in world.take(b"one") if isinstance(m, wire.Run))
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1]), "", "length")
+    world.core.receive(b"one", protocol.Output(run.number, old, [piece], True))
+    assert world.take(client) == [] and world.core.counts.fenced == 1
+    again = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
     assert again.number != run.number
-    world.desk.check()
+    world.core.check()
 
 
 def test_replica_with_old_weights_gets_nothing_until_it_has_the_new_ones():
     world = World()
     client = world.client()
     one, two = world.replica(b"one"), world.replica(b"two")
-    world.desk.receive(client, wire.Control(5, "set_weight_version", {"version": 3}, 1.0))
-    command = next(m for m in world.take(b"one") if isinstance(m, wire.Command))
+    world.core.receive(client, protocol.Control(5, "set_weight_version", {"version": 3}, 1.0))
+    command = next(m for m in world.take(b"one") if isinstance(m, protocol.Command))
     world.beat(b"one", one, version=3)
-    world.desk.receive(b"one", wire.Done(command.number, one, wire.Answer(ok=True)))
-    assert not any(isinstance(m, wire.ControlResult) for m in world.take(client))
+    world.core.receive(b"one", protocol.Done(command.number, one, protocol.Answer(ok=True)))
+    assert not any(isinstance(m, protocol.ControlResult) for m in world.take(client))
     for _ in range(6):
         world.now += 0.25
         world.beat(b"one", one, version=3)
         world.beat(b"two", two)
-        world.desk.tick()
-    result = next(m for m in world.take(client) if isinstance(m, wire.ControlResult))
+        world.core.tick()
+    result = next(m for m in world.take(client) if isinstance(m, protocol.ControlResult))
     assert {name: answer.ok for name, answer in result.answers.items()} == {"one": True, "two": False}
     world.take(b"two")
     for number in range(1, 4):
         world.submit(number)
-    assert not any(isinstance(m, wire.Run) for m in world.take(b"two"))
+    assert not any(isinstance(m, protocol.Run) for m in world.take(b"two"))
     world.beat(b"two", two, version=3)
     for number in range(4, 8):
         world.submit(number)
-    assert any(isinstance(m, wire.Run) for m in world.take(b"two"))
+    assert any(isinstance(m, protocol.Run) for m in world.take(b"two"))
 
 
 def test_control_without_replicas_answers_at_once_and_holds_for_those_that_come():
     world = World()
     client = world.client()
-    world.desk.receive(client, wire.Control(1, "pause", {"mode": "keep"}, 1.0))
-    assert world.take(client) == [wire.ControlResult(1, {})]
+    world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
+    assert world.take(client) == [protocol.ControlResult(1, {})]
     world.replica(b"one")
-    assert [m.command for m in world.take(b"one") if isinstance(m, wire.Command)] == ["pause"]
+    assert [m.command for m in world.take(b"one") if isinstance(m, protocol.Command)] == ["pause"]
 
 
 def test_requests_wait_by_priority_and_then_as_they_came():
@@ -295,11 +295,11 @@ def test_requests_wait_by_priority_and_then_as_they_came():
         world.submit(number, priority=priority)
 
     def sent():
-        return [wire.bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, wire.Run)]
+        return [protocol.bytes_to_ids(run.prompt)[0] for run in world.take(b"one") if isinstance(run, protocol.Run)]
 
     assert sent() == [4, 1, 3, 2]
     for run_number in range(1, 4):
-        world.desk.receive(b"one", wire.Output(run_number, worker.incarnation, [], True))
+        world.core.receive(b"one", protocol.Output(run_number, worker.incarnation, [], True))
     assert sent() == [8, 7, 6]
 
 
@@ -309,14 +309,14 @@ def test_idle_replica_takes_over_what_waits_for_a_full_one():
     one = world.replica(b"one", capacity=2)
     for number in range(1, 9):
         world.submit(number)
-    runs = [m for m in world.take(b"one") if isinstance(m, wire.Run)]
-    assert len(runs) == 3 and world.desk.stats()["waiting"] == 5
+    runs = [m for m in world.take(b"one") if isinstance(m, protocol.Run)]
+    assert len(runs) == 3 and world.core.stats()["waiting"] == 5
     world.replica(b"two", capacity=4)
-    assert len([m for m in world.take(b"two") if isinstance(m, wire.Run)]) == 3  # until half of it is busy
+    assert len([m for m in world.take(b"two") if isinstance(m, protocol.Run)]) == 3  # until half of it is busy
     for run in runs:
-        world.desk.receive(b"one", wire.Output(run.number, one, [wire.Piece(0, 0, b"", "", "length")], True))
-    assert world.desk.stats()["waiting"] == 0
-    world.desk.check()
+        world.core.receive(b"one", protocol.Output(run.number, one, [protocol.Piece(0, 0, b"", "", "length")], True))
+    assert world.core.stats()["waiting"] == 0
+    world.core.check()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import replica_child
 from carried_case import make_engine, make_model
 from coordinator_case import Child, coordinator, replica, wait_for
 
-from megatron_infer.outputs import CompletionOutput
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.client import InferenceClient, _extend
-from megatron_infer.parallel.served import ServedRequest, params_of
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import InferenceClient, _extend
+from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
+from megatron_infer.outputs.request_output import CompletionOutput
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_an
                 wait_for(lambda: all(r["running"] >= 4 for r in client.stats()["replicas"]))
                 child.signal(signal.SIGKILL)
                 same([future.result(60) for future in futures], expected_longer)
-                one.desk.check()
+                one.core.check()
                 stats = client.stats()
                 assert stats["replicas_lost"] == 1 and stats["resent"] >= 1
                 answers = client.set_weight_version(5)
@@ -73,7 +73,7 @@ def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_an
                 client.resume()
                 output = later.result(30)
                 assert output.outputs[0].spans[0].policy_version == 5
-                with pytest.raises(wire.ControlFailed, match=r"here: .*pause mode"):
+                with pytest.raises(protocol.ControlFailed, match=r"here: .*pause mode"):
                     client.pause("kep")
         finally:
             child.end()
@@ -106,12 +106,12 @@ def same_carried(one, two):
     assert one.routing is None or (one.routing.dtype == two.routing.dtype and (one.routing == two.routing).all())
 
 
-CARRIED = {"return_sampled_logprobs": True, "return_support": True}
+TOKEN_DETAILS = {"return_sampled_logprobs": True, "return_support": True}
 HARD = {
     "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
     "samples": SamplingParams(max_tokens=20, n=3, seed=3, ignore_eos=True, logprobs=2),
-    "carried": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **CARRIED),
-    "routed": SamplingParams(max_tokens=20, n=2, seed=9, ignore_eos=True, return_routing=True, **CARRIED),
+    "carried": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **TOKEN_DETAILS),
+    "routed": SamplingParams(max_tokens=20, n=2, seed=9, ignore_eos=True, return_routing=True, **TOKEN_DETAILS),
     "penalties": SamplingParams(
         max_tokens=20, seed=4, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True
     ),
@@ -129,12 +129,12 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
     engine = experts if params.return_routing else engine
     whole = engine.generate([ids], [params])[0]
     assert any(len(one.token_ids) > 1 for one in whole.outputs)
-    run = wire.Run(1, 1, wire.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
-    told: list[list[wire.Piece]] = [[] for _ in range(params.n)]
+    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    told: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
     finished = drive(engine, ServedRequest(run, params_of(run)), told, steps=cut)
     if not finished:
         kept = [
-            wire.Kept(
+            protocol.Kept(
                 b"".join(piece.tokens for piece in pieces),
                 0,
                 pieces[-1].cumulative_logprob or 0.0 if pieces else 0.0,
@@ -143,12 +143,12 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
             )
             for pieces in told
         ]
-        moved = wire.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+        moved = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
         served = engine if how == "exactly" else Elsewhere(engine)
         assert drive(served, ServedRequest(moved, params_of(moved)), told, steps=1000)
     for pieces, one in zip(told, whole.outputs, strict=True):
         assert [piece.offset for piece in pieces] == offsets(pieces)
-        assert sum((wire.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+        assert sum((protocol.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
         assert pieces[-1].finish_reason == one.finish_reason
         if one.logprobs is not None:
             entries = [entry for piece in pieces for entry in piece.logprobs]
@@ -156,7 +156,7 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
         at_the_client = CompletionOutput(index=0, text="", token_ids=[])
         for piece in pieces:
-            _extend(at_the_client, wire.decode(wire.encode(wire.Output(1, 1, [piece], False))).pieces[0])
+            _extend(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
         same_carried(at_the_client, one)
 
 
@@ -196,10 +196,10 @@ class Elsewhere:
 
 def test_request_that_draws_other_tokens_when_moved_is_an_error_not_a_wrong_answer(engine):
     ids = prompt_of(1)
-    kept = [wire.Kept(wire.ids_to_bytes([1, 2, 3]))]
+    kept = [protocol.Kept(protocol.ids_to_bytes([1, 2, 3]))]
     params = dataclasses.replace(HARD["greedy"], max_tokens=8)
-    run = wire.Run(9, 1, wire.ids_to_bytes(ids), None, "", params.to_dict(), 0, True, kept)
+    run = protocol.Run(9, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), 0, True, kept)
     request = ServedRequest(run, params_of(run))
-    with pytest.raises(wire.InferenceError, match="where another replica drew"):
+    with pytest.raises(protocol.InferenceError, match="where another replica drew"):
         drive(Elsewhere(engine), request, [[]], steps=10)
     engine.abort(request.id)

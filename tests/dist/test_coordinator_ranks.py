@@ -10,8 +10,8 @@ from coordinator_case import coordinator, wait_for
 from engine_ranks import make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
 
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.parallel.replica import Replica
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.replica import Replica
 
 IDLE_S, TIMEOUT_S = 4.0, 2.0
 
@@ -37,7 +37,7 @@ def serve(rank, size, folder):
                 futures = [client.submit(*pair) for pair in work()]
                 wait_for(lambda: client.stats()["replicas"][0]["running"])
                 time.sleep(0.4)
-                one.desk.unreachable(next(iter(one.desk._replicas)), "a test says so")
+                one.core.unreachable(next(iter(one.core._replicas)), "a test says so")
                 for wanted, future in zip(tokens, futures, strict=True):
                     output = future.result(60)
                     assert output.error is None, output.error

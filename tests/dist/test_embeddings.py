@@ -11,9 +11,9 @@ import torch
 from test_carried import take_stage
 from test_expert_engine import take_part
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.embeddings import params_for
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.testing.tiny import tiny_gpt
 
 SIZES = {"vocab_size": 128, "max_sequence_length": 256, "init_method_std": 0.2, "num_layers": 2}
@@ -25,8 +25,8 @@ def vectors(model: torch.nn.Module, **settings: Any) -> list[list[float]]:
     engine = DynamicInferenceEngine(model, InferenceConfig(**BASE, collective_timeout_s=30, **settings))
     params = [params_for("mean" if place % 2 else "last") for place in range(len(PROMPTS))]
     outputs = engine.generate(PROMPTS, params)
-    if engine.parts.team.lockstep is not None:
-        engine.parts.team.lockstep.close()
+    if engine.parts.rank_group.lockstep is not None:
+        engine.parts.rank_group.lockstep.close()
     return [output.pooled for output in outputs]
 
 

@@ -12,14 +12,14 @@ from gloo_ranks import gathered, new_groups, run_on_ranks
 from hybrid_models import random_hybrid
 from test_adopt_tensor_parallel import logits_of_schedule
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.model_loader.hf_weights import SafetensorsReader
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import save_checkpoint
-from megatron_infer.models.hf_weights import SafetensorsReader
-from megatron_infer.models.sources import open_source
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 LAYOUTS = {

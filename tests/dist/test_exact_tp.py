@@ -11,9 +11,9 @@ from engine_ranks import VOCAB, make_engine, part_of_model, whole_model, workloa
 from gloo_ranks import new_groups, run_on_ranks
 from test_adopt_tensor_parallel import fill_vectors
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ModelError
-from megatron_infer.models.exact import exact_logprobs, exact_math
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.models.exact_forward import exact_logprobs, exact_math
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt
 

@@ -13,7 +13,7 @@ from gloo_ranks import new_groups, run_on_ranks
 from test_hybrid_tensor_parallel import share
 from test_tp_parity import CACHED, TOLERANCE, play, settings_of
 
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 SETTINGS = {"position_embedding_type": "rope", "init_method_std": 0.2}
@@ -40,7 +40,7 @@ def moving_experts(engine: DynamicInferenceEngine, step: int) -> None:
     """Some experts change, and the engine is not told: where experts are whole only one rank can see it."""
     if step not in (4, 12):
         return
-    groups = engine.parts.team.groups
+    groups = engine.parts.rank_group.groups
     first = 2 * groups.ep_rank
     changed = 0
     with torch.no_grad():
@@ -77,8 +77,8 @@ def played(model: torch.nn.Module, kind: str, name: str) -> tuple[dict[str, Any]
     stats = engine.stats()
     if act is moving_experts:
         assert engine.parts.num_updates == 2, engine.parts.num_updates
-    if engine.parts.team.lockstep is not None:
-        engine.parts.team.lockstep.close()
+    if engine.parts.rank_group.lockstep is not None:
+        engine.parts.rank_group.lockstep.close()
     return ranks.account(outputs), dict(stats.counters)
 
 

@@ -14,11 +14,11 @@ import pytest
 import stage_case
 import torch
 
-from megatron_infer.config import ConfigWarning
+from megatron_infer.config.inference import ConfigWarning
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
-from megatron_infer.forward.graph_replay import ReplayRecorder, _NoReading
-from megatron_infer.sampling.tensor_parallel import RowSpread
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
+from megatron_infer.testing.replay_recorder import ReplayRecorder, _NoReading
 
 GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 32, "enable_chunked_prefill": True}
 NAMES = ("tied", "last stage without Mamba")
@@ -148,7 +148,7 @@ def breaks_off(rank: int, model: Any) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*together with other ranks.*no room"):
         engine.step()
     assert time.monotonic() - started < (1.5 if rank == 1 else 6.0)
-    engine.parts.team.lockstep.close()
+    engine.parts.rank_group.lockstep.close()
 
 
 class Breaking:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_infer.comm import groups
+from megatron_infer.comm import lockstep as lockstep_module
+from megatron_infer.comm.groups import TimeLimit
+from megatron_infer.comm.heartbeat import Heartbeat
+from megatron_infer.comm.lockstep import Lockstep
+from megatron_infer.comm.rank_links import LinkClosed, RankLink, connect
+from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.errors import LockstepError, RankFailure, TransitionFailed
-from megatron_infer.graph_shapes import GraphShape
-from megatron_infer.parallel import groups
-from megatron_infer.parallel import lockstep as lockstep_module
-from megatron_infer.parallel.groups import TimeLimit
-from megatron_infer.parallel.links import Link, LinkClosed, connect
-from megatron_infer.parallel.lockstep import Lockstep
-from megatron_infer.parallel.watch import Watch
-from megatron_infer.schedule.plan import Plan
+from megatron_infer.scheduler.step_plan import StepPlan
 
 
 def play(
@@ -276,7 +276,7 @@ def test_a_goodbye_that_was_not_read_yet_is_told_from_a_death():
 
     ended: list[int] = []
     link: Any = types.SimpleNamespace(receive=receive, send=send)
-    watch = Watch({1: link}, timeout_s=0.1, phase=lambda: "a step", give_up=lambda: bool(ended.append(1)) or True)
+    watch = Heartbeat({1: link}, timeout_s=0.1, phase=lambda: "a step", give_up=lambda: bool(ended.append(1)) or True)
     time.sleep(0.2)
     watch.check(goodbyes=False)
     assert watch.lost == (1, "it has closed its engine") and not said and not ended
@@ -316,8 +316,8 @@ def test_collectives_are_ended_within_a_step_alone_and_on_nccl_alone(monkeypatch
 
 def test_a_message_that_says_it_is_too_large_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        there = Link(socket.create_connection(server.getsockname()))
-        here = Link(server.accept()[0])
+        there = RankLink(socket.create_connection(server.getsockname()))
+        here = RankLink(server.accept()[0])
     there.send("x" * 5000)
     with pytest.raises(LinkClosed, match="limit is 4,096"):
         here.receive(5.0, max_bytes=4096)
@@ -336,7 +336,7 @@ def test_a_stranger_at_the_port_is_sent_away():
         everyone = [texts[0], texts[1]]
         if rank == 1 and everyone[0].startswith("{"):
             offers.append(json.loads(everyone[0]))
-            intruder = Link(socket.create_connection(("127.0.0.1", offers[0]["port"])))
+            intruder = RankLink(socket.create_connection(("127.0.0.1", offers[0]["port"])))
             intruder.send({"token": "guess", "rank": 1, "for": "calls"})
         barrier.wait()
         return everyone
@@ -361,8 +361,8 @@ def test_a_stranger_at_the_port_is_sent_away():
 
 def test_ranks_that_would_pad_a_step_differently_are_told_so():
     def act(lockstep: Lockstep) -> Any:
-        lockstep.planned(Plan(step=3), check=True, shape=GraphShape(8, 0, 8))
-        lockstep.planned(Plan(step=4), check=True, shape=GraphShape(8 << lockstep.rank, 0, 8 << lockstep.rank))
+        lockstep.planned(StepPlan(step=3), check=True, shape=GraphShape(8, 0, 8))
+        lockstep.planned(StepPlan(step=4), check=True, shape=GraphShape(8 << lockstep.rank, 0, 8 << lockstep.rank))
 
     for error in play(2, act):
         assert isinstance(error, LockstepError), error

@@ -13,8 +13,8 @@ from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session
 
 from megatron_infer.models.adopt import adopt
-from megatron_infer.rl.meter import MismatchMeter
-from megatron_infer.rl.meter_layers import Verdict
+from megatron_infer.rl.mismatch_layers import Verdict
+from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
@@ -43,8 +43,8 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         # megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take
         with cpu_shim(1) if name in SHIMMED else contextlib.nullcontext():
             check(name, rank, session, want)
-        if session.engine.parts.team.lockstep is not None:
-            session.engine.parts.team.lockstep.close()
+        if session.engine.parts.rank_group.lockstep is not None:
+            session.engine.parts.rank_group.lockstep.close()
 
 
 def share_what_is_not_expert(model: torch.nn.Module) -> None:

@@ -11,11 +11,11 @@ import stage_case
 import torch
 from test_hf_parity import CASES, random_hf_model
 
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import save_checkpoint
-from megatron_infer.models.plan_shape import shape_of
-from megatron_infer.models.sources import open_source
 
 SHAPE = ("num_query_heads", "num_kv_heads", "head_dim", "num_attention_layers", "padded_vocab_size")
 

@@ -11,8 +11,8 @@ import pytest
 import stage_case
 import torch
 
+from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.checkpoint import save_checkpoint
 
 STAGES = {
     "tied": [[2, 0], [2, 0]],
@@ -54,7 +54,7 @@ def run_stages(rank: int, size: int, folder: Path) -> None:
         assert [adopted.shape.num_attention_layers, len(adopted.ssm_specs)] == STAGES[name][rank], name
         for features in stage_case.FEATURES:
             engine = stage_case.make_engine(model, features)
-            assert engine.parts.scheduler.num_groups == size + engine.config.overlap
+            assert engine.parts.scheduler.num_micro_batches == size + engine.config.overlap
             where = f"{name}, {features}"
             stage_case.assert_same(stage_case.generate(engine), expected[name], where)
             stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], f"{where}, suspended")

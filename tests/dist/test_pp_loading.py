@@ -13,13 +13,13 @@ from test_gguf import write_gguf
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import num_parameters, shape_of
+from megatron_infer.model_loader.gguf import GGUFWeights
+from megatron_infer.model_loader.hf_weights import SafetensorsReader
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.build import build_model
-from megatron_infer.models.gguf import GGUFWeights
-from megatron_infer.models.hf_weights import SafetensorsReader
-from megatron_infer.models.plan_shape import num_parameters, shape_of
-from megatron_infer.models.sources import open_source
-from megatron_infer.models.stages import stage_span
+from megatron_infer.models.stage_layers import stage_span
 
 GPT = ["llama_tied", "llama_all_biases", "qwen2_window_from_layer", "smollm3", "gpt2"]
 HYBRID = ["nemotron_h", "granite_factors_tied", "bamba_biases"]

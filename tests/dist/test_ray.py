@@ -16,11 +16,11 @@ import urllib.request
 
 import pytest
 
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.peers import CoordinatorOptions
+from megatron_infer.coordinator.protocol import ControlFailed
 from megatron_infer.errors import ConfigError
-from megatron_infer.parallel.ray import RayMissing, RayReplicas, ReplicasLost, serve_application
-from megatron_infer.parallel.seats import CoordinatorOptions
-from megatron_infer.parallel.wire import ControlFailed
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.server.ray_replicas import RayMissing, RayReplicas, ReplicasLost, serve_application
 from megatron_infer.testing.echo import echo_tokens
 
 PROMPTS = [[3 + i, 5, 7 * i + 1, 11] * (3 + i) for i in range(6)]
@@ -67,7 +67,7 @@ def model_dir(tmp_path_factory):
 
 
 def one_engine(model_dir, params):
-    from megatron_infer.llm import LLM
+    from megatron_infer.entrypoints.llm import LLM
 
     outputs = LLM(model_dir, config=CONFIG, dtype="float32").generate(PROMPTS, params)
     return [output.outputs[0].token_ids for output in outputs]
@@ -123,7 +123,7 @@ def test_requests_of_a_killed_actor_go_on_elsewhere_and_it_joins_again(ray, mode
     def make():
         import time
 
-        from megatron_infer.llm import LLM
+        from megatron_infer.entrypoints.llm import LLM
 
         engine = LLM(model_dir, config={"buffer_size_gb": 0.01, "enable_prefix_caching": True}, dtype="float32").engine
         step = engine.step

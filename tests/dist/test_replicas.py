@@ -13,7 +13,7 @@ import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 MODELS: dict[str, Any] = {

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_infer.errors import WeightUpdateError, WrongState
-from megatron_infer.models.build import build_model
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.weights import ReshardSource, apply, verify_update
 from megatron_infer.rl.weights.inventory import Inventory
 

@@ -11,10 +11,10 @@ from gloo_ranks import new_groups, run_on_ranks
 from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SwitchFailed
 from megatron_infer.rl.scoring import SplitLogprob
 from megatron_infer.rl.weights import apply
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
@@ -57,7 +57,7 @@ def check_starts(session: Any) -> None:
 
     sequences, starts = [[*prompt, 1, 2, 3] for prompt in prompts()], [len(prompt) for prompt in prompts()]
     parameters = list(session.model.parameters())
-    can_grad = session.engine.parts.team.groups.pp is None
+    can_grad = session.engine.parts.rank_group.groups.pp is None
     with cpu_shim(1), session.training():
         whole = session.score(sequences, grad=can_grad)
         ends = torch.cat([own[first - 1 :] for own, first in zip(whole, starts, strict=True)])
@@ -105,8 +105,8 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
                     assert (torch.tensor(a) - torch.tensor(b)).abs().max() < 5e-4, (name, key)
         if not replicated and got["losses"][0] is not None:
             torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), atol=1e-4, rtol=0)
-        if session.engine.parts.team.lockstep is not None:
-            session.engine.parts.team.lockstep.close()
+        if session.engine.parts.rank_group.lockstep is not None:
+            session.engine.parts.rank_group.lockstep.close()
 
 
 @pytest.mark.timeout(200)
@@ -178,7 +178,7 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
             assert answers(session) == want and session.weight_version == 0
         session.transition(dict(other))
         assert answers(session) != want and session.weight_version == 1
-        session.engine.parts.team.lockstep.close()
+        session.engine.parts.rank_group.lockstep.close()
 
 
 def fails_as_one(session: Any, other: dict[str, torch.Tensor], what: str, victim: int, rank: int) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import engine_ranks as ranks
 import pytest
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, RequestError
-from megatron_infer.rl.collect import RolloutShortage
-from megatron_infer.rl.conversations import run_conversations
-from megatron_infer.rl.flow import Budget
-from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.rl.group_tracker import Budget
+from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.rl.rollout_queue import RolloutQueue
+from megatron_infer.rl.tool_rollouts import run_conversations
 
 PROMPTS = [list(range(5 + i, 25 + 3 * i)) for i in range(5)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

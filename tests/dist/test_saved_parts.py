@@ -11,8 +11,8 @@ import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
 
-from megatron_infer.durable import parts as saved_parts
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.durable import rank_files as saved_parts
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, SnapshotError, TransitionFailed
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
@@ -55,7 +55,7 @@ def finish(engine: DynamicInferenceEngine) -> dict[str, Any]:
         done += [output for output in engine.step() if output.finished]
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
-    engine.parts.team.lockstep.close()
+    engine.parts.rank_group.lockstep.close()
     return ranks.account(done)
 
 

@@ -11,11 +11,11 @@ from engine_ranks import make_engine, part_of_model, whole_model
 from gloo_ranks import new_groups, run_on_ranks
 from safetensors.torch import load_file, save_file
 
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.parallel.replica import Replica
-from megatron_infer.rl.served_weights import ServedWeights
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.replica import Replica
+from megatron_infer.rl.remote_weights import RemoteWeights
 
 PROMPT = [5, 9, 30, 7, 66, 12, 3]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -39,7 +39,7 @@ def answer(client):
 def steer(client, folder, expected):
     new = load_file(folder / "new.safetensors")
     assert answer(client) == expected["old"]
-    with pytest.raises(wire.ControlFailed, match="nowhere"):
+    with pytest.raises(protocol.ControlFailed, match="nowhere"):
         client.control("load_weights", path=str(folder / "nowhere"))
     client.control("cancel_weights", version=0)
     client.pause()
@@ -68,7 +68,7 @@ def steer(client, folder, expected):
 def serve(rank, size, folder):
     new_groups(tensor_model_parallel_size=size)
     engine = make_engine(part_of_model("attention", str(folder), rank, size))
-    weights = ServedWeights(engine)
+    weights = RemoteWeights(engine)
     if rank:
         engine.follow(weights.followed())
         return
@@ -100,7 +100,7 @@ def test_two_ranks_take_weights_out_of_files_and_in_pieces_and_give_them_back(tm
     expected = {"old": engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids}
     new = changed(model)
     save_file(new, tmp_path / "new.safetensors")
-    weights = ServedWeights(engine).commands()
+    weights = RemoteWeights(engine).commands()
     weights["load_weights"](path=str((tmp_path / "new.safetensors").resolve()))
     weights["finish_weights"](version=1)
     weights["settle_weights"]()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from structured_case import BASE, check, make_engine, model, tokenizer, workload
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import CheckpointSource, save_checkpoint
-from megatron_infer.parallel import wire
-from megatron_infer.parallel.served import ServedRequest, params_of
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import CheckpointSource, save_checkpoint
 
 BUSY = {"overlap": True, "enable_chunked_prefill": True, "max_tokens": 40, "max_requests": 8}
 
@@ -26,8 +26,8 @@ def play(whole_or_part: torch.nn.Module, **settings: Any) -> list[Any]:
     engine = DynamicInferenceEngine(whole_or_part, config, tokenizer=tokenizer())
     work = workload()
     outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
-    if engine.parts.team.lockstep is not None:
-        engine.parts.team.lockstep.close()
+    if engine.parts.rank_group.lockstep is not None:
+        engine.parts.rank_group.lockstep.close()
     for (_, params), output in zip(work, outputs, strict=True):
         for one in output.outputs if params.structured is not None else ():
             check(params.structured, one.text)
@@ -57,25 +57,25 @@ def test_a_request_that_moves_goes_on_within_its_language(cut):
         if params.structured is None or params.carries or params.logprobs is not None:
             continue
         whole = here.generate([prompt], [params])[0]
-        run = wire.Run(1, 1, wire.ids_to_bytes(prompt), None, "", params.to_dict(), params.seed, True, [])
-        told: list[list[wire.Piece]] = [[] for _ in range(params.n)]
+        run = protocol.Run(1, 1, protocol.ids_to_bytes(prompt), None, "", params.to_dict(), params.seed, True, [])
+        told: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
         if not drive(here, ServedRequest(run, params_of(run)), told, steps=cut):
             kept = [
-                wire.Kept(
+                protocol.Kept(
                     b"".join(piece.tokens for piece in pieces),
                     finish_reason=pieces[-1].finish_reason,
                     stop_reason=pieces[-1].stop_reason,
                 )
                 for pieces in told
             ]
-            moved = wire.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+            moved = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
             assert drive(there, ServedRequest(moved, params_of(moved)), told, steps=500)
         for pieces, one in zip(told, whole.outputs, strict=True):
-            assert sum((wire.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
+            assert sum((protocol.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
             assert pieces[-1].finish_reason == one.finish_reason == "stop"
 
 
-def drive(engine: Any, request: ServedRequest, told: list[list[wire.Piece]], *, steps: int) -> bool:
+def drive(engine: Any, request: ServedRequest, told: list[list[protocol.Piece]], *, steps: int) -> bool:
     """Some steps, noting what the client is told -> whether it has finished; if not it is aborted."""
     request.begin(engine)
     for _ in range(steps):

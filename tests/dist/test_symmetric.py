@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_on_ranks
 
-from megatron_infer.kernels.symmetric import MAX_BYTES, connect
+from megatron_infer.kernels.symmetric_allreduce import MAX_BYTES, connect
 
 
 class GatheredMemory:

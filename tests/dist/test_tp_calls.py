@@ -12,8 +12,9 @@ import engine_ranks as ranks
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import (
     AdoptionError,
     ConfigError,
@@ -26,7 +27,6 @@ from megatron_infer.errors import (
     TransitionTimeout,
     WrongState,
 )
-from megatron_infer.schedule.params import SamplingParams
 
 Engine = DynamicInferenceEngine
 PROMPT = list(range(5, 60))
@@ -237,7 +237,7 @@ def check_planted_divergence(model: torch.nn.Module, rank: int) -> None:
             engine.add_request(PROMPT, GREEDY, request_id=name)
     engine.step()
     if rank == 1:
-        engine.parts.scheduler.roster.decoding[1].tokens[-1] ^= 1
+        engine.parts.scheduler.running_set.decoding[1].tokens[-1] ^= 1
     with refused(LockstepError, "step 1", "'second'", "rank 0: second decodes", "rank 1: second decodes"):
         engine.step()
 
@@ -271,7 +271,7 @@ def check_vocabulary(model: torch.nn.Module, rank: int) -> None:
         if vocab_size is not None:
             with pytest.raises(InvalidPrompt if rank == 0 else RequestError, match=r"token id 101 .*\(0 to 100\)"):
                 engine.generate([[true]])
-        engine.parts.team.lockstep.close()
+        engine.parts.rank_group.lockstep.close()
     assert max(drawn[None]) >= true > max(drawn[true]), drawn
     with torch.no_grad():
         weight.copy_(before)
@@ -308,7 +308,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     check_same_failure(engine, rank)
     check_following(engine, rank)
     check_saved_requests(engine, rank, folder)
-    engine.parts.team.lockstep.close()
+    engine.parts.rank_group.lockstep.close()
     check_planted_divergence(model, rank)
     check_options(model, rank)
     check_vocabulary(model, rank)

@@ -16,7 +16,7 @@ from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear
-from megatron_infer.models.reduce import Reducer
+from megatron_infer.models.tp_collectives import Reducer
 from megatron_infer.testing.tiny import tiny_gpt
 
 SHARED_KV = {

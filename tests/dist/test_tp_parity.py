@@ -10,8 +10,8 @@ import engine_ranks as ranks
 import pytest
 import torch
 
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 Engine = DynamicInferenceEngine
 TOLERANCE = 1e-5
@@ -81,7 +81,7 @@ def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = 
     """A scenario, step by step: the leader adds requests, the others hear of them. act: in place of its own."""
     _, how, usual = SCENARIOS[name]
     act = act or usual
-    leads = engine.parts.team.groups.is_leader
+    leads = engine.parts.rank_group.groups.is_leader
     work = ranks.workload(**how)
     done, step = [], 0
 
@@ -122,7 +122,7 @@ def check_parity(rank: int, size: int, folder: str) -> None:
                 assert got[key][:2] == (tokens, reason), (kind, name, key)
                 worst = max(worst, *(abs(a - b) for a, b in zip(got[key][2], logprobs, strict=True)))
             assert worst < TOLERANCE, (kind, name, worst)
-            engine.parts.team.lockstep.close()
+            engine.parts.rank_group.lockstep.close()
     Path(folder, f"worst.{rank}").write_text(str(worst))
 
 

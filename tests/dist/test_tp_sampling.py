@@ -11,10 +11,10 @@ from sampling_rows import random_logits, random_request
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.parallel.tensor_parallel_sampler import for_group
 from megatron_infer.sampling.logprobs import prompt_logprobs
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, Sampler
-from megatron_infer.sampling.tensor_parallel import for_group
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput
 
 INF = float("inf")
 
@@ -50,7 +50,7 @@ class Pair:
         """Draw for `rows` both ways from logits_RV[row]; the token ids, and how many rows were bad."""
         rows = np.arange(len(self.requests), dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32)
         positions = np.array([len(self.requests[row].tokens) for row in rows])
-        inputs = SampleInputs(rows=rows, positions=positions, token_pool=self.pool)
+        inputs = SamplerInput(rows=rows, positions=positions, token_pool=self.pool)
         padded, shard = self.shard(logits_RV[torch.from_numpy(rows).long()])
         before = shard.clone()
         got, want = self.sharded.sample(shard, inputs), self.whole.sample(padded, inputs)
@@ -58,7 +58,7 @@ class Pair:
         assert got.bad_S.tolist() == want.bad_S.tolist()
         assert got.tokens_S.tolist() == want.tokens_S.tolist()
         same_scores(got.logprobs, want.logprobs)
-        same_carried(got.carried, want.carried)
+        same_carried(got.token_details, want.token_details)
         return got
 
     def check_prompt(self, logits_PV, targets_P, top):
@@ -113,7 +113,7 @@ def every_option(rank, size, kernels):
             pair = Pair(requests, vocab_size, rank, size, mode=mode, kernels=kernels)
             out = pair.check(logits)
             same_on_all_ranks(out.tokens_S, out.logprobs.token_logprob, out.logprobs.top_ids)
-            same_on_all_ranks(out.carried.processed, out.carried.bits_BY)
+            same_on_all_ranks(out.token_details.processed, out.token_details.bits_BY)
             for _ in range(6):
                 pair.check(logits, rng.permutation(len(requests))[: int(rng.integers(1, 40))])
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from model_kinds import HYBRID_PATTERN, buffers, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
-from megatron_infer.outputs import CompletionOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 VOCAB = 128

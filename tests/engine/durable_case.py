@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128

@@ -21,7 +21,7 @@ import torch
 from durable_case import PROMPT, make_engine
 from model_kinds import make_model
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 
 NUM_REQUESTS = 8
 EVERY_STEPS = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.llm import LLM
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.entrypoints.llm import LLM
 
 CHUNKED = InferenceConfig(
     buffer_size_gb=0.2,

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from model_kinds import buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.exact import exact_logprobs
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.outputs.request_output import RequestOutput
 
 VOCAB = 128
 BLOCK = 16

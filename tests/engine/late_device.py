@@ -29,14 +29,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatron_infer import assembly, graph_setup
-from megatron_infer.context import modes, pool_memory
-from megatron_infer.context import store as store_module
-from megatron_infer.context.copies import CopyPipeline, Stream
-from megatron_infer.context.regions.pinned import PinnedPool
-from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.forward.graph_replay import READING, asks
-from megatron_infer.forward.graphs import CudaRecorder
+from megatron_infer.cuda_graphs.graph_pool import CudaRecorder
+from megatron_infer.engine import build, build_graphs
+from megatron_infer.memory import pool
+from megatron_infer.memory import store as store_module
+from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream
+from megatron_infer.memory.device import Device, HostRead
+from megatron_infer.memory.regions import choose
+from megatron_infer.memory.regions.pinned import PinnedPool
+from megatron_infer.testing.replay_recorder import READING, asks
 
 MAIN, SIDE, SCATTER = STREAMS = 0, 1, 2
 ON = {Stream.STEPS: MAIN, Stream.BUS: SIDE, Stream.SCATTER: SCATTER}
@@ -404,13 +405,13 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         "graph": captures,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(assembly, "Device", lambda name: LateDevice(gpu))
-    monkeypatch.setattr(graph_setup, "make_recorder", CudaRecorder)
+    monkeypatch.setattr(build, "Device", lambda name: LateDevice(gpu))
+    monkeypatch.setattr(build_graphs, "make_recorder", CudaRecorder)
     pins = PinnedPool(lambda: LateEvent(gpu), keep_bytes=1 << 20, pin=gpu.pinned, unpin=lambda: None)
     monkeypatch.setattr(store_module, "make_pipeline", lambda where: CopyPipeline(LateLane(gpu), pins))
-    for module in (modes, store_module, pool_memory):
+    for module in (choose, store_module, pool):
         monkeypatch.setattr(module, "wait", lambda where: gpu.flush())
-    wait, release, init = HostRead.wait, modes.MappedRegion.release, modes.MappedRegion.restore
+    wait, release, init = HostRead.wait, choose.MappedRegion.release, choose.MappedRegion.restore
 
     def waited(self: HostRead) -> tuple[Tensor, ...]:
         with gpu.aside():
@@ -418,20 +419,20 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu.keep_on_host(out)
         return out
 
-    def released(self: modes.MappedRegion) -> None:
+    def released(self: choose.MappedRegion) -> None:
         gpu.flush()  # as `CudaRegion` does
         with gpu.aside():
             release(self)
 
-    def restored(self: modes.MappedRegion) -> None:
+    def restored(self: choose.MappedRegion) -> None:
         with gpu.aside():
             init(self)
             if self._tensor is not None:
                 self._tensor.view(torch.uint8).fill_(0xFF)
 
     monkeypatch.setattr(HostRead, "wait", waited)
-    monkeypatch.setattr(modes.MappedRegion, "release", released)
-    monkeypatch.setattr(modes.MappedRegion, "restore", restored)
+    monkeypatch.setattr(choose.MappedRegion, "release", released)
+    monkeypatch.setattr(choose.MappedRegion, "restore", restored)
 
 
 def _mutated(schema: Any, args: Any, kwargs: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.outputs import RequestOutput
+from megatron_infer.outputs.request_output import RequestOutput
 
 
 def worst_error(model: torch.nn.Module, outputs: Iterable[RequestOutput], *, greedy: bool = True) -> float:

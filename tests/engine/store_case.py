@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_infer.context import memory
-from megatron_infer.context.host import Move
+from megatron_infer.context.swap_slots import Move
+from megatron_infer.memory import host_arena
 
 
 def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Chunks and pieces of so many bytes, so that small tests cross their borders."""
-    monkeypatch.setattr(memory, "PIECE_BYTES", num_bytes)
-    monkeypatch.setattr(memory, "MAX_CHUNK_BYTES", 0)
+    monkeypatch.setattr(host_arena, "PIECE_BYTES", num_bytes)
+    monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", 0)
 
 
 def quiet(what: str) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from model_kinds import buffers, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StateReleased
 from megatron_infer.models.adopt import adopt
-from megatron_infer.schedule.params import SamplingParams
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -57,11 +57,11 @@ def workload(drawing: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]
 
 
 def prefilling(engine: Engine) -> bool:
-    return any(request.scheduled for request in engine.parts.scheduler.roster.prefilling)
+    return any(request.scheduled for request in engine.parts.scheduler.running_set.prefilling)
 
 
 def decoding(engine: Engine) -> bool:
-    return any(request.num_output for request in engine.parts.scheduler.roster.decoding)
+    return any(request.num_output for request in engine.parts.scheduler.running_set.decoding)
 
 
 def shares_blocks(engine: Engine) -> bool:

@@ -8,13 +8,13 @@ import paged_step
 import pytest
 import torch
 
-from megatron_infer.config import MambaInferenceStateConfig
-from megatron_infer.context.layout import StateShape
+from megatron_infer.config.inference import MambaInferenceStateConfig
+from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import check_hybrid_pattern, hybrid_pattern_error, hybrid_spec
-from megatron_infer.models.layers import PagedMambaLayer, PagedTransformerLayer
+from megatron_infer.models.paged_layers import PagedMambaLayer, PagedTransformerLayer
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.tiny import tiny_config, tiny_gpt, tiny_hybrid, tiny_mamba
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
+from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt
 

@@ -19,7 +19,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
-from megatron_infer.models.mamba import PagedMixer, SlottedMambaMixer, paged_mixer_class
+from megatron_infer.models.mamba_mixer import PagedMixer, SlottedMambaMixer, paged_mixer_class
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_hybrid

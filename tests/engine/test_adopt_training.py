@@ -10,8 +10,8 @@ import torch
 
 from megatron_infer.errors import ModelError
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.mcore_compat import Float16Module, SelfAttention, TransformerLayer
+from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
 from megatron_infer.models.specs import with_inference
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import gpt_spec, randomize_vectors, stock_spec, tiny_config, tiny_gpt

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_infer.async_llm import AsyncLLM, EngineStopped, EngineThread
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineStopped, EngineThread
 from megatron_infer.errors import InvalidPrompt
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -76,10 +76,10 @@ def test_leaving_the_loop_aborts_and_a_bad_prompt_raises_where_it_was_asked(engi
                 break
             assert len((await other)[-1]) == 10
             for _ in range(200):
-                if not len(engine.ledger):
+                if not len(engine.output_processor):
                     break
                 await asyncio.sleep(0.01)
-            assert not len(engine.ledger)
+            assert not len(engine.output_processor)
 
     asyncio.run(main())
 
@@ -107,7 +107,7 @@ def test_a_dead_engine_reaches_every_waiter(engine, monkeypatch):
         with pytest.raises(EngineStopped):
             await collect(llm, [1, 2, 3])
         monkeypatch.undo()
-        for request_id in list(engine.ledger._groups):
+        for request_id in list(engine.output_processor._groups):
             engine.abort(request_id)
 
     asyncio.run(main())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from carried_case import ALL, NO_ROUTING, make_engine, make_model, told, workload
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
 
 KINDS = ("dense", "experts", "hybrid")
 FEATURES = {

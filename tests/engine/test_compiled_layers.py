@@ -9,13 +9,13 @@ import pytest
 import torch
 from model_kinds import make_model
 
-from megatron_infer.compile_setup import OPERATION
-from megatron_infer.config import ConfigWarning, InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.compile_layers import OPERATION
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.models.compiled import Compiled
-from megatron_infer.models.pieces import PieceCompiler
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.models.compiled_layers import Compiled
+from megatron_infer.models.compiled_pieces import PieceCompiler
 from megatron_infer.testing.tiny import tiny_gpt
 
 BASE: dict[str, Any] = {

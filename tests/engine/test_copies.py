@@ -15,12 +15,12 @@ import torch
 from store_case import RandomMoves, cut_pieces, quiet
 from suspend_case import MODES, make_engine, workload
 
-from megatron_infer.context import copies
-from megatron_infer.context import store as store_module
-from megatron_infer.context.copies import CopyPipeline, Stream, words
-from megatron_infer.context.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
-from megatron_infer.context.store import StateStore
-from megatron_infer.forward.device import Device
+from megatron_infer.memory import copy_pipeline
+from megatron_infer.memory import store as store_module
+from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream, words
+from megatron_infer.memory.device import Device
+from megatron_infer.memory.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
+from megatron_infer.memory.store import StateStore
 from megatron_infer.testing.tiny import tiny_gpt
 
 CPU = torch.device("cpu")
@@ -393,7 +393,7 @@ def test_dropped_staging_waits_for_its_copies_and_a_stopwatch_for_both_streams(d
     (lanes, _, _), store = device, make_store()
     store.kv_cache.normal_()
     lane, pipeline = lanes[0], store._pipeline
-    watch = copies.Stopwatch(pipeline)
+    watch = copy_pipeline.Stopwatch(pipeline)
     store._blocks.begin_copy([1, 2])
     store._blocks.copy_out(0, quiet)
     last_copy = lane.mark(Stream.BUS)
@@ -451,10 +451,10 @@ def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
-    lane, index = copies.CudaLane(Device("cpu")), torch.tensor
+    lane, index = copy_pipeline.CudaStreams(Device("cpu")), torch.tensor
     pipeline = CopyPipeline(lane, Pins().pool(0))
     pool, host, back = torch.arange(60.0).view(30, 2), torch.zeros(4, 2), torch.zeros(30, 2)
-    watch = copies.Stopwatch(pipeline)
+    watch = copy_pipeline.Stopwatch(pipeline)
     pipeline.save(pool, lane.upload([3, 7, 8, 29]), host)
     assert torch.equal(host, pool[[3, 7, 8, 29]])
     pipeline.load(host, back, index([1, 2, 3, 4]), on=Stream.SCATTER)

@@ -11,7 +11,7 @@ from pathlib import Path
 import fake_cuda
 import pytest
 
-from megatron_infer.context.regions import managed, vmm
+from megatron_infer.memory.regions import managed, vmm
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_infer.context.copies import Stream, make_pipeline
-from megatron_infer.context.modes import make_region, table
-from megatron_infer.context.regions import managed, vmm
-from megatron_infer.context.store import StateStore
+from megatron_infer.memory.copy_pipeline import Stream, make_pipeline
+from megatron_infer.memory.regions import managed, vmm
+from megatron_infer.memory.regions.choose import make_region, table
+from megatron_infer.memory.store import StateStore
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_infer.context.regions import pinned
 from megatron_infer.errors import ConfigError
-from megatron_infer.forward.device import Device
+from megatron_infer.memory.device import Device
+from megatron_infer.memory.regions import pinned
 
 
 class LateEvent:

@@ -9,10 +9,10 @@ import torch
 import vocabularies
 from durable_case import PROMPT, VOCAB, Collector, add_all, assert_same, make_engine, make_model, pool_of
 
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.step_loop import FailedStep
 from megatron_infer.errors import SnapshotError
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import FinishReason, Status, VersionSpan
-from megatron_infer.step_loop import FailedStep
+from megatron_infer.scheduler.request import FinishReason, Status, VersionSpan
 from megatron_infer.testing.tiny import tiny_gpt
 
 STEPS = [0, 1, 2, 3, 5, 8, 14, 20]
@@ -58,7 +58,7 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, uninterrupted, 
         seen = Collector().step(source, steps)
         source.save_requests(tmp_path / "requests", kv=kv)
         states |= {request.status for request in all_requests(source)}
-        states |= {"mid prefill" for request in source.parts.scheduler.roster.prefilling if request.scheduled}
+        states |= {"mid prefill" for request in source.parts.scheduler.running_set.prefilling if request.scheduled}
         engine = make_engine(model, **settings)
         report = engine.load_requests(tmp_path / "requests")
         seen.take(report.finished)
@@ -75,7 +75,7 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, uninterrupted, 
 
 
 def all_requests(engine):
-    return [sample.request for group in engine.ledger.groups for sample in group.samples]
+    return [sample.request for group in engine.output_processor.groups for sample in group.samples]
 
 
 @pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
@@ -137,7 +137,7 @@ def test_every_field_comes_back_exactly(model, tmp_path):
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model, track_generated_token_events=True)
     engine.load_requests(tmp_path / "requests")
-    pairs = zip(source.ledger.groups, engine.ledger.groups, strict=True)
+    pairs = zip(source.output_processor.groups, engine.output_processor.groups, strict=True)
     for old, new in pairs:
         for name in ("id", "prompt", "prompt_ids", "params", "mode", "prompt_logprobs"):
             assert getattr(old, name) == getattr(new, name), name
@@ -170,7 +170,7 @@ def test_odd_floats_survive_bit_by_bit(model, tmp_path):
     source = make_engine(model)
     rid = source.add_request(PROMPT, SamplingParams(max_tokens=9, logprobs=0, ignore_eos=True))
     Collector().step(source, 4)
-    sample = source.ledger.get(rid).samples[0]
+    sample = source.output_processor.get(rid).samples[0]
     odd = [-math.inf, -0.1 - 2**-54, -5e-324]
     for entry, value in zip(sample.logprobs, odd, strict=False):
         next(iter(entry.values())).logprob = value
@@ -178,7 +178,7 @@ def test_odd_floats_survive_bit_by_bit(model, tmp_path):
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model)
     engine.load_requests(tmp_path / "requests")
-    loaded = engine.ledger.get(rid).samples[0]
+    loaded = engine.output_processor.get(rid).samples[0]
     got = [next(iter(entry.values())).logprob for entry in loaded.logprobs[:3]]
     assert [value.hex() for value in got] == [value.hex() for value in odd] and loaded.cumulative_logprob == -1 / 3
 
@@ -189,8 +189,8 @@ def test_a_failed_sample_keeps_its_error_while_the_others_go_on(model, tmp_path)
     source = make_engine(model)
     rid = source.add_request(PROMPT, params)
     Collector().step(source, 4)
-    broken = source.ledger.get(rid).samples[0].request
-    source.ledger.set_error(broken, FailedStep("logits are not finite"))
+    broken = source.output_processor.get(rid).samples[0].request
+    source.output_processor.set_error(broken, FailedStep("logits are not finite"))
     source.parts.scheduler.finish(broken, FinishReason.ERROR)
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model)
@@ -223,8 +223,8 @@ def test_text_and_streams_go_on_across_the_load_within_a_stop_string(tmp_path, k
         source.add_request("hello", SamplingParams(**params, stop=stop), stream=stream)
         seen = Collector().step(source, steps, deltas=deltas)
         source.save_requests(tmp_path / "requests", kv=steps % 2 == 0)
-        if len(source.ledger):
-            num_held += bool(source.ledger.groups[0].samples[0]._stops._held)
+        if len(source.output_processor):
+            num_held += bool(source.output_processor.groups[0].samples[0]._stops._held)
         engine = make_engine(text_model, **settings)
         report = engine.load_requests(tmp_path / "requests")
         seen.take(report.finished, deltas=deltas)
@@ -243,18 +243,18 @@ def test_other_weights_mark_only_the_tokens_drawn_after_the_load(model, tmp_path
     rid = source.add_request(PROMPT, params)
     Collector().step(source, 4)
     source.save_requests(tmp_path / "requests", kv=True)
-    drawn = list(source.ledger.get(rid).samples[0].request.tokens)
+    drawn = list(source.output_processor.get(rid).samples[0].request.tokens)
 
     same = make_engine(model)
     assert same.load_requests(tmp_path / "requests").with_kv == [rid]
-    history = same.ledger.get(rid).samples[0].request.history
+    history = same.output_processor.get(rid).samples[0].request.history
     Collector().step(same)
     assert history.spans == [VersionSpan(0, 0, 0, 0)]
 
     other = make_engine(make_model(seed=9))
     report = other.load_requests(tmp_path / "requests")
     assert report.recomputed == {rid: "the weights differ from those it was computed with"}
-    request = other.ledger.get(rid).samples[0].request
+    request = other.output_processor.get(rid).samples[0].request
     assert request.tokens == drawn
     Collector().step(other)
     version = other.stats().weight_version

@@ -13,9 +13,9 @@ import vocabularies
 from durable_case import PROMPT, VOCAB, Collector, add_all, make_engine, make_model, pool_of
 from safetensors import safe_open
 
-from megatron_infer.durable import format as file_format
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.durable import file_format as file_format
 from megatron_infer.errors import SnapshotError
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 
@@ -34,14 +34,19 @@ def source(model):
 
 def refused(engine, path) -> str:
     """The reason `path` is refused, nothing of the engine being changed."""
-    before = (engine.stats(), engine.parts.intake.num_seeds, engine.parts.intake.num_ids, dict(engine.keeper.owed))
+    before = (
+        engine.stats(),
+        engine.parts.input_processor.num_seeds,
+        engine.parts.input_processor.num_ids,
+        dict(engine.snapshot_manager.owed),
+    )
     with pytest.raises(SnapshotError) as caught:
         engine.load_requests(path)
     assert before == (
         engine.stats(),
-        engine.parts.intake.num_seeds,
-        engine.parts.intake.num_ids,
-        dict(engine.keeper.owed),
+        engine.parts.input_processor.num_seeds,
+        engine.parts.input_processor.num_ids,
+        dict(engine.snapshot_manager.owed),
     )
     return str(caught.value)
 
@@ -70,7 +75,7 @@ def test_every_flipped_bit_is_noticed(model, tmp_path):
         damaged[at] ^= 1 << chooser.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(SnapshotError):
-            engine.keeper.read(path)
+            engine.snapshot_manager.read(path)
     path.write_bytes(good)
     assert engine.load_requests(path).loaded == ["0"]
 

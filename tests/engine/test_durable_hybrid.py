@@ -11,8 +11,8 @@ from durable_case import Collector, make_engine
 from model_kinds import RECURRENT, make_model, prefix_caching
 from test_durable_kill import Victims, assert_nothing_is_lost, notes
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SnapshotError
-from megatron_infer.schedule.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_states_of_another_model_are_not_gone_on_from(kind, model, uninterrupted
     source.save_requests(path, kv=True)
     greedy = {
         group.id: list(group.samples[0].request.tokens)
-        for group in source.ledger.groups
+        for group in source.output_processor.groups
         if group.params.temperature == 0 and len(group.samples[0].request.tokens) > len(group.prompt_ids)
     }
     assert greedy

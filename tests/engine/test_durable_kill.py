@@ -15,9 +15,9 @@ import durable_child
 import pytest
 from durable_case import PROMPT, Collector, make_engine, make_model
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable.journal import journal_path
 from megatron_infer.errors import DuplicateRequest, SnapshotError, UnknownRequest
-from megatron_infer.schedule.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -275,6 +275,6 @@ def test_without_keeping_a_step_asks_nobody(model, tmp_path, monkeypatch):
     engine = make_engine(model)
     engine.keep_snapshots(tmp_path / "requests")
     engine.keep_snapshots(None)
-    monkeypatch.setattr(engine.keeper, "stepped", lambda outputs: pytest.fail("asked"))
+    monkeypatch.setattr(engine.snapshot_manager, "stepped", lambda outputs: pytest.fail("asked"))
     engine.generate(PROMPT, GREEDY)
-    assert engine.ledger.on_retire is None and not engine.keeper.owed
+    assert engine.output_processor.on_retire is None and not engine.snapshot_manager.owed

@@ -13,15 +13,15 @@ from model_kinds import RECURRENT, prefix_caching
 from model_kinds import make_model as make_kind
 from safetensors import safe_open
 
-from megatron_infer.config import MambaInferenceStateConfig, ModelShape
-from megatron_infer.context.layout import StateShape
-from megatron_infer.context.store import StateStore
-from megatron_infer.durable import format as file_format
-from megatron_infer.durable.blocks import KVReturn, check_places, collect, describe, difference, num_places
-from megatron_infer.durable.records import Columns, Inline, SavedKV, decode_group, encode_group
+from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.sizing import StateShape
+from megatron_infer.durable import file_format as file_format
+from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_group, encode_group
+from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.errors import SnapshotError
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.policy import blocks_needed
+from megatron_infer.memory.store import StateStore
+from megatron_infer.scheduler.policy import blocks_needed
 
 STATE = StateShape(num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32")
 HYBRID = ModelShape(
@@ -85,7 +85,7 @@ class Scheduler:
     def __init__(self, block_size, rows):
         self.size, self.rows, self.next_block = block_size, list(range(rows)), 1
 
-    def take_back(self, request, computed, *, like, num_shared):
+    def readmit(self, request, computed, *, like, num_shared):
         if not self.rows:
             return False
         shared = [] if like is None else like.lease.blocks[: num_shared // self.size]
@@ -124,7 +124,7 @@ def test_saved_states_come_back_into_other_rows(tmp_path, num_layers, block_size
     back = [request("a", 0), request("b", 0)]
     for one in back:
         check_places(saved[one.id], num_places(None, tensors))
-        assert returning.take_back(one, saved[one.id])
+        assert returning.readmit(one, saved[one.id])
     for one, source in zip(back, requests, strict=False):
         assert one.lease.row != source.lease.row
         assert torch.equal(other.read_states([one.lease.row]), store.read_states([source.lease.row]))
@@ -139,7 +139,7 @@ def test_without_room_nothing_is_written():
     store = make_store(seed=1)
     saved, tensors = collected(workers(), store)
     other = make_store()
-    assert not KVReturn(tensors, Scheduler(4, 0), other, block_size=4).take_back(request("a", 0), saved["a"])
+    assert not KVReturn(tensors, Scheduler(4, 0), other, block_size=4).readmit(request("a", 0), saved["a"])
     assert not other.read_states(range(7)).any() and not other.kv_cache.any()
 
 
@@ -190,7 +190,7 @@ def attention():
 
 @pytest.mark.parametrize("numbers", [Columns, Inline])
 def test_records_carry_the_state(attention, numbers):
-    group = attention.ledger.groups[0]
+    group = attention.output_processor.groups[0]
     for kv in (SavedKV(num_tokens=7, blocks=[3, 0], state=5), SavedKV(num_tokens=7, blocks=[], state=0)):
         column = numbers()
         record = json.loads(json.dumps(encode_group(group, column, now=1.0, kv={group.samples[0].request.id: kv})))

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.step_loop import FailedStep
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
-from megatron_infer.forward.flight import Flight
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.step_loop import FailedStep
+from megatron_infer.runner.in_flight import InFlightStep
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
@@ -372,7 +372,7 @@ def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatc
     for i, one in enumerate(params):
         engine.add_request(PROMPT, one, request_id=str(i), stream="final")
     engine.add_request(PROMPT, request_id="gone")
-    owner, name = (Flight, "read") if where == "read" else (engine.parts.runner, "forward")
+    owner, name = (InFlightStep, "read") if where == "read" else (engine.parts.runner, "forward")
     original, calls = getattr(owner, name), [0]
 
     def interrupted(*args, **options):

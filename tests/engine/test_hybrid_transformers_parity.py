@@ -17,14 +17,14 @@ from hybrid_models import random_hybrid
 from vocabularies import byte_level
 
 from megatron_infer.cli.main import main
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.llm import LLM
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import save_checkpoint
-from megatron_infer.models.sources import open_source
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.model_loader.sources import open_source
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 131

@@ -11,24 +11,24 @@ import torch
 from late_device import LateDevice, LateGpu, LateStream
 from model_kinds import buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.context.arrival import Arrival
-from megatron_infer.context.copies import CopyPipeline
-from megatron_infer.context.regions.pinned import PinnedPool
-from megatron_infer.context.store import StateStore
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
+from megatron_infer.cuda_graphs.padded_step import PaddedStep
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
-from megatron_infer.forward.batch import BatchBuilder
-from megatron_infer.forward.device import HostRead
-from megatron_infer.forward.graphs import CudaRecorder, GraphPool
-from megatron_infer.forward.row_tensors import RowTensors
-from megatron_infer.forward.runner import ModelRunner
-from megatron_infer.forward.step_buffer import StepBuffer
-from megatron_infer.forward.step_graphs import PaddedStep
 from megatron_infer.kernels.static_torch import StaticScan
+from megatron_infer.memory.copy_pipeline import CopyPipeline
+from megatron_infer.memory.device import HostRead
+from megatron_infer.memory.layerwise_restore import LayerwiseRestore
+from megatron_infer.memory.regions.pinned import PinnedPool
+from megatron_infer.memory.store import StateStore
+from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.row_tensors import RowTensors
+from megatron_infer.runner.step_buffer import StepBuffer
+from megatron_infer.sampling.captured_draw import RowMirror
 from megatron_infer.sampling.sampler import Sampler
-from megatron_infer.sampling.static import RowMirror
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 128
@@ -142,7 +142,7 @@ def wakes(engine: DynamicInferenceEngine, step: int) -> None:
     for _ in range(step // 5 % 3):
         engine.suspend("offload")
         engine.resume()
-    if step == 5 and "3" in engine.ledger:
+    if step == 5 and "3" in engine.output_processor:
         aborts(engine, 4)
 
 
@@ -216,17 +216,19 @@ def staging_taken_again_at_once(patch) -> None:
 
 
 def layers_that_nobody_awaits(patch) -> None:
-    patch.setattr(Arrival, "await_layer", lambda self, layer: self._marks.pop(layer, None))
+    patch.setattr(LayerwiseRestore, "await_layer", lambda self, layer: self._marks.pop(layer, None))
 
 
 def states_that_nobody_awaits(patch) -> None:
     """Attention waits, which is not enough: a Mamba layer comes before it."""
-    await_layer = Arrival.await_layer
-    patch.setattr(Arrival, "await_layer", lambda self, layer: layer[0] == "blocks" and await_layer(self, layer))
+    await_layer = LayerwiseRestore.await_layer
+    patch.setattr(
+        LayerwiseRestore, "await_layer", lambda self, layer: layer[0] == "blocks" and await_layer(self, layer)
+    )
 
 
 def cache_that_nobody_awaits(patch) -> None:
-    patch.setattr(Arrival, "await_all", lambda self: self._marks.clear())
+    patch.setattr(LayerwiseRestore, "await_all", lambda self: self._marks.clear())
 
 
 def graphs_of_a_cache_elsewhere(patch) -> None:
@@ -313,7 +315,7 @@ def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeyp
 
 
 def test_interrupts_between_layers_that_are_on_their_way_change_no_token(models, expected, monkeypatch):
-    await_layer, calls = Arrival.await_layer, [0]
+    await_layer, calls = LayerwiseRestore.await_layer, [0]
 
     def stopped(self, layer):
         calls[0] += 1
@@ -323,7 +325,7 @@ def test_interrupts_between_layers_that_are_on_their_way_change_no_token(models,
         if calls[0] % 5 == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Arrival, "await_layer", stopped)
+    monkeypatch.setattr(LayerwiseRestore, "await_layer", stopped)
     _, found = late_answers(monkeypatch, models["attention"], between=wakes)
     assert found == expected["attention"] and calls[0] > 9
 

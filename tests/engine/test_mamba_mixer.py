@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_infer.models import mamba
-from megatron_infer.models.mamba import SlottedMambaMixer
+from megatron_infer.models import mamba_mixer
+from megatron_infer.models.mamba_mixer import SlottedMambaMixer
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
 from megatron_infer.testing.tiny import tiny_hybrid, tiny_mamba
 
@@ -100,7 +100,8 @@ def test_gradients_of_every_parameter_are_those_of_the_recurrence_in_float64(set
     loss, gradients = loss_and_gradients(single, ids)
     double.double().config.params_dtype = torch.float64
     monkeypatch.setattr(
-        "megatron_infer.models.mamba.chunk_scan", lambda *inputs, chunk: by_definition(*(x.double() for x in inputs))
+        "megatron_infer.models.mamba_mixer.chunk_scan",
+        lambda *inputs, chunk: by_definition(*(x.double() for x in inputs)),
     )
     expected_loss, expected = loss_and_gradients(double, ids)
     assert relative(loss, expected_loss) < 1e-6
@@ -173,6 +174,6 @@ def test_sizes_that_do_not_divide_are_refused_with_the_figures(settings, message
 def test_weights_that_will_be_loaded_need_no_seeded_generator(monkeypatch, drawn, asks):
     asked = []
     tracker = types.SimpleNamespace(fork=lambda: asked.append(True) or contextlib.nullcontext())
-    monkeypatch.setattr(mamba.mcore, "get_cuda_rng_tracker", lambda: tracker)
-    with mamba._generator(types.SimpleNamespace(use_cpu_initialization=False, perform_initialization=drawn)):
+    monkeypatch.setattr(mamba_mixer.mcore, "get_cuda_rng_tracker", lambda: tracker)
+    with mamba_mixer._generator(types.SimpleNamespace(use_cpu_initialization=False, perform_initialization=drawn)):
         assert bool(asked) is asks

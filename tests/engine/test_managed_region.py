@@ -9,11 +9,10 @@ import pytest
 import torch
 from suspend_case import make_engine
 
-from megatron_infer.context import modes
-from megatron_infer.context import store as store_module
-from megatron_infer.context.regions import managed
-from megatron_infer.context.store_layout import StoreLayout
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.memory import store as store_module
+from megatron_infer.memory.regions import choose, managed
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -91,10 +90,10 @@ def test_device_that_cannot_move_pages_says_so(has, why, fake):
 
 
 def test_plain_memory_with_a_warning_where_there_is_no_unified_memory(monkeypatch, caplog):
-    monkeypatch.setattr(modes.managed, "unavailable", lambda device: "cuda has none")
-    monkeypatch.setattr(modes, "CudaRegion", lambda *arguments: "plain")
+    monkeypatch.setattr(choose.managed, "unavailable", lambda device: "cuda has none")
+    monkeypatch.setattr(choose, "CudaRegion", lambda *arguments: "plain")
     with caplog.at_level(logging.WARNING, "megatron_infer"):
-        made = modes.make_region((4,), torch.uint8, torch.device("cuda"), static_pointers=False, unified_memory=True)
+        made = choose.make_region((4,), torch.uint8, torch.device("cuda"), static_pointers=False, unified_memory=True)
     assert made == "plain"
     assert "unified_memory_level=1: cuda has none; the cache takes plain device memory" in caplog.text
 

@@ -10,10 +10,10 @@ import torch
 from model_kinds import buffers, make_model
 from sync_watch import SyncWatch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.device import Device, HostRead
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.testing.tiny import tiny_gpt
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
@@ -74,7 +74,7 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypat
             assert waits == {"read": count}, (name, what, waits)
             hits = [hit for hit in watch.hits if not hit.startswith(KNOWN)]
             assert not hits, (name, what, hits)
-        for group in engine.ledger.groups[1:]:
+        for group in engine.output_processor.groups[1:]:
             engine.abort(group.id)
 
 
@@ -95,7 +95,12 @@ def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
     assert not [hit for hit in watch.hits if not hit.startswith(KNOWN)], watch.hits
 
 
-KNOWN = ("models/moe.py", "context/store_content.py: copy_blocks", "context/memory.py: save", "context/memory.py: load")
+KNOWN = (
+    "models/moe.py",
+    "memory/store_content.py: copy_blocks",
+    "memory/host_arena.py: save",
+    "memory/host_arena.py: load",
+)
 """Experts that run one after the other ask how many tokens each has. The others have a way of their own on CUDA."""
 
 

@@ -11,12 +11,12 @@ import torch
 from model_kinds import KINDS, RECURRENT, make_model, prefix_caching
 from test_async_llm import make_async
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
-from megatron_infer.forward.derived import DerivedCache
 from megatron_infer.models.adopt import adopt
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.weights.derived import DerivedCache
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 PROMPTS = [list(range(i + 4, i + 30 + i)) for i in range(4)]
@@ -145,7 +145,7 @@ def test_spans_tell_which_weights_made_each_token(model, running, overlap):
     engine = make_engine(model, overlap=overlap)
     start(engine, 6)
     engine.pause()  # commits what is in flight: what has been drawn is exact
-    drawn = {name: engine.ledger.get(name).samples[0].request.num_output for name in "0123"}
+    drawn = {name: engine.output_processor.get(name).samples[0].request.num_output for name in "0123"}
     assert all(drawn.values())
     change(model, 1)
     engine.set_weight_version(7, running=running)
@@ -379,7 +379,7 @@ def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(m
             async for _ in stream:
                 pass
             await asyncio.wrap_future(llm._thread.call(lambda: None))  # whatever was to be done has been done
-            assert "left" not in engine.ledger
+            assert "left" not in engine.output_processor
             assert engine.parts.scheduler.stats.finished == 2
             assert len(llm._thread._sinks) == 0
 

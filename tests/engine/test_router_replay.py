@@ -7,9 +7,9 @@ import pytest
 import torch
 from carried_case import make_engine, make_model
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ModelError
-from megatron_infer.models.replay import replay_routing
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.models.router_replay import replay_routing
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [3, 99]]
 PARAMS = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, return_routing=True, return_sampled_logprobs=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from model_kinds import KINDS, RECURRENT, buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.request_output import RequestOutput
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""

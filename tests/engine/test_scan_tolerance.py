@@ -22,11 +22,11 @@ import pytest
 import torch
 from model_kinds import RECURRENT, UNALIGNED, buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.ssm_torch import CHUNK
-from megatron_infer.schedule.params import SamplingParams
 
 VOCAB = 128
 ALIGNED = 1e-5

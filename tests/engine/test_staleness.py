@@ -17,9 +17,9 @@ import torch
 from model_kinds import KINDS, RECURRENT, buffers, bytes_of, make_model, poison
 from paged_step import Cache
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 VOCAB = 128
 NUM_WEIGHTS = 4
@@ -155,13 +155,13 @@ class Harness:
         if not self.engine.has_unfinished():
             return
         self.engine.drain()
-        if self.engine.has_unfinished() and len(self.engine.ledger):
+        if self.engine.has_unfinished() and len(self.engine.output_processor):
             self.load((self.weights + self.rng.randint(1, NUM_WEIGHTS - 1)) % NUM_WEIGHTS)
             self.label += 1
             self.take(self.engine.step())
 
     def abort(self) -> None:
-        live = [group.id for group in self.engine.ledger.groups]
+        live = [group.id for group in self.engine.output_processor.groups]
         if live:
             self.take([self.engine.abort(self.rng.choice(live))])
 

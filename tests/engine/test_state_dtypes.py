@@ -11,9 +11,9 @@ import pytest
 import torch
 from model_kinds import RECURRENT, buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 VOCAB, BLOCK = 128, 16
 DTYPES = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")]

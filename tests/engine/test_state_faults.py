@@ -26,17 +26,17 @@ from state_sabotage import (
     worst_error,
 )
 
-from megatron_infer.assembly import Assembly
-from megatron_infer.config import InferenceConfig
-from megatron_infer.context.prefix import salted
-from megatron_infer.context.states import StateBook
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.prefix_hash import salted
+from megatron_infer.context.state_cache import StateBook
+from megatron_infer.engine.build import Assembly
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StaleCache
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.mamba_lean import ScanWeights
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.scheduler import Scheduler
+from megatron_infer.models.fused_mixer import ScanWeights
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.scheduler import Scheduler
 
 BLOCK = 16
 RNG = random.Random(3)
@@ -113,10 +113,10 @@ def test_evicted_request_does_not_resume_on_what_its_row_or_anothers_held(model,
         lie_to_scan(engine, never_fresh)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    live = engine.parts.scheduler.roster.decoding
+    live = engine.parts.scheduler.running_set.decoding
     rows = {request: request.lease.row for request in live}
     for victim in list(live)[:2]:
-        engine.parts.scheduler.pressure.evict(victim)
+        engine.parts.scheduler.preemption.evict(victim)
     steps(engine, 1)
     assert {request.lease.row for request in rows} == set(rows.values())
     assert [request.lease.row for request in rows] != list(rows.values()), "everyone is where it was"
@@ -129,8 +129,8 @@ def test_swapped_request_comes_back_with_its_own_state(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    for victim in list(engine.parts.scheduler.roster.decoding)[:2]:
-        engine.parts.scheduler.pressure.evict(victim)
+    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
+        engine.parts.scheduler.preemption.evict(victim)
     assert engine.stats().counters["swapped_out"] == 2
     if not protected:
         lose_moves(engine, "state in")
@@ -226,7 +226,7 @@ def test_siblings_have_states_of_their_own(model, fault, protected):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, logprobs=0)
     engine.add_request(PROMPTS[0], params, stream="final")
     engine.step()
-    rows = [request.lease.row for request in engine.parts.scheduler.roster.decoding]
+    rows = [request.lease.row for request in engine.parts.scheduler.running_set.decoding]
     assert len(set(rows)) == 3
     states = engine.parts.runner.store.read_states(rows)
     if not protected and fault == "shared":
@@ -333,13 +333,13 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
         def publish_on(self: Any, root: bytes, *, version: int) -> None:
             set_root(self, root, version=version)
             self.context.forget_all()
-            for request in self.roster.live():
+            for request in self.running_set.live():
                 request.lease.root, request.lease.digests = salted(root, request.cache.salt), []
 
         monkeypatch.setattr(Scheduler, "set_root", publish_on)
     add(engine, PROMPTS[2], max_tokens=4)
     steps(engine, 1)
-    assert engine.parts.scheduler.roster.prefilling[0].scheduled == 60
+    assert engine.parts.scheduler.running_set.prefilling[0].scheduled == 60
     change_weights(model)
     finish(engine)
     outputs = engine.generate(PROMPTS[2], greedy())
@@ -381,8 +381,8 @@ def test_states_of_swapped_requests_outlive_a_suspend(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 6)
-    for victim in list(engine.parts.scheduler.roster.decoding)[:2]:
-        engine.parts.scheduler.pressure.evict(victim)
+    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
+        engine.parts.scheduler.preemption.evict(victim)
     if not protected:
         engine.parts.finish_moves = lambda: None  # then they are carried out on memory that came back empty
     engine.suspend("offload")

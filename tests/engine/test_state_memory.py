@@ -15,11 +15,11 @@ from model_kinds import RECURRENT, make_model
 from megatron_infer.cli import generate
 from megatron_infer.cli.loading import load_llm
 from megatron_infer.cli.main import main
-from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
-from megatron_infer.context.modes import resident_bytes
-from megatron_infer.context.store_layout import PAGE_BYTES
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.memory.regions.choose import resident_bytes
+from megatron_infer.memory.store_layout import PAGE_BYTES
 
 GIB = 2**30
 

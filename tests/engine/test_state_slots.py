@@ -8,9 +8,9 @@ import pytest
 import torch
 from store_case import RandomMoves, Recorder, cut_pieces, quiet
 
-from megatron_infer.context.layout import StateShape
-from megatron_infer.context.store import StateStore
+from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import StateReleased
+from megatron_infer.memory.store import StateStore
 
 STATE = StateShape(
     num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from store_case import RandomMoves, Recorder, cut_pieces, quiet
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.context import modes
-from megatron_infer.context.memory import HostArena, slots_per_chunk
-from megatron_infer.context.store import StateStore
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StateReleased
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.memory.host_arena import HostArena, slots_per_chunk
+from megatron_infer.memory.regions import choose
+from megatron_infer.memory.store import StateStore
 from megatron_infer.testing.tiny import tiny_gpt
 
 MIB = 1 << 20
@@ -289,7 +289,7 @@ def test_no_memory_at_restore_leaves_it_released(monkeypatch):
     before = fill(store)
     store.offload([1, 2], quiet)
     with monkeypatch.context() as patch:
-        patch.setattr(modes.mmap, "mmap", _no_memory)
+        patch.setattr(choose.mmap, "mmap", _no_memory)
         with pytest.raises(MemoryError, match="the system gives no"):
             store.restore({1, 2}, quiet)
         assert store.is_released
@@ -307,7 +307,7 @@ def test_no_host_memory_at_offload_leaves_the_pool(monkeypatch, small_pieces):
 
     mapping = mmap.mmap
     with monkeypatch.context() as patch:
-        patch.setattr(modes.mmap, "mmap", second_fails)
+        patch.setattr(choose.mmap, "mmap", second_fails)
         with pytest.raises(MemoryError):
             store.offload(BLOCKS, quiet)
     assert not store.is_released and torch.equal(store.kv_cache, before) and store.host_bytes() == 0
@@ -422,7 +422,7 @@ def test_cache_restored_in_inference_mode_can_be_written_outside_it():
 
 
 def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch):
-    monkeypatch.setattr(modes, "DISCARDS_PAGES", False)
+    monkeypatch.setattr(choose, "DISCARDS_PAGES", False)
     with pytest.raises(ConfigError, match="set static_kv_memory_pointers=False"):
         make_store(static=True)
     store = make_store(slots=2)  # unmapping does it there
@@ -437,10 +437,10 @@ def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
 def test_what_a_gpu_machine_lacks_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setattr(modes.saver.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose.saver.importlib.util, "find_spec", lambda name: None)
     remedy = "no CUDA driver.*pip install torch-memory-saver, or set static_kv_memory_pointers=False"
     with pytest.raises(ConfigError, match=remedy):
-        modes.make_region((2, 2), torch.float32, torch.device("cuda"), static_pointers=True, unified_memory=False)
+        choose.make_region((2, 2), torch.float32, torch.device("cuda"), static_pointers=True, unified_memory=False)
 
 
 @pytest.mark.parametrize("static", [False, True])

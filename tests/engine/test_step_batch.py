@@ -14,11 +14,11 @@ from fake_device import VOCAB, World
 from random_world import random_leader, random_world
 from test_fuzz import disturb
 
-from megatron_infer.forward.batch import Batch, BatchBuilder
-from megatron_infer.forward.device import Device
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
-from megatron_infer.schedule.plan import Plan
+from megatron_infer.memory.device import Device
+from megatron_infer.runner.batch import Batch, BatchBuilder
+from megatron_infer.scheduler.step_plan import StepPlan
 
 HEAD_DIM = 4
 SHAPES = [GraphShape(tokens + decode, prefill, decode) for decode in (1, 4, 8) for prefill, tokens in ((0, 0), (8, 32))]
@@ -84,7 +84,7 @@ class BatchWorld(World):
 
         context.take_table_writes = taken
 
-    def launch(self, plan: Plan):
+    def launch(self, plan: StepPlan):
         super().launch(plan)
         tokens = torch.tensor(self.flights[-1][1], dtype=torch.int64)
         self.uploading._step_rows.forget()
@@ -105,7 +105,7 @@ class BatchWorld(World):
         padded[: len(tokens)] = tokens
         self.padding.store_drawn(batches[2], padded)
 
-    def check_batch(self, plan: Plan, batch: Batch):
+    def check_batch(self, plan: StepPlan, batch: Batch):
         device, size, meta = self.device, self.block_size, batch.meta
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         places = list(range(len(pieces)))
@@ -145,7 +145,7 @@ def count_advances(builder: BatchBuilder, counts: Counter, name: str) -> None:
     builder._buffer.advance_mirror = counted
 
 
-def smallest(plan: Plan) -> GraphShape | None:
+def smallest(plan: StepPlan) -> GraphShape | None:
     """A shape that the step fits in, its forks included."""
     decode, prefill = len(plan.decode), len(plan.prefill)
     fitting = [
@@ -169,7 +169,7 @@ def same_mirrors(one: Batch, other: Batch) -> None:
             assert host.tolist() == one.views.mirror[name].tolist(), f"{name}: the device holds something else"
 
 
-def check_padding(batch: Batch, plan: Plan, shape: GraphShape, builder: BatchBuilder) -> None:
+def check_padding(batch: Batch, plan: StepPlan, shape: GraphShape, builder: BatchBuilder) -> None:
     meta, dummy = batch.meta, builder.rows.dummy_row
     decode, prefill = len(plan.decode), len(plan.prefill)
     end = shape.num_decode + plan.num_tokens - decode
@@ -237,8 +237,8 @@ def request_in(row: int, name: str = "r") -> SimpleNamespace:
     return SimpleNamespace(id=name, lease=SimpleNamespace(row=row), tokens=[5] * 9)
 
 
-def decode_plan(requests, starts, **fields) -> Plan:
-    return Plan(
+def decode_plan(requests, starts, **fields) -> StepPlan:
+    return StepPlan(
         step=0, decode=requests, decode_starts=starts, num_tokens=len(requests), sampled=list(requests), **fields
     )
 

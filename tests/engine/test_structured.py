@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from structured_case import LANGUAGES, PERSON, check, make_engine, run, tokenizer, told, workload
 
-from megatron_infer.async_llm import AsyncLLM, EngineThread
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.structured import StructuredOutput
 
 FEATURES = {
     "overlap": {"overlap": True},
@@ -57,7 +57,7 @@ def test_every_answer_is_of_its_language_and_ends_when_it_is_complete(alone):
 def test_no_feature_changes_an_answer(name, alone):
     engine = make_engine(**FEATURES[name])
     assert run(engine, workload()) == alone
-    assert not engine.ledger.num_structured
+    assert not engine.output_processor.num_structured
     counters = engine.stats().counters
     assert counters["evicted"] > 0 or name in ("overlap", "few rows")
 
@@ -146,7 +146,7 @@ def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
     engine = make_engine(overlap=True)
     lost = engine.add_request([7], structured(regex="[ab]{30}"), stream="final")
     kept = engine.add_request([8], structured(regex="[ab]{9}"), stream="final")
-    cache, whole = engine.parts.intake.grammars.cache, engine.parts.intake.grammars.cache.template
+    cache, whole = engine.parts.input_processor.grammars.cache, engine.parts.input_processor.grammars.cache.template
 
     def template(wanted):
         if wanted.regex == "[ab]{30}":
@@ -166,7 +166,7 @@ def test_a_wrong_schema_is_refused_before_it_is_queued():
     for language in ({"json_schema": {"type": "thing"}}, {"regex": "("}, {"grammar": "start: nothing"}):
         with pytest.raises(RequestError, match=next(iter(language))):
             engine.add_request([1, 2], structured(**language))
-    assert not engine.has_unfinished() and not engine.ledger.num_structured
+    assert not engine.has_unfinished() and not engine.output_processor.num_structured
 
 
 def test_aborted_requests_leave_nothing_behind():
@@ -175,7 +175,7 @@ def test_aborted_requests_leave_nothing_behind():
     for _ in range(3):
         engine.step()
     engine.abort(name)
-    assert not engine.ledger.num_structured
+    assert not engine.output_processor.num_structured
     engine.add_request([1, 2, 3], structured(regex="[0-9]{5}"), request_id="x")
     outputs = []
     while engine.has_unfinished():
@@ -187,7 +187,7 @@ def test_steps_without_structured_output_ask_for_no_mask(monkeypatch):
     engine = make_engine(overlap=True)
     engine.generate([[1, 2]], [structured(regex="ab")])
     asked = []
-    monkeypatch.setattr(engine.parts.intake.grammars, "masks", asked.append)
+    monkeypatch.setattr(engine.parts.input_processor.grammars, "masks", asked.append)
     engine.generate([[1, 2]], [SamplingParams(max_tokens=5)])
     assert not asked
 

@@ -22,8 +22,8 @@ from suspend_case import (
     workload,
 )
 
-from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
+from megatron_infer.memory.store import StateStore
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -202,7 +202,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     engine.add_request(prompt, params, request_id="a", stream="final")
     for _ in range(4):
         engine.step()
-    drawn = engine.ledger.get("a").samples[0].request.num_output
+    drawn = engine.output_processor.get("a").samples[0].request.num_output
     with pytest.raises(ConfigError, match="did you mean 'weights'"):
         engine.suspend(tags={"weight"})
     with pytest.raises(ConfigError, match="no tags"):

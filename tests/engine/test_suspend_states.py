@@ -7,7 +7,7 @@ import torch
 from model_kinds import RECURRENT, make_model, prefix_caching
 from suspend_case import make_engine
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module", params=RECURRENT)

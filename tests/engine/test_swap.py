@@ -12,11 +12,11 @@ import pytest
 import torch
 from model_kinds import UNALIGNED, buffers, bytes_of, is_native, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.policy import CostModel
+from megatron_infer.scheduler.policy import CostModel
 
 NUM_ROWS = 8
 PROMPTS = [list(range(i + 4, i + 40)) for i in range(8)]
@@ -81,7 +81,7 @@ def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, ki
     away = {"suspends": 0, "swapped": 0}
 
     def suspend(engine: DynamicInferenceEngine) -> None:
-        waiting = len(engine.parts.scheduler.pressure.swapped)
+        waiting = len(engine.parts.scheduler.preemption.swapped)
         if waiting and away["suspends"] < 5 and engine.num_steps % 7 == 0:
             with engine.suspended(mode):
                 store = engine.parts.runner.store
@@ -130,12 +130,12 @@ def test_everyone_finishes_with_the_same_tokens_however_small_the_pool(model, de
 
 def test_prices_are_what_was_measured(model, kind):
     engine = make_engine(model)
-    first = engine.parts.scheduler.pressure.costs
+    first = engine.parts.scheduler.preemption.costs
     assert first.copy_s_per_block > 0 and first.copy_s_per_block != CostModel().copy_s_per_block
     assert (first.copy_s_per_state > 0) == (kind == "hybrid")
     assert first.prefill_s_per_token == CostModel().prefill_s_per_token, "no step has told yet"
     answers(engine)
-    costs = engine.parts.scheduler.pressure.costs
+    costs = engine.parts.scheduler.preemption.costs
     assert first.copy_s_per_state != costs.copy_s_per_state or kind == "attention", "it follows what moves take"
     assert costs.prefill_s_per_token != first.prefill_s_per_token and costs.prefill_s_per_token > 0
     assert make_engine(model, swap=0).parts.speeds is None
@@ -155,7 +155,7 @@ def test_prices_are_what_was_measured(model, kind):
 def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, state, swaps, monkeypatch):
     engine = make_engine(model)
     monkeypatch.setattr(engine.parts.speeds, "take", lambda plan, seconds: False)
-    engine.parts.scheduler.pressure.costs = CostModel(
+    engine.parts.scheduler.preemption.costs = CostModel(
         prefill_s_per_token=prefill, copy_s_per_block=1e-3, copy_s_per_state=state
     )
     got = answers(engine)
@@ -193,7 +193,7 @@ def until_swapped(engine: DynamicInferenceEngine) -> dict[str, Any]:
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
     done = {}
-    while not engine.parts.scheduler.pressure.swapped:
+    while not engine.parts.scheduler.preemption.swapped:
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     return done
 
@@ -214,8 +214,8 @@ def test_moves_that_fail_on_the_way_to_a_standstill_are_not_taken_as_done(model,
     engine = make_engine(model, preemption_mode="swap")
     done = until_swapped(engine)
     scheduler, store = engine.parts.scheduler, engine.parts.runner.store
-    victim = scheduler.roster.decoding[-1]
-    scheduler.pressure.evict(victim)  # between two steps, as a plan for which nothing was left to run does
+    victim = scheduler.running_set.decoding[-1]
+    scheduler.preemption.evict(victim)  # between two steps, as a plan for which nothing was left to run does
     run_moves = store.run_moves
 
     def full(moves: Any) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from model_kinds import RECURRENT, buffers, make_model, prefix_caching
 
-from megatron_infer.config import InferenceConfig, MambaInferenceStateConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 PROMPTS = [[4 + (7 * i + j) % 90 for j in range(20 + 3 * i)] for i in range(6)]
 PARAMS = SamplingParams(temperature=0.9, top_k=30, max_tokens=40, ignore_eos=True, logprobs=0)
@@ -74,7 +74,7 @@ def test_host_memory_for_one_state_swaps_one_and_computes_the_others(model, expe
 
 def test_prices_of_states_are_what_was_measured(model):
     engine = make_engine(model, swap_buffer_size_gb=16 * MIB, preemption_mode="swap")
-    first = engine.parts.scheduler.pressure.costs
+    first = engine.parts.scheduler.preemption.costs
     assert 0 < first.copy_s_per_state == engine.parts.runner.store.copy_s_per_state
     answers(engine)
     assert engine.stats().counters["swapped_out"] > 0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.llm import LLM
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.entrypoints.llm import LLM
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 from suspend_case import MODES, make_engine, workload
 
-from megatron_infer.context import modes
-from megatron_infer.context import store as store_module
-from megatron_infer.context.regions import vmm
-from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError, TransitionFailed
+from megatron_infer.memory import store as store_module
+from megatron_infer.memory.regions import choose, vmm
+from megatron_infer.memory.store import StateStore
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -168,20 +167,20 @@ def test_driver_without_virtual_memory_says_so(fake):
 
 def test_saver_is_taken_where_the_driver_lacks_virtual_memory(monkeypatch):
     cuda, made = torch.device("cuda"), []
-    monkeypatch.setattr(modes.vmm, "unavailable", lambda device: "old driver")
-    monkeypatch.setattr(modes.managed, "unavailable", lambda device: "no pages move")
-    monkeypatch.setattr(modes.saver, "unavailable", lambda: None)
-    monkeypatch.setattr(modes.saver, "SaverRegion", lambda *arguments: made.append(arguments) or "saver")
-    assert modes.make_region((4,), torch.uint8, cuda, static_pointers=True, unified_memory=False) == "saver"
-    assert modes.table(cuda) == [
+    monkeypatch.setattr(choose.vmm, "unavailable", lambda device: "old driver")
+    monkeypatch.setattr(choose.managed, "unavailable", lambda device: "no pages move")
+    monkeypatch.setattr(choose.saver, "unavailable", lambda: None)
+    monkeypatch.setattr(choose.saver, "SaverRegion", lambda *arguments: made.append(arguments) or "saver")
+    assert choose.make_region((4,), torch.uint8, cuda, static_pointers=True, unified_memory=False) == "saver"
+    assert choose.table(cuda) == [
         ("plain", "CudaRegion", ""),
         ("static pointers", "SaverRegion", "old driver"),
         ("unified memory", "CudaRegion", "no pages move"),
     ]
-    monkeypatch.setattr(modes.vmm, "unavailable", lambda device: None)
-    monkeypatch.setattr(modes.vmm, "VmmRegion", lambda *arguments: "vmm")
-    assert modes.make_region((4,), torch.uint8, cuda, static_pointers=True, unified_memory=False) == "vmm"
-    assert modes.table(cuda)[1] == ("static pointers", "VmmRegion", "")
+    monkeypatch.setattr(choose.vmm, "unavailable", lambda device: None)
+    monkeypatch.setattr(choose.vmm, "VmmRegion", lambda *arguments: "vmm")
+    assert choose.make_region((4,), torch.uint8, cuda, static_pointers=True, unified_memory=False) == "vmm"
+    assert choose.table(cuda)[1] == ("static pointers", "VmmRegion", "")
 
 
 # ------------------------------------------------------------------ the store and the engine on it

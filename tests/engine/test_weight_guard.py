@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.weights import WeightGuard, WeightShelf, guarded_tensors
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.select import choose
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_a_buffer_that_checkpoints_hold_is_guarded_and_a_scratch_buffer_is_not(m
 def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     references = list(model.parameters())
-    shelf = WeightShelf(lambda: guarded_tensors(model), pinned=False)
+    offloaded = OffloadedWeights(lambda: guarded_tensors(model), pinned=False)
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in references)
     steps = []
-    shelf.lay_up(steps.append)
-    assert shelf.num_bytes == num_bytes and len(steps) == len(references)
+    offloaded.offload(steps.append)
+    assert offloaded.num_bytes == num_bytes and len(steps) == len(references)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in references)
 
     def full(what: str) -> None:
@@ -81,16 +81,16 @@ def test_weights_laid_up_leave_their_memory_and_come_back_in_the_same_tensors(mo
             raise MemoryError("planted")
 
     with pytest.raises(MemoryError):
-        shelf.take_down(full)
+        offloaded.reload(full)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in references), "half of them came back"
-    shelf.take_down(steps.append)
-    assert shelf.num_bytes == 0
+    offloaded.reload(steps.append)
+    assert offloaded.num_bytes == 0
     assert all(a is b for a, b in zip(references, model.parameters(), strict=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(MemoryError):
-        shelf.lay_up(full)
+        offloaded.offload(full)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert shelf.num_bytes == 0
+    assert offloaded.num_bytes == 0
 
 
 def test_an_interrupted_accept_has_accepted_nothing(model):
@@ -110,7 +110,7 @@ def test_an_interrupted_accept_has_accepted_nothing(model):
     with pytest.raises(KeyboardInterrupt):
         guard.accept()
     assert guard.moved()
-    guard.doubt()
+    guard.invalidate()
     left[0] = 100
     assert guard.moved() and guard.changed()
     guard.accept()
@@ -119,7 +119,7 @@ def test_an_interrupted_accept_has_accepted_nothing(model):
 
 def test_an_interrupt_while_weights_leave_loses_none(model, monkeypatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shelf, left = WeightShelf(lambda: guarded_tensors(model), pinned=False), [2]
+    offloaded, left = OffloadedWeights(lambda: guarded_tensors(model), pinned=False), [2]
     resize = torch.UntypedStorage.resize_
 
     def interrupted(storage: torch.UntypedStorage, size: int) -> None:
@@ -130,8 +130,8 @@ def test_an_interrupt_while_weights_leave_loses_none(model, monkeypatch):
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        shelf.lay_up(lambda what: None)
-    shelf.take_down(lambda what: None)
+        offloaded.offload(lambda what: None)
+    offloaded.reload(lambda what: None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated
+from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.select import BACKEND_VARIABLE, choose
 from megatron_infer.kernels.triton import launch
 
@@ -19,7 +19,7 @@ def test_without_triton_its_kernels_are_not_imported_and_the_reason_is_told(monk
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "megatron_infer.kernels.triton.sampling", raising=False)
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
-    found = accelerated.available(accelerated.SAMPLING, torch.device("cuda"), torch.float32, forced=None)
+    found = backend_candidates.available(backend_candidates.SAMPLING, torch.device("cuda"), torch.float32, forced=None)
     assert found == ([], {"triton": "triton is not installed"})
 
 

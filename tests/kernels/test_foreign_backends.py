@@ -18,7 +18,7 @@ from megatron_infer.kernels import (
     flashinfer_attention,
     flashinfer_rope,
     mamba_ssm_scan,
-    packages,
+    optional_packages,
 )
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.flash_attn_attention import FlashAttention, Version2, Version3
@@ -229,13 +229,13 @@ def test_a_package_whose_init_needs_cuda_gives_its_modules_and_stays_as_broken_a
     _package(
         tmp_path, "half_a_package", broken, **{"part.py": "from half_a_package.other import x", "other.py": "x = 3"}
     )
-    (part,) = packages.import_below("half_a_package", ["part"])
+    (part,) = optional_packages.import_below("half_a_package", ["part"])
     assert part.x == 3
     assert not [name for name in sys.modules if name.startswith("half_a_package")]
     with pytest.raises(ModuleNotFoundError, match="no_such_cuda_extension"):
         importlib.import_module("half_a_package")
     with pytest.raises(ModuleNotFoundError, match="no_package_at_all"):
-        packages.import_below("no_package_at_all", ["part"])
+        optional_packages.import_below("no_package_at_all", ["part"])
 
 
 @pytest.mark.parametrize(
@@ -249,12 +249,12 @@ def test_a_package_whose_init_needs_cuda_gives_its_modules_and_stays_as_broken_a
     ],
 )
 def test_why_a_package_cannot_be_used_is_said_in_its_own_words(tmp_path, monkeypatch, init, word):
-    packages.missing.cache_clear()
+    optional_packages.missing.cache_clear()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "some_package", raising=False)
     _package(tmp_path, "some_package", init)
-    reason = packages.missing(("some_package",), "some-package", (2, 7, 3))
+    reason = optional_packages.missing(("some_package",), "some-package", (2, 7, 3))
     assert reason is None if word is None else word in reason
-    assert packages.missing(("absent_package",), "absent-package") == "absent-package is not installed"
+    assert optional_packages.missing(("absent_package",), "absent-package") == "absent-package is not installed"
     sys.modules.pop("some_package", None)
-    packages.missing.cache_clear()
+    optional_packages.missing.cache_clear()

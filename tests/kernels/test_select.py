@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import accelerated, flashinfer_rope, native_build, select, threads
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, select, threads
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
@@ -257,8 +257,8 @@ def test_packages_of_others_come_first_in_their_order_and_move_on_with_a_reason(
     there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: Kernels()
     monkeypatch.setitem(sys.modules, "megatron_infer.kernels.absent", absent)
     monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
-    found = (accelerated.Candidate("flash_attn", "absent"), accelerated.Candidate("flashinfer", "there"))
-    monkeypatch.setattr(accelerated, "ATTENTION", found)
+    found = (backend_candidates.Candidate("flash_attn", "absent"), backend_candidates.Candidate("flashinfer", "there"))
+    monkeypatch.setattr(backend_candidates, "ATTENTION", found)
     assert (
         choose(attention="flashinfer", specs=[dataclasses.replace(SPEC, head_dim=128)]).attention.name == "flashinfer"
     )
@@ -273,12 +273,17 @@ def test_what_stands_behind_the_first_that_can_is_not_even_imported(monkeypatch)
     there = ModuleType("there")
     there.unavailable, there.make = lambda device, dtype: None, lambda device, dtype: TorchPagedAttention()
     monkeypatch.setitem(sys.modules, "megatron_infer.kernels.there", there)
-    behind = (accelerated.Candidate("flashinfer", "there"), accelerated.Candidate("flash_attn", "no_such_module"))
+    behind = (
+        backend_candidates.Candidate("flashinfer", "there"),
+        backend_candidates.Candidate("flash_attn", "no_such_module"),
+    )
     gpu = torch.device("cuda")
-    found, missing, refused = accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: None)
+    found, missing, refused = backend_candidates.first(
+        behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: None
+    )
     assert found is not None and missing == refused == {}
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        accelerated.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: "cannot")
+        backend_candidates.first(behind, gpu, torch.bfloat16, forced=None, refuses=lambda backend: "cannot")
 
 
 def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not(monkeypatch):
@@ -345,5 +350,7 @@ def test_a_gpu_without_triton_is_told_so_and_nothing_imports_it(monkeypatch):
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
-    made, reasons = accelerated.available(accelerated.ATTENTION, torch.device("cuda"), torch.bfloat16, forced="triton")
+    made, reasons = backend_candidates.available(
+        backend_candidates.ATTENTION, torch.device("cuda"), torch.bfloat16, forced="triton"
+    )
     assert made == [] and reasons == {"triton": "triton is not installed"} and module not in sys.modules

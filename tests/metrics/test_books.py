@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_infer.metrics import books
-from megatron_infer.metrics.books import Books
+from megatron_infer.metrics import monotonic
 from megatron_infer.metrics.core import Registry
-from megatron_infer.metrics.serving import ServerMeter
+from megatron_infer.metrics.monotonic import MonotonicCounts
+from megatron_infer.metrics.server_meter import ServerMeter
 
 BOUNDS = (1.0, 2.0)
 
@@ -25,7 +25,7 @@ def shown(one):
 
 
 def test_counts_of_several_lives_add_up():
-    one, key = Books(), (("replica", "a"),)
+    one, key = MonotonicCounts(), (("replica", "a"),)
     for born, count, observed in ((1.0, 5, [0.5]), (1.0, 7, [0.5, 3.0]), (2.0, 0, []), (2.0, 4, [1.5]), (3.0, 1, [])):
         one.take("a", born, life("a", count, observed))
         one.set_present(["a"])
@@ -35,7 +35,7 @@ def test_counts_of_several_lives_add_up():
 
 
 def test_who_is_gone_keeps_counts_and_loses_gauges():
-    one = Books()
+    one = MonotonicCounts()
     for name in "ab":
         one.take(name, 1.0, life(name, 3, level=2.0))
     one.set_present(["b"])
@@ -46,7 +46,7 @@ def test_who_is_gone_keeps_counts_and_loses_gauges():
 
 
 def test_a_series_that_a_later_life_has_not_yet_is_not_lost():
-    one = Books()
+    one = MonotonicCounts()
     registry = Registry()
     registry.counter("rare_total", "rare").inc(3)
     one.take("a", 1.0, list(registry.collect()))
@@ -56,8 +56,8 @@ def test_a_series_that_a_later_life_has_not_yet_is_not_lost():
 
 
 def test_those_who_are_gone_are_forgotten_beyond_a_limit(monkeypatch):
-    monkeypatch.setattr(books, "MAX_GONE", 3)
-    one = Books()
+    monkeypatch.setattr(monotonic, "MAX_GONE", 3)
+    one = MonotonicCounts()
     for i in range(10):
         one.take(f"r{i}", 1.0, life(f"r{i}", 1))
     one.set_present(["r0"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_infer.metrics.meter import EngineMeter
+from megatron_infer.metrics.engine_meter import EngineMeter
 
 
 def test_gaps_are_those_of_each_sequence_by_itself():

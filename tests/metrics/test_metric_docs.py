@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.metrics.catalog import MISMATCH, SPECS, engine_families
 from megatron_infer.metrics.core import Registry
-from megatron_infer.metrics.figures import EngineFigures
-from megatron_infer.metrics.meter import EngineMeter
-from megatron_infer.metrics.serving import ServerMeter
-from megatron_infer.rl.meter_figures import MismatchFigures
+from megatron_infer.metrics.definitions import MISMATCH, SPECS, engine_families
+from megatron_infer.metrics.engine_meter import EngineMeter
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.server_meter import ServerMeter
+from megatron_infer.rl.mismatch_figures import MismatchFigures
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = re.compile("_(bucket|count|sum)$")
@@ -34,7 +34,7 @@ def figures(**changes):
         meter.registry.gauge(spec.full_name, spec.help).set(1.0)
     values = dict.fromkeys(("num_waiting", "num_running", "num_paused", "capacity", "blocks_used"), 0)
     values |= dict.fromkeys(("blocks_cached", "blocks_paused", "blocks_free"), 0)
-    return EngineFigures(state="running", weight_version=0, **{**values, **meter.as_figures(), **changes})
+    return EngineSnapshot(state="running", weight_version=0, **{**values, **meter.as_figures(), **changes})
 
 
 def exported():

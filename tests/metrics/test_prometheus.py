@@ -16,13 +16,13 @@ import torch
 from model_kinds import buffers
 from scrape import check_histograms, parse
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.catalog import engine_families
-from megatron_infer.metrics.figures import EngineFigures
+from megatron_infer.metrics.definitions import engine_families
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.metrics.prometheus import PrometheusExporter, exposition
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 BLOCK = 16
@@ -71,7 +71,7 @@ def run_load(engine):
     done, cut, before = [], None, scrape(engine)
     while engine.has_unfinished():
         done += [output for output in engine.step() if output.finished]
-        group = engine.ledger.get("cut")
+        group = engine.output_processor.get("cut")
         if group is not None and group.samples[0].request.num_output >= 7:
             cut = engine.abort("cut")
         now = scrape(engine)
@@ -152,12 +152,12 @@ def test_suspends_paused_blocks_and_versions_show_while_they_last(model):
 
 def test_what_others_keep_is_shown_with_the_engines_own(model):
     engine = make_engine(model)
-    registry = engine.ledger.meter.registry
+    registry = engine.output_processor.meter.registry
     registry.gauge("megatron_infer_mismatch_kl_k3_nats", "KL", layer="attention").set(0.01)
     registry.counter("megatron_infer_mismatch_alarms_total", "alarms").inc(2)
     series = scrape(engine)
     assert series["mismatch_kl_k3_nats/attention"] == 0.01 and series["mismatch_alarms_total"] == 2
-    figures = EngineFigures.from_dict(json.loads(json.dumps(engine.figures().to_dict())))
+    figures = EngineSnapshot.from_dict(json.loads(json.dumps(engine.figures().to_dict())))
     assert figures == engine.figures()
     (family,) = [one for one in engine_families(figures, replica="a") if one.name.endswith("kl_k3_nats")]
     assert list(family.series) == [(("layer", "attention"), ("replica", "a"))]
@@ -177,8 +177,8 @@ def test_figures_survive_the_wire(model):
     engine = make_engine(model)
     engine.generate([list(range(20))], SamplingParams(max_tokens=3))
     figures = engine.figures()
-    assert EngineFigures.from_dict(figures.to_dict()) == figures
-    assert EngineFigures.from_dict({**figures.to_dict(), "of_a_later_release": 1}) == figures
+    assert EngineSnapshot.from_dict(figures.to_dict()) == figures
+    assert EngineSnapshot.from_dict({**figures.to_dict(), "of_a_later_release": 1}) == figures
 
 
 # ---------------------------------------------------------------------- modes
@@ -220,16 +220,16 @@ def test_unknown_mode_and_missing_folder_are_told(model, monkeypatch):
 CHILD = """
 import sys, time
 from megatron_infer.metrics import prometheus
-from megatron_infer.metrics.catalog import engine_families
-from megatron_infer.metrics.figures import EngineFigures
-from megatron_infer.metrics.meter import EngineMeter
+from megatron_infer.metrics.definitions import engine_families
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.engine_meter import EngineMeter
 prometheus.WRITE_S = 0.1
 name, tokens, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 meter = EngineMeter()
 meter.tokens([name] * tokens, time.monotonic())
 meter.first_token(0.2, prompt=5, cached=1)
 def read():
-    return engine_families(EngineFigures(
+    return engine_families(EngineSnapshot(
         state="running", weight_version=1, num_waiting=0, num_running=tokens, num_paused=0, capacity=8,
         blocks_used=0, blocks_cached=0, blocks_paused=0, blocks_free=4, **meter.as_figures()), replica=name)
 exporter = prometheus.PrometheusExporter(read, mode="launch_multiproc_server", port=port)

@@ -21,8 +21,8 @@ from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
+from megatron_infer.models.layer_probes import parts_of, trace
 from megatron_infer.models.moe import DeviceAgnosticRouter
-from megatron_infer.models.taps import parts_of, trace
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
 
 PROMPT = [5, 17, 3, 99, 42, 8, 8, 61]

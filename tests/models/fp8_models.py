@@ -21,7 +21,7 @@ from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.exact import exact_logprobs
+from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.rl.weights.inventory import Inventory
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models import sources
-from megatron_infer.models.build import build_model
-from megatron_infer.models.hf_config import plan_from_config
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader import sources
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.model_loader.sources import open_source
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import load_checkpoint, plan_from_model, save_checkpoint
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import load_checkpoint, plan_from_model, save_checkpoint
+from megatron_infer.model_loader.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level

@@ -6,8 +6,8 @@ import pytest
 import torch
 from plain_forward import full_logits
 
-from megatron_infer.models.build import build_model
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,10 +7,10 @@ import warnings
 import pytest
 from hybrid_models import random_hybrid
 
-from megatron_infer.config import ConfigWarning
+from megatron_infer.config.inference import ConfigWarning
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import ConfigError
-from megatron_infer.llm import LLM
-from megatron_infer.schedule.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -11,9 +11,9 @@ from hybrid_models import random_hybrid
 from vocabularies import byte_level
 
 from megatron_infer.cli.main import main
-from megatron_infer.config import InferenceConfig
-from megatron_infer.llm import LLM
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.entrypoints.llm import LLM
 
 CONFIG = InferenceConfig(
     buffer_size_gb=0.1,

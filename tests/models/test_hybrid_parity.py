@@ -8,12 +8,12 @@ from hybrid_models import CASES, random_hybrid
 from paged_step import worst_difference
 from plain_forward import full_logits
 
-from megatron_infer.context.layout import StateShape
+from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import ConfigError
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.models.adopt import adopt
-from megatron_infer.models.build import build_model
-from megatron_infer.models.plan_shape import shape_of
-from megatron_infer.models.sources import open_source
 
 IDS = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.mcore_compat import get_num_layers_to_build, layer_offset
-from megatron_infer.models.stages import FIRST, LAST, stage_options, stage_span
+from megatron_infer.models.stage_layers import FIRST, LAST, stage_options, stage_span
 from megatron_infer.testing.tiny import tiny_config
 
 

@@ -15,9 +15,9 @@ from plain_forward import full_logits
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.models.build import build_model
-from megatron_infer.models.hf_names import Shard
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.hf_names import Shard
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.cpu_shim import cpu_shim
 
 
@@ -38,7 +38,7 @@ def compute(rank: int, folder: str, checkpoint: str, cases: list[str]) -> None:
 
 def run_on_two_ranks(models, saved, tmp_path):
     """Save `models` (by name), and one of them as a checkpoint written by one rank; compare what two ranks compute."""
-    from megatron_infer.models.checkpoint import save_checkpoint
+    from megatron_infer.model_loader.checkpoint import save_checkpoint
 
     ids, expected = list(range(30)), {}
     for case, model in models.items():
@@ -78,7 +78,7 @@ def test_a_split_that_does_not_divide_is_refused(tmp_path):
 
 def test_tensor_parallel_without_torch_distributed_says_what_to_do(tmp_path):
     code = (
-        "from megatron_infer.models.build import init_process_groups\n"
+        "from megatron_infer.model_loader.build import init_process_groups\n"
         "try: init_process_groups(2)\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -11,16 +11,16 @@ import types
 from collections import Counter
 from dataclasses import dataclass, field
 
-from megatron_infer.config import PreemptionMode
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import root_of
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.plan import Plan, StepResult
-from megatron_infer.schedule.pressure import is_ending
-from megatron_infer.schedule.queue import rank_of
-from megatron_infer.schedule.request import FinishReason, Request, Status
-from megatron_infer.schedule.scheduler import Scheduler
+from megatron_infer.config.inference import PreemptionMode
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.preemption import is_ending
+from megatron_infer.scheduler.request import FinishReason, Request, Status
+from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.scheduler.step_plan import StepPlan, StepResult
+from megatron_infer.scheduler.waiting_queue import sort_key_of
 
 VOCAB = 97
 EOS = 3
@@ -79,7 +79,7 @@ class FakeDevice:
         self.origins = []
         """Of the tokens drawn last: weights that drew them, oldest and newest weights of the KV attended to."""
 
-    def run(self, plan: Plan, version: int) -> list[int]:
+    def run(self, plan: StepPlan, version: int) -> list[int]:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
@@ -244,7 +244,7 @@ class Books:
             self.counts["known"] += known
             self.counts.update(asked=known * asks, queries=asks)
 
-    def take_back(self, request, computed):
+    def readmit(self, request, computed):
         """It came back with keys and values: no admission, and its tokens go to the device by themselves."""
         self.admitted[request] = (len(request.tokens), computed)
         self.returned.add(request)
@@ -322,7 +322,7 @@ class World:
             on_event=self._on_event,
             **self.scheduling,
         )
-        self.scheduler.pressure.costs = self.swap.costs
+        self.scheduler.preemption.costs = self.swap.costs
 
     scheduling = types.MappingProxyType({})
     """Further arguments of the scheduler."""
@@ -364,11 +364,11 @@ class World:
             self.books.end(request, payload["num_tokens"])
             assert request.in_flight == 0 and request.lease is None
             others = [*self.scheduler.running, *self.scheduler.paused]
-            assert not others or min(map(rank_of, others)) < request.rank, "evicted the oldest of several"
-            assert (payload["how"] == "swap") == (request in self.scheduler.pressure.swapped)
+            assert not others or min(map(sort_key_of, others)) < request.rank, "evicted the oldest of several"
+            assert (payload["how"] == "swap") == (request in self.scheduler.preemption.swapped)
 
     def _scheduled(self):
-        return {request: request.scheduled for request in self.scheduler.roster.live()}
+        return {request: request.scheduled for request in self.scheduler.running_set.live()}
 
     def kinds(self, name=None):
         return [kind for request, kind, _ in self.events if name in (None, request)]
@@ -386,7 +386,7 @@ class World:
 
     # ------------------------------------------------------------------ the loop
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self._schedule()
         if plan.num_tokens:
             self.launch(plan)
@@ -398,8 +398,8 @@ class World:
         self.check()
         return plan
 
-    def _schedule(self) -> Plan:
-        cached = {request: request.history.cached_tokens for request in self.scheduler.roster.prefilling}
+    def _schedule(self) -> StepPlan:
+        cached = {request: request.history.cached_tokens for request in self.scheduler.running_set.prefilling}
         plan = self.scheduler.schedule()
         self.books.counts["late hits"] += sum(
             request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
@@ -428,7 +428,7 @@ class World:
         ended = self.scheduler.commit(plan, StepResult(tokens))
         assert all(request.status is Status.FINISHED for request in ended)
 
-    def fail_step(self, moment) -> Plan:
+    def fail_step(self, moment) -> StepPlan:
         """A step whose forward raises "before" it touched the device, "early" (table writes are lost) or "late"."""
         plan = self._schedule()
         if plan.num_tokens and moment == "early":
@@ -459,7 +459,7 @@ class World:
         self.check()
         assert self.context.num_free_rows == self.num_rows
         assert self.context.num_free_blocks == self.num_blocks
-        assert not self.scheduler.pressure.swapped
+        assert not self.scheduler.preemption.swapped
         assert self.context.host is None or self.context.host.num_free == self.swap.slots
         assert self.context.snapshots is None or not self.context.snapshots.slots_of(())
         for request in self.requests:
@@ -514,21 +514,21 @@ class World:
     def check(self):
         self.context.check()
         scheduler = self.scheduler
-        roster = scheduler.roster
+        running_set = scheduler.running_set
         for requests, status in (
-            (roster.decoding, Status.RUNNING),
-            (roster.prefilling, Status.RUNNING),
+            (running_set.decoding, Status.RUNNING),
+            (running_set.prefilling, Status.RUNNING),
             (scheduler.paused, Status.PAUSED),
             (scheduler.queue.line, Status.WAITING),
         ):
             assert all(request.status is status for request in requests)
-        for requests in (roster.decoding, roster.prefilling, roster.paused):
+        for requests in (running_set.decoding, running_set.prefilling, running_set.paused):
             assert [r.rank for r in requests] == sorted(r.rank for r in requests)
-        live = roster.live()
+        live = running_set.live()
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
         assert all(request.lease is None and not request.scheduled for request in scheduler.waiting)
-        assert set(scheduler.pressure.swapped) <= set(scheduler.waiting)
+        assert set(scheduler.preemption.swapped) <= set(scheduler.waiting)
         _check_queue(scheduler.queue)
         unfinished = [request for request in self.requests if request.finish_reason is None]
         assert len(unfinished) == scheduler.num_waiting + scheduler.num_running + scheduler.num_paused

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fake_device import World
 
-from megatron_infer.schedule.request import FinishReason, Status
+from megatron_infer.scheduler.request import FinishReason, Status
 
 
 @dataclass
@@ -18,7 +18,7 @@ class PipelinedWorld(World):
 
     @property
     def scheduling(self):
-        return {"num_groups": self.groups}
+        return {"num_micro_batches": self.groups}
 
     @property
     def ahead(self):
@@ -52,7 +52,7 @@ class PipelinedWorld(World):
         drawing = {request for flying, *_ in self.flights for request in flying.sampled}
         assert drawing.isdisjoint(plan.sampled), "a request whose token is in flight was planned again"
         assert drawing.isdisjoint(piece.request for piece in plan.prefill)
-        known = {r for r in self.scheduler.roster.decoding if r not in plan.sampled} | set(plan.decode)
+        known = {r for r in self.scheduler.running_set.decoding if r not in plan.sampled} | set(plan.decode)
         assert len(plan.decode) <= -(-len(known) // self.groups)
 
     def fail_flights(self):

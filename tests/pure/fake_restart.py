@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fake_device import Books, World
 
-from megatron_infer.schedule.request import Request, Status
+from megatron_infer.scheduler.request import Request, Status
 
 VISITED = ("steps", "late hits", "taken back", "shared returns")
 """Counts that say what a schedule has visited, kept from one process to the next."""
@@ -84,10 +84,10 @@ def _take_back(world, one: Saved, returned: list[Saved], saved_block_size: int) 
         same = min(run * saved_block_size, len(one.entries), len(other.entries)) // world.block_size * world.block_size
         if same > num_shared:
             like, num_shared = other.heir, same
-    if not world.scheduler.take_back(one.heir, len(one.entries), like=like, num_shared=num_shared):
+    if not world.scheduler.readmit(one.heir, len(one.entries), like=like, num_shared=num_shared):
         return False
     world.device.put(one.heir.lease, one.entries, start=num_shared)
     world.device.states[one.heir.lease.row] = one.state
-    world.books.take_back(one.heir, len(one.entries))
+    world.books.readmit(one.heir, len(one.entries))
     world.books.counts["shared returns"] += like is not None
     return True

@@ -6,10 +6,10 @@ import random
 
 from fake_device import VOCAB, Swap, World, continued, make_group
 
-from megatron_infer.config import PreemptionMode
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import CacheUse, Request
+from megatron_infer.config.inference import PreemptionMode
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.request import CacheUse, Request
 
 
 def random_world(rng: random.Random, **fixed) -> World:

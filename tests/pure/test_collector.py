@@ -6,11 +6,11 @@ import gc
 import subprocess
 import sys
 
-from megatron_infer.collector import no_collection
+from megatron_infer.utils.gc_pause import no_collection
 
 END = """
 import atexit, gc, sys
-from megatron_infer.collector import end_without_collection
+from megatron_infer.utils.gc_pause import end_without_collection
 if "plain" not in sys.argv:
     end_without_collection()
 atexit.register(print, "handler")

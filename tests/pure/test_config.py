@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from megatron_infer.config import (
+from megatron_infer.config.inference import (
     ConfigWarning,
     InferenceConfig,
     MambaInferenceStateConfig,
@@ -20,7 +20,7 @@ from megatron_infer.config import (
     PrefixCachingEvictionPolicy,
     machine_config,
 )
-from megatron_infer.context.layout import StateShape
+from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import CapacityError, ConfigError
 
 SHAPE = ModelShape(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import DIGEST_SIZE, digest_of, preimage_of, root_of, salted
-from megatron_infer.context.slots import SlotPool
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, preimage_of, root_of, salted
+from megatron_infer.context.row_pool import RowPool
 
 ROOT = root_of(model="m")
 OTHER = root_of(model="m", weight_version=1)
@@ -265,7 +265,7 @@ def test_release_and_unref_once_too_often_are_caught():
         pool.unref(block)
     with pytest.raises(AssertionError, match="3 blocks, 2 are free"):
         pool.alloc(3)
-    slots = SlotPool(1)
+    slots = RowPool(1)
     with pytest.raises(AssertionError, match="is free"):
         slots.give_back(0)
 
@@ -284,7 +284,7 @@ def test_check_finds_a_lost_reference():
 @pytest.fixture
 def one_digest(monkeypatch):
     """Every block has the same digest."""
-    monkeypatch.setattr("megatron_infer.context.context.digest_of", lambda preimage: bytes(DIGEST_SIZE))
+    monkeypatch.setattr("megatron_infer.context.dynamic_context.digest_of", lambda preimage: bytes(DIGEST_SIZE))
 
 
 def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one_digest):
@@ -312,7 +312,7 @@ def test_collision_ends_the_chain_of_a_slice_being_planned_too(one_digest):
     compute(context, [1, 2, 3, 4, 5])
     lease = context.admit([6, 7, 8, 9, 5], root=ROOT)
     context.extend(lease, 5)
-    context.announce(lease, [6, 7, 8, 9, 5], 5)
+    context.publish_planned(lease, [6, 7, 8, 9, 5], 5)
     assert lease.root == b"" and context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0
 
 
@@ -323,7 +323,7 @@ def test_after_a_reset_a_lease_publishes_nothing_that_hangs_on_forgotten_digests
     context.extend(lease, 9)
     context.forget_all()
     context.commit(lease, tokens, 9)
-    context.announce(lease, tokens, 9)
+    context.publish_planned(lease, tokens, 9)
     assert context.pool.contents() == {} and lease.root == b""
     context.check()
 
@@ -340,9 +340,9 @@ def test_announced_blocks_are_found_before_they_are_computed():
     context = make()
     lease = context.admit(range(12), root=ROOT)
     context.extend(lease, 12)
-    context.announce(lease, range(12), 7)
+    context.publish_planned(lease, range(12), 7)
     assert context.admit(range(12), root=ROOT).cached == 4
-    context.announce(lease, range(12), 12)
+    context.publish_planned(lease, range(12), 12)
     other = context.admit(range(13), root=ROOT)
     assert other.blocks == lease.blocks and other.cached == 12
     context.check()
@@ -355,7 +355,7 @@ def test_announced_content_that_another_block_has_is_moved_at_the_commit_only():
     second = context.admit(tokens, root=ROOT, use_cache=False)
     context.extend(second, 12)
     own = list(second.blocks)
-    context.announce(second, tokens, 12)
+    context.publish_planned(second, tokens, 12)
     assert second.blocks == own and second.digests == [], "its step writes to its own blocks"
     context.commit(second, tokens, 12)
     assert second.blocks == [*first.blocks, own[2]] and len(second.digests) == 3
@@ -368,7 +368,7 @@ def test_catching_up_takes_published_blocks_and_leaves_the_last_token(planned):
     tokens = list(range(12))
     late = context.admit(tokens, root=ROOT)
     context.extend(late, 12)
-    context.announce(late, tokens, planned)
+    context.publish_planned(late, tokens, planned)
     own = list(late.blocks)
     first = compute(context, tokens)
     context.take_table_writes()
@@ -387,10 +387,10 @@ def test_catching_up_moves_what_was_planned_twice_without_undoing_it():
     first = compute(context, tokens[:5])
     late = context.admit(tokens, root=ROOT, use_cache=False)
     context.extend(late, 16)
-    context.announce(late, tokens, 10)
+    context.publish_planned(late, tokens, 10)
     assert context.catch_up(late, tokens, 10) == 10
     assert late.blocks[0] == first.blocks[0] and len(late.digests) == 1
-    context.announce(late, tokens, 16)
+    context.publish_planned(late, tokens, 16)
     assert len(late.digests) == 4, "its chain goes on"
     context.check()
 

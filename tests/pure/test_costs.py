@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_device import Swap, World, make_request
 
-from megatron_infer.config import PreemptionMode
-from megatron_infer.context.layout import StateShape, kv_block_bytes
-from megatron_infer.schedule.policy import CostModel, blocks_needed
+from megatron_infer.config.inference import PreemptionMode
+from megatron_infer.config.sizing import StateShape, kv_block_bytes
+from megatron_infer.scheduler.policy import CostModel, blocks_needed
 
 PCIE_BYTES_PER_S = 25e9
 # Nemotron-H-8B: 24 Mamba-2, 4 attention layers; states in fp32

@@ -10,8 +10,8 @@ import pytest
 from fake_device import VOCAB
 from random_world import random_costs, random_leader, random_world
 
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.request import FinishReason
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.request import FinishReason
 
 NUM_SEEDS = 1200
 NUM_SHARDS = 4
@@ -100,7 +100,7 @@ def disturb(world, rng, totals, pending):
         assert world.context.pool.num_cached == 0 and world.context.num_free_blocks == free
         totals.update(resets=1, dropped=dropped)
     elif kind < 0.13:
-        world.scheduler.pressure.costs = random_costs(rng)
+        world.scheduler.preemption.costs = random_costs(rng)
     elif kind < 0.145 and unfinished:
         restart(world, rng, totals, pending)
         if rng.random() < 0.3:  # before what came back is in a step, or while it is in its first

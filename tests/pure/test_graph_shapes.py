@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex, ShapeOptions, make_shapes
 from megatron_infer.errors import ConfigError
-from megatron_infer.graph_shapes import GraphShape, ShapeIndex, ShapeOptions, make_shapes
 
 
 def oracle(shapes, num_tokens, num_prefill, num_decode):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_infer.forward.pipeline import StageLink
-from megatron_infer.parallel.backends import backend_on, home_of
+from megatron_infer.comm.backends import backend_on, home_of
+from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.rl.weights import reshard
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_infer.context.context import DynamicInferenceContext
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
 
 ROOT = b"root"
 SIZE = 4

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_infer.context import layout
-from megatron_infer.context.layout import (
+from megatron_infer.config import sizing
+from megatron_infer.config.sizing import (
     GIB,
     ModelShape,
     SizingRequest,
@@ -84,31 +84,31 @@ def test_smollm2_sizes():
     ("heads", "tp", "per_rank"), [(2, 8, 1), (8, 8, 1), (8, 2, 4), (1, 4, 1), (16, 8, 2), (3, 2, 1)]
 )
 def test_kv_heads_of_a_rank_never_fall_below_one(heads, tp, per_rank):
-    assert layout.heads_per_rank(heads, tp) == per_rank
+    assert sizing.heads_per_rank(heads, tp) == per_rank
 
 
 def test_latent_blocks_hold_one_vector_per_token():
-    assert layout.latent_block_bytes(num_layers=2, block_size=64, latent_dim=512, rope_dim=64, dtype_bytes=2) == 147_456
+    assert sizing.latent_block_bytes(num_layers=2, block_size=64, latent_dim=512, rope_dim=64, dtype_bytes=2) == 147_456
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (45, 3)])
 def test_blocks_for_rounds_up(tokens, blocks):
-    assert layout.blocks_for(tokens, 16) == blocks
+    assert sizing.blocks_for(tokens, 16) == blocks
 
 
 STATE = {"conv_shape": (544, 4), "ssm_shape": (8, 64, 16), "conv_bytes": 4, "ssm_bytes": 4, "num_layers": 1}
 
 
 def test_state_bytes_count_speculative_copies():
-    assert layout.state_bytes_per_request(**STATE) == (544 * 4 + 8 * 64 * 16) * 4
-    assert layout.state_bytes_per_request(**STATE, num_speculative_tokens=3) == 5 * (544 * 4 + 8 * 64 * 16) * 4
+    assert sizing.state_bytes_per_request(**STATE) == (544 * 4 + 8 * 64 * 16) * 4
+    assert sizing.state_bytes_per_request(**STATE, num_speculative_tokens=3) == 5 * (544 * 4 + 8 * 64 * 16) * 4
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 0.8])
 def test_state_ratio_divides_both_buffers(ratio):
     buffer_bytes, paused_bytes = int(0.05 * GIB), int(0.01 * GIB)
-    block_bytes = layout.kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
-    state_bytes = layout.state_bytes_per_request(**STATE)
+    block_bytes = sizing.kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
+    state_bytes = sizing.state_bytes_per_request(**STATE)
     split = split_pool(buffer_bytes, paused_bytes, block_bytes=block_bytes, state_bytes=state_bytes, state_ratio=ratio)
     assert split.num_blocks == int(buffer_bytes * (1 - ratio)) // block_bytes
     assert split.paused_blocks == int(paused_bytes * (1 - ratio)) // block_bytes
@@ -249,7 +249,7 @@ BOTH_BUFFERS = {"buffer_bytes": int(0.05 * GIB), "paused_bytes": int(0.01 * GIB)
 
 
 def test_state_of_a_request_is_counted_in_whole_cache_lines():
-    assert MEGATRON_STATE.slot_bytes == layout.state_bytes_per_request(**STATE) == 41_472
+    assert MEGATRON_STATE.slot_bytes == sizing.state_bytes_per_request(**STATE) == 41_472
     odd = dataclasses.replace(MEGATRON_STATE, num_layers=3, conv_shape=(5, 3), conv_dtype="bfloat16")
     assert (odd.conv_bytes, odd.ssm_bytes) == (128, 3 * 8 * 64 * 16 * 4)  # 90 bytes of conv: two lines
     mamba2_130m = StateShape(
@@ -374,9 +374,9 @@ def test_host_memory_is_divided_between_blocks_and_states():
 
 
 def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
-    assert layout.cap_to_memory(800, 80, None) == (800, 80, None)
-    assert layout.cap_to_memory(800, 80, 1000) == (800, 80, None)
-    buffer_bytes, paused_bytes, note = layout.cap_to_memory(801, 80, 1000)
+    assert sizing.cap_to_memory(800, 80, None) == (800, 80, None)
+    assert sizing.cap_to_memory(800, 80, 1000) == (800, 80, None)
+    buffer_bytes, paused_bytes, note = sizing.cap_to_memory(801, 80, 1000)
     assert (buffer_bytes, paused_bytes) == (600, 59)
     assert "60%" in note
 

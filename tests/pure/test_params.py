@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
 
 WRONG = [
     ({"n": 0}, "n is at least 1 and at most 1024, got 0"),

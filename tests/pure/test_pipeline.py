@@ -10,8 +10,8 @@ from fake_device import Swap, make_request
 from fake_pipeline import PipelinedWorld, pipelined
 from random_world import random_leader, random_world
 
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.request import FinishReason
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.request import FinishReason
 
 MIN_SHARE = policy.MIN_SHARE_TOKENS
 NUM_SEEDS = 800
@@ -86,7 +86,7 @@ def test_tokens_equal_the_oracle_at_any_depth(shard):
 def test_every_decoding_request_is_planned_once_in_as_many_steps_as_stages(groups, count):
     world = PipelinedWorld(num_rows=16, num_blocks=256, groups=groups)
     requests = [world.add(endless(f"r{i}", 3, 40, start=10 + i)) for i in range(count)]
-    while len(world.scheduler.roster.decoding) < count or any(r.num_output < 3 for r in requests):
+    while len(world.scheduler.running_set.decoding) < count or any(r.num_output < 3 for r in requests):
         world.step()
     for _ in range(4 * groups):  # until the groups have settled
         world.step()

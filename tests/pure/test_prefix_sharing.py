@@ -10,8 +10,8 @@ from fake_device import World, continued, make_request
 from test_fuzz import run_schedule
 
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.prefix import digest_of, parent_of
-from megatron_infer.schedule.request import CacheUse, Status
+from megatron_infer.context.prefix_hash import digest_of, parent_of
+from megatron_infer.scheduler.request import CacheUse, Status
 
 NEVER = frozenset()
 ALLOWED, LOGPROBS = CacheUse(), CacheUse(allowed=False)
@@ -282,7 +282,7 @@ def test_no_block_outlives_the_block_it_follows(keep_cached):
 
 def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch):
     monkeypatch.setattr(
-        "megatron_infer.context.context.digest_of", lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16
+        "megatron_infer.context.dynamic_context.digest_of", lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16
     )
     collisions = Counter()
     publish, lookup = BlockPool.publish, BlockPool.lookup

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_device import Swap, World, make_group, make_request
 
-from megatron_infer.config import PreemptionMode
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.policy import CostModel
-from megatron_infer.schedule.request import Status, VersionSpan
+from megatron_infer.config.inference import PreemptionMode
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.policy import CostModel
+from megatron_infer.scheduler.request import Status, VersionSpan
 
 RECOMPUTE, SWAP, AUTO = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP, PreemptionMode.AUTO
 NEVER = frozenset()
@@ -209,8 +209,8 @@ def test_request_swapped_in_mid_prefill_continues_its_prefill():
     world.add(endless("a", 2, 15))
     world.step()
     long = world.add(endless("b", 12, 3, start=40))
-    until(world, lambda: long in world.scheduler.pressure.swapped)
-    assert long.num_output == 0 and 0 < world.scheduler.pressure.swapped[long].num_tokens < 12
+    until(world, lambda: long in world.scheduler.preemption.swapped)
+    assert long.num_output == 0 and 0 < world.scheduler.preemption.swapped[long].num_tokens < 12
     world.drain()
     assert world.device.num_computed == 2 + 14 + 12 + 2
 
@@ -224,7 +224,7 @@ def test_auto_takes_what_is_cheaper_and_the_engine_may_change_its_mind():
     world.drain()
     assert hows(world) == {"recompute"} and not world.device.num_moves
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
-    world.scheduler.pressure.costs = cheap
+    world.scheduler.preemption.costs = cheap
     world.drain()
     assert hows(world) == {"swap"}
 
@@ -246,8 +246,8 @@ def test_recompute_mode_ignores_the_host():
 def swapped_world(**kwargs):
     """Somebody is on the host, its way out done."""
     world = crowd(swap=SWAPPING, **kwargs)
-    until(world, lambda: world.scheduler.pressure.swapped)
-    (request,) = world.scheduler.pressure.swapped
+    until(world, lambda: world.scheduler.preemption.swapped)
+    (request,) = world.scheduler.preemption.swapped
     return world, request
 
 
@@ -256,7 +256,7 @@ def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
     monkeypatch.setattr(policy, "admission_headroom", lambda num_live, num_blocks: num_blocks if num_live else 0)
     world.scheduler.abort(world.scheduler.running[-1])  # there would be room for it
     while world.scheduler.num_running:
-        assert request in world.scheduler.pressure.swapped
+        assert request in world.scheduler.preemption.swapped
         world.step()
     world.drain()
     assert request.history.num_swaps == 1
@@ -319,7 +319,7 @@ def test_moves_wait_for_a_step_that_is_launched():
     world = crowd(swap=SWAPPING)
     until(world, lambda: world.scheduler.num_running == 3)
     assert world.context.take_moves() == []
-    world.scheduler.pressure.evict(world.scheduler.running[-1])
+    world.scheduler.preemption.evict(world.scheduler.running[-1])
     assert len(world.context._moves) > 0
     world.drain()
 
@@ -378,9 +378,9 @@ def test_oldest_request_runs_in_every_step_from_its_admission_to_its_end():
 def test_a_pause_that_something_else_ended_does_not_make_the_next_one_dearer():
     world = crowd(paused_limit=30)
     until(world, lambda: world.scheduler.num_running == 3)
-    since = world.scheduler.pressure._paused_since
+    since = world.scheduler.preemption._paused_since
     since.update((request, -1000) for request in world.scheduler.running)  # as a requeue in between leaves them
     until(world, lambda: world.scheduler.paused)
     paused = world.scheduler.paused
-    assert [world.scheduler.pressure._paused_since[request] >= 0 for request in paused] == [True] * len(paused)
+    assert [world.scheduler.preemption._paused_since[request] >= 0 for request in paused] == [True] * len(paused)
     world.drain()

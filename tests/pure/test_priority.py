@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_device import World, make_request
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.queue import WaitingQueue
+from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 
 def asked(name, priority, num_prompt=6, max_new=9):

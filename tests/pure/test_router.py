@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_infer.config import PrefixCachingCoordinatorPolicy as Policy
+from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import digest_of, preimage_of, root_of, salted
-from megatron_infer.context.prefix_changes import PrefixChanges
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.prefix_events import PrefixEvents
+from megatron_infer.context.prefix_hash import digest_of, preimage_of, root_of, salted
+from megatron_infer.coordinator.router import Availability, PrefixTable, Router, chain_of
 from megatron_infer.errors import ConfigError
-from megatron_infer.parallel.router import PrefixTable, Router, Standing, chain_of
 
 ROOT, OTHER = root_of(model="m"), root_of(model="m", weight_version=1)
 BLOCK = 4
@@ -82,7 +82,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 )
 def test_table_holds_exactly_what_the_cache_holds_after_every_report(events, keep_cached, limit):
     context = make_context(num_blocks=12, keep_cached=keep_cached, num_rows=3)
-    changes, table = PrefixChanges(context.pool, limit=limit), PrefixTable()
+    changes, table = PrefixEvents(context.pool, limit=limit), PrefixTable()
     leases, version = [], 0
     for kind, tokens in events:
         if kind == "serve":
@@ -216,8 +216,8 @@ def test_load_balanced_ignores_prefixes_and_counts_requests_from_elsewhere():
 def test_closed_replicas_get_nothing_and_those_in_reserve_only_what_no_other_takes():
     router, tokens = make_router(), packed(range(9))
     router.report("a", published=chain_of(ROOT, "", tokens, BLOCK))
-    router.replicas["a"].standing = Standing.CLOSED
-    router.replicas["b"].standing = Standing.RESERVE
+    router.replicas["a"].standing = Availability.CLOSED
+    router.replicas["b"].standing = Availability.RESERVE
     assert router.choose(tokens).key == "c"
     router.leave("c")
     assert router.choose(tokens).key == "b"
@@ -266,7 +266,7 @@ def hit_rate(policy: Policy, *, replicas=4, families=16, requests=600, seed=0) -
     router = make_router(replicas, policy)
     names = list(router.replicas)
     caches = {name: make_context(num_blocks=60) for name in names}
-    changes = {name: PrefixChanges(caches[name].pool) for name in names}
+    changes = {name: PrefixEvents(caches[name].pool) for name in names}
     prefixes = [[family * 1000 + i for i in range(40)] for family in range(families)]
     under_way, asked, cached = [], 0, 0
     for number in range(requests):

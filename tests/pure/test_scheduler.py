@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from fake_device import EOS, World, make_group, make_request
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule import policy
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.plan import StepResult
-from megatron_infer.schedule.queue import WaitingQueue
-from megatron_infer.schedule.request import CacheUse, FinishReason, Status
+from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.request import CacheUse, FinishReason, Status
+from megatron_infer.scheduler.step_plan import StepResult
+from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 NEVER = frozenset()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fake_device import World, continued, make_group, make_request
 
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.context.prefix import DIGEST_SIZE, digest_of
-from megatron_infer.context.snapshots import Snapshots
-from megatron_infer.schedule.request import CacheUse
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of
+from megatron_infer.context.state_slots import StateSlots
+from megatron_infer.scheduler.request import CacheUse
 
 PROMPT = list(range(10, 40))
 ROOT = b"root"
@@ -195,14 +195,14 @@ def test_prompt_in_chunks_that_finds_blocks_without_states_is_hashed_once(monkey
         num_hashed += 1
         return digest_of(preimage)
 
-    monkeypatch.setattr("megatron_infer.context.context.digest_of", counted)
+    monkeypatch.setattr("megatron_infer.context.dynamic_context.digest_of", counted)
     assert finish(w, "second", long).history.cached_tokens == 0
     assert num_hashed <= 3 * 100, "a block is found, announced and published"
 
 
 def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(monkeypatch):
     monkeypatch.setattr(
-        "megatron_infer.context.context.digest_of",  # of a second block: it knows what is before it, no more
+        "megatron_infer.context.dynamic_context.digest_of",  # of a second block: it knows what is before it, no more
         lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
     )
     head, root = [1, 2, 3, 4], ROOT
@@ -213,7 +213,7 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
         lease = context.admit(tokens, root=root)
         assert lease.cached == 0 and context.extend(lease, len(tokens))
         context.keep_states(lease, tokens, 0, len(tokens))
-        context.announce(lease, tokens, len(tokens))
+        context.publish_planned(lease, tokens, len(tokens))
         return lease
 
     tokens = [*head, 5, 6, 7, 8, 9]
@@ -239,11 +239,11 @@ def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_ski
     for lease in (first, second):
         assert context.extend(lease, 14)
         context.keep_states(lease, tokens, 0, 8)
-        context.announce(lease, tokens, 8)
+        context.publish_planned(lease, tokens, 8)
     assert list(second.unnamed) == [8]
     context.begin_step()
     context.keep_states(first, tokens, 8, 14)
-    context.announce(first, tokens, 14)
+    context.publish_planned(first, tokens, 14)
     context.begin_step()
     assert context.catch_up(second, tokens, 8) == 12
     assert not second.unnamed and context.snapshots.num_kept == 2
@@ -350,7 +350,7 @@ def test_moves_of_a_failed_step_are_not_made_up_for():
 
 
 def test_oldest_unused_state_makes_room():
-    pool = Snapshots(first_slot=5, count=2)
+    pool = StateSlots(first_slot=5, count=2)
     pool.begin_step()
     for block in (1, 2):
         pool.name(pool.take(reclaim=True), block, first_to_go=False)
@@ -365,7 +365,7 @@ def test_oldest_unused_state_makes_room():
 
 def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
     """A state kept behind a cached block, which a later admission of the same plan takes the memory of."""
-    pool = Snapshots(first_slot=5, count=1)
+    pool = StateSlots(first_slot=5, count=1)
     for give_up in (
         lambda slot: pool.name(slot, 1, first_to_go=False) and pool.forget(1),
         lambda slot: pool.give_back(slot),
@@ -381,7 +381,7 @@ def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
 
 
 def test_second_state_behind_a_block_is_given_back():
-    pool = Snapshots(first_slot=0, count=2)
+    pool = StateSlots(first_slot=0, count=2)
     pool.begin_step()
     assert pool.name(pool.take(reclaim=True), 7, first_to_go=False)
     assert not pool.name(pool.take(reclaim=True), 7, first_to_go=False)

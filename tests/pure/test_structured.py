@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import MAX_DEPTH, StructuredOutput, check_schema, check_size
 from megatron_infer.errors import RequestError
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.structured import MAX_DEPTH, StructuredOutput, check_schema, check_size
 
 GOOD = [
     {"json_schema": {"type": "object", "properties": {"z": {}, "a": {}}}},

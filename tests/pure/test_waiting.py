@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-SHOW = "import os; from megatron_infer.waiting import *; print(limit_spinning(), *map(os.environ.get, VARIABLES[:2]))"
+SHOW = (
+    "import os; from megatron_infer.utils.openmp import *; print(limit_spinning(), *map(os.environ.get, VARIABLES[:2]))"
+)
 
 
 @pytest.mark.parametrize(

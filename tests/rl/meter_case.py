@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from session_case import VOCAB, make_session
 
-from megatron_infer.assembly import Assembly
-from megatron_infer.config import PrefixCachingEvictionPolicy
-from megatron_infer.models.mamba_lean import ScanWeights
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import PrefixCachingEvictionPolicy
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.build import Assembly
+from megatron_infer.models.fused_mixer import ScanWeights
+from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 BIG = {"init_method_std": 0.2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
@@ -41,7 +41,7 @@ def lengths(count: int, **how: Any) -> list[SamplingParams]:
 def assert_empty(engine: DynamicInferenceEngine) -> None:
     """Nobody holds anything."""
     engine.parts.context.check()
-    assert len(engine.ledger) == 0 and engine.loop.is_idle and not engine.loop.backlog
+    assert len(engine.output_processor) == 0 and engine.loop.is_idle and not engine.loop.backlog
     scheduler = engine.parts.scheduler
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_paused == 0
     assert engine.parts.context.num_free_blocks == engine.parts.sizes.num_usable_blocks

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.schedule.params import SamplingParams
 
 VOCAB = 128
 BASE: dict[str, Any] = {

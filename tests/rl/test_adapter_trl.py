@@ -13,9 +13,9 @@ import torch
 from session_case import BASE
 from tiny_llama import save_tiny_llama
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, RequestError
-from megatron_infer.lifecycle import EngineState
 from megatron_infer.rl.adapters.trl import EngineRollout, engine_for
 
 transformers = pytest.importorskip("transformers")

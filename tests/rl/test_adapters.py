@@ -10,9 +10,10 @@ import torch
 from session_case import BASE, train_step
 from tiny_llama import VOCAB, save_tiny_llama
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.adapters.megatron_rl import (
     GenericGenerationArgs,
     LLMChatMessage,
@@ -20,8 +21,7 @@ from megatron_infer.rl.adapters.megatron_rl import (
     per_token,
 )
 from megatron_infer.rl.adapters.vllm_like import ColocateLLM
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)

@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.rl import bundle, wire
-from megatron_infer.rl.bundle import BundleError
+from megatron_infer.outputs.token_support import TokenSupport, support_row
+from megatron_infer.rl import sample_codec, sample_file
+from megatron_infer.rl.sample_file import BundleError
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
-from megatron_infer.schedule.request import VersionSpan
-from megatron_infer.token_support import TokenSupport, support_row
+from megatron_infer.scheduler.request import VersionSpan
 
 VOCAB = 200
 FULL = {"logprobs": True, "raw": True, "support": True, "routing": True, "reward": True}
@@ -44,7 +44,7 @@ def make_sample(rng: random.Random, prompt: list[int], length: int, **has: bool)
         logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("logprobs") else [],
         raw_logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("raw") else None,
         spans=[VersionSpan(first, i + 4, 3, i + 4) for i, first in enumerate(firsts)],
-        finish_reason=rng.choice(bundle.REASONS),
+        finish_reason=rng.choice(sample_file.REASONS),
         stop_reason=rng.choice([None, 7, "</s>"]),
         loss_mask=[rng.randint(0, 1) for _ in range(length)],
         support=make_support(rng, length) if has.get("support") else None,
@@ -92,9 +92,9 @@ def assert_equal(one: RolloutSample, other: RolloutSample) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_groups_come_back_as_they_were(seed, tmp_path):
     groups = make_groups(seed)
-    assert bundle.save(tmp_path / "groups", groups) == (tmp_path / "groups").stat().st_size
+    assert sample_file.save(tmp_path / "groups", groups) == (tmp_path / "groups").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["groups"]
-    back = bundle.load(tmp_path / "groups")
+    back = sample_file.load(tmp_path / "groups")
     assert len(back) == len(groups)
     for group, other in zip(groups, back, strict=True):
         for name in ("group_id", "prompt_ids", "info", "index", "begun_version", "num_cached_tokens", "error"):
@@ -109,12 +109,12 @@ def test_a_streamed_sample_comes_back_as_it_was(seed):
     rng = random.Random(seed)
     sample = make_sample(rng, [1, 2, 3], rng.choice([1, 8, 9]), **{name: rng.random() < 0.6 for name in FULL})
     sample.text = "text"
-    assert_equal(wire.decode_sample(wire.encode_sample(sample)), sample)
+    assert_equal(sample_codec.decode_sample(sample_codec.encode_sample(sample)), sample)
 
 
 def test_a_failed_group_keeps_the_words_of_its_error():
     group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
-    [back] = bundle.decode(bundle.encode([group]))
+    [back] = sample_file.decode(sample_file.encode([group]))
     assert str(back.error) == "the forward raised"
 
 
@@ -125,7 +125,7 @@ def one_group() -> RolloutGroup:
 
 def altered(**arrays) -> bytes:
     """A bundle with some arrays replaced, and a digest that fits them."""
-    content = bundle.encode([one_group()])
+    content = sample_file.encode([one_group()])
     known = safetensors.numpy.load(content) | arrays
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return safetensors.numpy.save(known, _signed(header["__metadata__"], known))
@@ -133,7 +133,7 @@ def altered(**arrays) -> bytes:
 
 def _signed(metadata, arrays):
     words = {name: value for name, value in metadata.items() if name != "digest"}
-    return words | {"digest": bundle._digest(arrays, words)}
+    return words | {"digest": sample_file._digest(arrays, words)}
 
 
 def int32(*values: int) -> np.ndarray:
@@ -164,48 +164,48 @@ def int32(*values: int) -> np.ndarray:
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused_with_the_reason(arrays, words):
-    assert len(bundle.decode(altered())) == 1
+    assert len(sample_file.decode(altered())) == 1
     with pytest.raises(BundleError, match=words):
-        bundle.decode(altered(**arrays))
+        sample_file.decode(altered(**arrays))
 
 
 def test_ids_outside_the_vocabulary_of_a_support_are_refused():
     support = TokenSupport.of_rows(VOCAB, [int32(3, 4)] * 9)
     group = one_group()
     group.samples[0].support = support
-    known = safetensors.numpy.load(bundle.encode([group]))
+    known = safetensors.numpy.load(sample_file.encode([group]))
     wrong = known["support_words"].copy()
     wrong[5] = VOCAB
     with pytest.raises(BundleError, match="an id is outside the vocabulary of 200"):
-        bundle.decode(altered(support_words=wrong, support_counts=known["support_counts"]))
+        sample_file.decode(altered(support_words=wrong, support_counts=known["support_counts"]))
 
 
 def test_every_cut_and_every_flipped_byte_is_noticed():
-    content, rng = bundle.encode([one_group()]), random.Random(2)
+    content, rng = sample_file.encode([one_group()]), random.Random(2)
     for length in [0, 4, 8, 100, len(content) // 2, len(content) - 1]:
         with pytest.raises(BundleError):
-            bundle.decode(content[:length])
+            sample_file.decode(content[:length])
     for _ in range(400):
         place = rng.randrange(len(content))
         damaged = bytearray(content)
         damaged[place] ^= 1 << rng.randrange(8)
         with pytest.raises(BundleError):
-            bundle.decode(bytes(damaged))
+            sample_file.decode(bytes(damaged))
 
 
 def test_files_of_others_are_refused(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(safetensors.numpy.save({"a": int32(1)}))
     with pytest.raises(BundleError, match=r"weights: a safetensors file, but no bundle"):
-        bundle.load(path)
+        sample_file.load(path)
     with pytest.raises(BundleError, match="cannot be read: No such file"):
-        bundle.load(tmp_path / "absent")
-    path.write_bytes(bundle.encode([one_group()]))
+        sample_file.load(tmp_path / "absent")
+    path.write_bytes(sample_file.encode([one_group()]))
     with pytest.raises(BundleError, match="limit is 10"):
-        bundle.load(path, max_bytes=10)
-    content = bundle.encode([one_group()]).replace(b'"schema":"1"', b'"schema":"9"')
+        sample_file.load(path, max_bytes=10)
+    content = sample_file.encode([one_group()]).replace(b'"schema":"1"', b'"schema":"9"')
     with pytest.raises(BundleError, match="schema '9', this code reads 1"):
-        bundle.decode(content)
+        sample_file.decode(content)
 
 
 @pytest.mark.parametrize(
@@ -227,22 +227,22 @@ def test_samples_that_are_not_whole_are_refused_before_anything_is_written(chang
     for name, value in change.items():
         setattr(group.samples[0], name, value)
     with pytest.raises(BundleError, match=words):
-        bundle.encode([group])
+        sample_file.encode([group])
     with pytest.raises(BundleError, match=words):
-        wire.encode_sample(group.samples[0])
+        sample_codec.encode_sample(group.samples[0])
 
 
 def test_a_sample_with_another_prompt_than_its_group_is_refused():
     group = one_group()
     group.prompt_ids = [9]
     with pytest.raises(BundleError, match="not that of the group"):
-        bundle.encode([group])
+        sample_file.encode([group])
 
 
 def test_damaged_messages_are_refused():
     sample = one_group().samples[0]
     sample.text = ""
-    content = wire.encode_sample(sample)
+    content = sample_codec.encode_sample(sample)
     known = msgspec.msgpack.decode(content)
     changes = [
         {"schema": 2},
@@ -260,12 +260,12 @@ def test_damaged_messages_are_refused():
     ]
     for change in changes:
         with pytest.raises(BundleError):
-            wire.decode_sample(msgspec.msgpack.encode(known | change))
+            sample_codec.decode_sample(msgspec.msgpack.encode(known | change))
     for length in range(0, len(content), 37):
         with pytest.raises(BundleError):
-            wire.decode_sample(content[:length])
+            sample_codec.decode_sample(content[:length])
     with pytest.raises(BundleError, match="limit is 10"):
-        wire.decode_sample(content, max_bytes=10)
+        sample_codec.decode_sample(content, max_bytes=10)
 
 
 def test_a_bundle_is_a_fraction_of_the_same_in_json():
@@ -286,7 +286,7 @@ def test_a_bundle_is_a_fraction_of_the_same_in_json():
         }
         for s in samples
     ]
-    size = len(bundle.encode([group]))
+    size = len(sample_file.encode([group]))
     assert size < len(json.dumps(plain)) / 3
 
 
@@ -302,19 +302,28 @@ def test_a_sample_that_ended_before_it_was_computed_is_bundled_with_others():
         routing=np.empty((0, 0, 0), dtype=np.uint8),
     )
     full = make_sample(rng, prompt, 5, **FULL)
-    [group] = bundle.decode(bundle.encode([RolloutGroup(group_id="a", prompt_ids=prompt, samples=[nothing, full])]))
+    [group] = sample_file.decode(
+        sample_file.encode([RolloutGroup(group_id="a", prompt_ids=prompt, samples=[nothing, full])])
+    )
     assert len(group.samples[0].support) == len(group.samples[0].routing) == 0
     assert group.samples[1].support == full.support and np.array_equal(group.samples[1].routing, full.routing)
 
 
 @pytest.mark.parametrize("words", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])
 def test_a_header_with_words_of_another_kind_is_refused(words):
-    known = {"format": bundle.FORMAT, "schema": "1", "groups": "1", "samples": "1", "vocab_size": "0", "digest": ""}
+    known = {
+        "format": sample_file.FORMAT,
+        "schema": "1",
+        "groups": "1",
+        "samples": "1",
+        "vocab_size": "0",
+        "digest": "",
+    }
     header = json.dumps({"__metadata__": known | words if isinstance(words, dict) else words}).encode()
     with pytest.raises(BundleError):
-        bundle.decode(len(header).to_bytes(8, "little") + header)
+        sample_file.decode(len(header).to_bytes(8, "little") + header)
 
 
 def test_a_header_nested_without_end_is_refused():
     with pytest.raises(BundleError):
-        bundle.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)
+        sample_file.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)

@@ -8,11 +8,11 @@ import random
 import pytest
 from rollout_case import assert_empty, make_engine, prompts_of
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.rl.collect import RolloutShortage
-from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.group_tracker import Budget
+from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.schedule.params import SamplingParams
 
 PARAMS = SamplingParams(n=2, max_tokens=30, temperature=1.0, stop_token_ids=list(range(10, 30)))
 
@@ -54,10 +54,10 @@ def test_no_late_reply_reaches_a_later_call(roll, engine):
 
 def test_as_many_are_under_way_as_oversample_and_the_limit_say(roll, engine):
     most = []
-    roll.collect(4, endless(), PARAMS, oversample=2.0, on_progress=lambda p: most.append(len(engine.ledger)))
+    roll.collect(4, endless(), PARAMS, oversample=2.0, on_progress=lambda p: most.append(len(engine.output_processor)))
     assert most[0] == 8
     most.clear()
-    roll.collect(4, endless(), PARAMS, max_in_flight=3, on_progress=lambda p: most.append(len(engine.ledger)))
+    roll.collect(4, endless(), PARAMS, max_in_flight=3, on_progress=lambda p: most.append(len(engine.output_processor)))
     assert max(most) == 3
 
 
@@ -86,12 +86,12 @@ def test_an_error_of_the_filter_leaves_what_was_carried_over_to_the_next_call(ro
 
     prompts, same = iter(prompts_of(40)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
     roll.collect(2, prompts, same, oversample=4.0, carry=True)
-    carried = {*roll.flow.held}
-    assert carried
+    token_details = {*roll.flow.held}
+    assert token_details
     with pytest.raises(ValueError, match="no answer"):
-        roll.collect(len(carried) + 1, prompts, same, accept=fails)
-    assert roll.flow.held == carried, "what nobody can have is held"
-    assert {group.group_id for group in roll.collect(len(carried), prompts, same)} == carried
+        roll.collect(len(token_details) + 1, prompts, same, accept=fails)
+    assert roll.flow.held == token_details, "what nobody can have is held"
+    assert {group.group_id for group in roll.collect(len(token_details), prompts, same)} == token_details
     assert not roll.flow.held
 
 

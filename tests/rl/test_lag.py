@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.rl.lag import Granularity, RolloutLag, automatic_lag
+from megatron_infer.rl.staleness import Granularity, RolloutLag, automatic_lag
 
 
 @given(

@@ -11,9 +11,9 @@ import torch
 from meter_case import MAKERS, rollout, session_of
 
 from megatron_infer.errors import MismatchAlarm
-from megatron_infer.rl.meter import MismatchMeter
-from megatron_infer.rl.meter_figures import Alarm
-from megatron_infer.rl.meter_layers import Verdict
+from megatron_infer.rl.mismatch_figures import Alarm
+from megatron_infer.rl.mismatch_layers import Verdict
+from megatron_infer.rl.mismatch_meter import MismatchMeter
 
 # fault -> (model, how it is planted, verdict, kind, layer)
 FAULTS: dict[str, tuple[str, Any, Verdict, str, int | None]] = {

@@ -8,12 +8,12 @@ import random
 import pytest
 from rollout_case import assert_empty, make_engine, prompts_of
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
-from megatron_infer.rl.collect import RolloutShortage
-from megatron_infer.rl.flow import Budget
-from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.rl.group_tracker import Budget
+from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.rl.rollout_queue import RolloutQueue
 
 PARAMS = SamplingParams(n=2, max_tokens=40, stop_token_ids=list(range(10, 20)))
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from session_case import BASE
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 STEPS, VOCAB = 20, 128

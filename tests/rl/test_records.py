@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from rollout_case import make_engine, prompts_of
 
-from megatron_infer.rl import bundle
-from megatron_infer.rl.conversations import say
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.rl import sample_file
+from megatron_infer.rl.conversation import Conversation
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.turns import Conversation
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.rl.tool_rollouts import say
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(n=2, max_tokens=6, ignore_eos=True, seed=1, top_p=0.7, return_support=True, return_routing=True)
@@ -34,7 +34,7 @@ def test_samples_have_support_and_routing_and_bundles_keep_them(roll):
     prompts = prompts_of(3)
     groups = roll.generate(prompts, PARAMS)
     outputs = roll.engine.generate(prompts, PARAMS)
-    back = bundle.decode(bundle.encode(groups))
+    back = sample_file.decode(sample_file.encode(groups))
     for group, output, other in zip(groups, outputs, back, strict=True):
         for sample, drawn, again in zip(group.samples, output.outputs, other.samples, strict=True):
             assert sample.token_ids == drawn.token_ids

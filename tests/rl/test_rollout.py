@@ -9,10 +9,10 @@ import pytest
 import torch
 from rollout_case import VOCAB, assert_empty, lengths, make_engine, prompts_of
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest, WrongState
-from megatron_infer.rl.flow import Budget
+from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.schedule.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,9 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
     first = roll.generate(prompts, params)
     left = roll.unfinished
     assert len(first) + len(left) == 6 and left
-    alive = sum(sample.request.num_output for ticket in left for sample in engine.ledger.get(ticket.id).samples)
+    alive = sum(
+        sample.request.num_output for ticket in left for sample in engine.output_processor.get(ticket.id).samples
+    )
     assert roll.stats.num_tokens == sum(group.num_tokens for group in first) + alive
     if budget.groups is not None:
         assert len(first) >= 2
@@ -224,7 +226,7 @@ def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_d
     assert roll.generate(prompts, params) == [] and len(roll.unfinished) == 4
     drawn = {
         (group.id, sample.index): list(sample.request.tokens[sample.request.prompt_len :])
-        for group in engine.ledger.groups
+        for group in engine.output_processor.groups
         for sample in group.samples
     }
     with engine.suspended(mode), torch.no_grad():
@@ -268,7 +270,7 @@ def test_a_call_while_the_engine_is_suspended_names_the_way_out_and_leaves_nothi
     with engine.suspended():
         with pytest.raises(WrongState, match=r"call resume\(\) first"):
             roll.generate(prompts_of(2), lengths(2))
-        assert len(engine.ledger) == 0
+        assert len(engine.output_processor) == 0
 
 
 def test_ctrl_c_aborts_what_was_submitted(roll, engine, monkeypatch):

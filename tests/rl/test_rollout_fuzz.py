@@ -8,9 +8,9 @@ import random
 import pytest
 from rollout_case import assert_empty, make_engine, prompts_of
 
-from megatron_infer.rl.flow import Budget
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.schedule.params import SamplingParams
 
 COUNT = 40
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from rollout_case import BASE, assert_empty, prompts_of
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.rl.flow import Budget
-from megatron_infer.rl.queue import RolloutQueue
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.rl.group_tracker import Budget
+from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(n=2, max_tokens=14, ignore_eos=True, seed=5)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from session_case import PARAMS, fresh_answers, make_session, prompts, train_step
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import AdoptionError, ConfigError, TransitionFailed
 from megatron_infer.models import mcore_compat
-from megatron_infer.models.trainer import GRAPH_MANAGER
-from megatron_infer.rl.flow import Budget
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.models.trainer_state import GRAPH_MANAGER
+from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}

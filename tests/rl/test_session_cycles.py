@@ -10,7 +10,7 @@ import pytest
 import torch
 from session_case import PARAMS, copied, fresh_answers, make_session, prompts
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 CYCLES = 100

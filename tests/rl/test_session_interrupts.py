@@ -9,13 +9,13 @@ import pytest
 from session_case import make_session
 from test_session import answers_in, state_of
 
-from megatron_infer.rl import switch
+from megatron_infer.rl import train_mode
 from megatron_infer.testing.tiny import tiny_gpt
 
 
 def interrupting(name: str, monkeypatch, *, on_the_way_in: bool) -> list[int]:
     """Ctrl-C within one of the switch's context managers -> how often it came."""
-    original, count = getattr(switch, name), [0]
+    original, count = getattr(train_mode, name), [0]
 
     @contextmanager
     def interrupted(*args):
@@ -28,7 +28,7 @@ def interrupting(name: str, monkeypatch, *, on_the_way_in: bool) -> list[int]:
             count[0] += 1
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(switch, name, interrupted)
+    monkeypatch.setattr(train_mode, name, interrupted)
     return count
 
 

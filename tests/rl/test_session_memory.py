@@ -6,7 +6,7 @@ import pytest
 import torch
 from session_case import make_session, prompts, train_step
 
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -7,10 +7,10 @@ import torch
 from session_case import PARAMS, fresh_answers, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 
-from megatron_infer.forward.weights import WeightShelf
-from megatron_infer.models.support import unwrap
-from megatron_infer.rl.switch import OptimizerShelf, torch_optimizers
+from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.rl.train_mode import OptimizerShelf, torch_optimizers
 from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.weights.change_guard import OffloadedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
 BIG = {"init_method_std": 0.2}
@@ -92,7 +92,7 @@ def test_an_optimizer_that_finds_no_room_comes_back_with_the_next_try(monkeypatc
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     assert alone.step(0) == ours.step(0)
     with pytest.raises(MemoryError, match="no room"), session.generating():
-        monkeypatch.setattr(WeightShelf, "take_down", no_room)
+        monkeypatch.setattr(OffloadedWeights, "take_down", no_room)
     assert session.optimizer_bytes > 0 and ours.model.training
     monkeypatch.undo()
     with session.training():

@@ -7,7 +7,7 @@ import pytest
 from megatron_infer.metrics.wandb import WandbSink
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.stats import percentile, stats_of
-from megatron_infer.schedule.request import VersionSpan
+from megatron_infer.scheduler.request import VersionSpan
 
 
 def sample(length: int, spans: list[tuple[int, int, int, int]], reason: str = "stop") -> RolloutSample:

@@ -11,12 +11,12 @@ from rollout_case import make_engine
 from tokenizers import normalizers, pre_tokenizers
 from vocabularies import byte_level, sentencepiece
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InvalidPrompt, PromptTooLong
-from megatron_infer.rl.conversations import TurnLimits, converse, run_conversations, say
-from megatron_infer.rl.flow import Call
+from megatron_infer.rl.conversation import Conversation, ConversationTooLong
+from megatron_infer.rl.group_tracker import Call
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.turns import Conversation, ConversationTooLong
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.rl.tool_rollouts import TurnLimits, converse, run_conversations, say
 from megatron_infer.testing.tiny import tiny_gpt
 
 TEMPLATE = (
@@ -48,7 +48,7 @@ def roll(engine):
 
 def assert_empty_but_cached(engine):
     engine.parts.context.check()
-    assert len(engine.ledger) == 0 and engine.loop.is_idle and not engine.loop.backlog
+    assert len(engine.output_processor) == 0 and engine.loop.is_idle and not engine.loop.backlog
 
 
 def drawing(**how):

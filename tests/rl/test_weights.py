@@ -11,14 +11,14 @@ import torch
 from hybrid_models import random_hybrid
 from safetensors.torch import load_file, save_file
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError, WrongState
-from megatron_infer.models.build import build_model
-from megatron_infer.models.checkpoint import save_checkpoint
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.weights import WeightUpdate, apply, apply_async, apply_undoable, as_source
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SETTINGS = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_tokens": 64}
@@ -117,7 +117,7 @@ def test_every_kind_of_source_gives_the_same_answers_in_the_same_tensors(engine,
 
 
 def counting(calls: list[str]) -> Any:
-    from megatron_infer.forward.derived import DerivedCache
+    from megatron_infer.weights.derived import DerivedCache
 
     return DerivedCache(name="counted", refresh=lambda: calls.append("rebuilt"), differs=lambda: None)
 

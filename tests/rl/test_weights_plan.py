@@ -12,7 +12,7 @@ import torch
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights.digest import combined, part_digest
 from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
-from megatron_infer.rl.weights.plan import Holding, ReshardPlan, messages_of, reshard_plan
+from megatron_infer.rl.weights.reshard_plan import Holding, ReshardPlan, messages_of, reshard_plan
 
 TENSORS = {
     "column": ((24, 5), 0, (24,)),

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.sampling.rng import uniform
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import Request
+from megatron_infer.scheduler.request import Request
 
 
 def make_request(prompt, output=(), *, seed=0, stop_ids=(), **params) -> Request:

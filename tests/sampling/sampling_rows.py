@@ -9,8 +9,8 @@ import torch
 from sampling_oracle import make_request
 
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 
 PADDING = 24
 """Vocabulary entries after the real ones; the tests make them the largest of all."""
@@ -51,18 +51,18 @@ class Rows:
     def can_be_static(self, rows) -> bool:
         return self.sampler.can_be_static(np.array(rows, dtype=np.int64), self.positions_of(rows))
 
-    def sample(self, logits_RV: torch.Tensor, rows=None) -> SampleOutput:
+    def sample(self, logits_RV: torch.Tensor, rows=None) -> SamplerOutput:
         """Draw for `rows` (all of them) from logits_RV[row], real vocabulary only."""
         rows = np.arange(len(self.requests), dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32)
         positions = self.positions_of(rows)
         padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(rows).long()], (0, PADDING), value=1e4)
         before = padded.clone()
-        out = self.sampler.sample(padded, SampleInputs(rows=rows, positions=positions, token_pool=self.pool))
+        out = self.sampler.sample(padded, SamplerInput(rows=rows, positions=positions, token_pool=self.pool))
         assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
         return out
 
 
-def static(rows: Rows, logits_RV: torch.Tensor, order) -> SampleOutput:
+def static(rows: Rows, logits_RV: torch.Tensor, order) -> SamplerOutput:
     """Draw for rows in `order` as a padded step does, with two rows of nobody behind them."""
     order = np.asarray(list(order), dtype=np.int32)
     count, nobody, positions = len(order), len(rows.requests), rows.positions_of(order)
@@ -72,16 +72,16 @@ def static(rows: Rows, logits_RV: torch.Tensor, order) -> SampleOutput:
     row_S = torch.tensor([*order, nobody, nobody], dtype=torch.int32)
     rows.sampler.static_sample(logits, row_S, torch.tensor([*positions, 0, 0], dtype=torch.int32), rows.pool, room)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
-    inputs = SampleInputs(rows=order, positions=positions, token_pool=rows.pool)
+    inputs = SamplerInput(rows=order, positions=positions, token_pool=rows.pool)
     out = rows.sampler.after_static(logits[:count], inputs, room.first(count))
     assert rows.pool[torch.from_numpy(order).long(), torch.from_numpy(positions)].tolist() == out.tokens_S.tolist()
     return out
 
 
-def same_outputs(got: SampleOutput, wanted: SampleOutput) -> None:
+def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
     """Bit for bit, but for what rows that are bad are told."""
     assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
-    for name in ("logprobs", "carried"):
+    for name in ("logprobs", "token_details"):
         one, other = getattr(got, name), getattr(wanted, name)
         assert (one is None) == (other is None), name
         if one is None:

@@ -10,7 +10,7 @@ import torch
 from sampling_oracle import make_request, process
 from sampling_rows import Rows, random_logits
 
-from megatron_infer.sampling.filters import Shape, best_ids, draw_any, draw_filtered, sorted_ids
+from megatron_infer.sampling.filters import DrawParams, best_ids, draw_any, draw_filtered, sorted_ids
 from megatron_infer.sampling.logprobs import processed
 
 warpers = pytest.importorskip("transformers.generation.logits_process")
@@ -20,7 +20,7 @@ def shape(num_rows, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, candid
     columns = torch.empty(5, num_rows, dtype=torch.float64)
     columns[0], columns[1] = 1.0 / temperature, top_k if top_k is not None else 1 << 30
     columns[2], columns[3], columns[4] = top_p, min_p, 0.5 if uniform is None else uniform
-    return Shape(columns_5M=columns, candidates=candidates, needs_mass=top_k is None and top_p < 1.0)
+    return DrawParams(columns_5M=columns, candidates=candidates, needs_mass=top_k is None and top_p < 1.0)
 
 
 @pytest.mark.parametrize("step", [None, 1.0], ids=["distinct", "many_equal"])

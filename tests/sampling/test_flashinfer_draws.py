@@ -11,7 +11,7 @@ import torch
 from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request, same_outputs
 
-from megatron_infer.kernels import flashinfer_topk, packages
+from megatron_infer.kernels import flashinfer_topk, optional_packages
 from megatron_infer.sampling.sampler import DRAWS_BEHIND
 
 CPU = torch.device("cpu")
@@ -77,13 +77,13 @@ def test_why_it_cannot_search_here_is_told(monkeypatch):
     assert flashinfer_topk.unavailable(CPU) == "runs on a GPU, the model is on cpu"
     monkeypatch.setattr(flashinfer_topk, "not_on_gpu", lambda device: None)
     monkeypatch.setattr(flashinfer_topk, "no_compiler", lambda: None)
-    monkeypatch.setattr(flashinfer_topk, "missing", packages.missing.__wrapped__)  # asks anew each time
+    monkeypatch.setattr(flashinfer_topk, "missing", optional_packages.missing.__wrapped__)  # asks anew each time
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert flashinfer_topk.unavailable(CPU) == "flashinfer-python is not installed"
     fake_packages.install(monkeypatch, "flashinfer")
-    monkeypatch.setattr(packages, "version", lambda distribution, module: "0.7.2")
+    monkeypatch.setattr(optional_packages, "version", lambda distribution, module: "0.7.2")
     assert flashinfer_topk.unavailable(CPU) is None
     monkeypatch.setattr(sys.modules["flashinfer.topk"], "can_implement_filtered_topk", lambda: False)
     assert "128 KiB of shared memory" in flashinfer_topk.unavailable(CPU)
-    monkeypatch.setattr(packages, "version", lambda distribution, module: "0.7.1")
+    monkeypatch.setattr(optional_packages, "version", lambda distribution, module: "0.7.1")
     assert flashinfer_topk.unavailable(CPU) == "needs flashinfer-python 0.7.2 or newer, this is 0.7.1"

@@ -14,13 +14,13 @@ import torch
 from sampling_oracle import make_request
 from vocabularies import byte_level, sentencepiece
 
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
 from megatron_infer.sampling import grammar
 from megatron_infer.sampling.grammar import GrammarFailed, Grammars
-from megatron_infer.sampling.masks import TokenMasks, forbid
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, Sampler
-from megatron_infer.schedule.structured import StructuredOutput
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput
+from megatron_infer.sampling.token_masks import TokenMasks, forbid
 from megatron_infer.text.grammar import GrammarCache
 
 LANGUAGES = {
@@ -118,7 +118,7 @@ def draw(requests, logits, masks, **options):
     positions = np.array([len(request.tokens) for request in requests])
     pool = torch.zeros(len(requests), 64, dtype=torch.int32)
     rows = np.arange(len(requests), dtype=np.int32)
-    return sampler.sample(logits, SampleInputs(rows=rows, positions=positions, token_pool=pool, masks=masks))
+    return sampler.sample(logits, SamplerInput(rows=rows, positions=positions, token_pool=pool, masks=masks))
 
 
 def test_rows_without_structure_draw_what_they_draw_alone_and_the_others_within_their_masks():
@@ -154,10 +154,10 @@ def test_processed_logprobs_and_support_are_those_of_the_masked_distribution_and
     token, ids = int(out.tokens_S[0]), sorted(allowed(masks))
     among = logits[0, ids].log_softmax(-1)[ids.index(token)]
     assert torch.allclose(out.logprobs.token_logprob[0], among, atol=1e-6)
-    assert torch.allclose(out.carried.processed[0], among, atol=1e-6)
-    assert torch.allclose(out.carried.raw[0], logits[0].log_softmax(-1)[token], atol=1e-6)
-    told = np.unpackbits(out.carried.bits_BY[0].numpy(), bitorder="little")
-    assert np.flatnonzero(told).tolist() == ids and out.carried.support.tolist() == [0, -1]
+    assert torch.allclose(out.token_details.processed[0], among, atol=1e-6)
+    assert torch.allclose(out.token_details.raw[0], logits[0].log_softmax(-1)[token], atol=1e-6)
+    told = np.unpackbits(out.token_details.bits_BY[0].numpy(), bitorder="little")
+    assert np.flatnonzero(told).tolist() == ids and out.token_details.support.tolist() == [0, -1]
 
 
 def test_bits_beyond_the_vocabulary_count_for_nothing():

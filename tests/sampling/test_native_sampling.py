@@ -12,7 +12,7 @@ from sampling_rows import Rows, random_logits, random_request
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.native_sampling import NativeSampling
-from megatron_infer.sampling.filters import Shape, draw_any, draw_filtered
+from megatron_infer.sampling.filters import DrawParams, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import score
 
 
@@ -31,7 +31,7 @@ def same(native, logits, columns):
         rows = (unfiltered != filtered).nonzero().flatten()
         if not len(rows):
             continue
-        shape = Shape(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
+        shape = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
         wanted = draw(logits[rows].float(), shape)
         assert torch.equal(got[0][rows], wanted.token_M)
         assert torch.equal(got[1][rows], wanted.top_M)
@@ -160,5 +160,5 @@ def test_log_probabilities_do_not_depend_on_the_company_a_row_is_drawn_in(native
             alone = Rows([request], 3000, mode=mode, kernels=native).sample(logits[place : place + 1])
             assert alone.tokens_S[0] == whole.tokens_S[place]
             assert alone.logprobs.token_logprob[0] == whole.logprobs.token_logprob[place]
-            assert alone.carried.raw[0] == whole.carried.raw[place]
-            assert alone.carried.processed[0] == whole.carried.processed[place]
+            assert alone.token_details.raw[0] == whole.token_details.raw[place]
+            assert alone.token_details.processed[0] == whole.token_details.processed[place]

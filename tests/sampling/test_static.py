@@ -9,9 +9,9 @@ from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request, same_outputs, spoil, static
 
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column
-from megatron_infer.sampling.params import RowParams
+from megatron_infer.sampling.captured_draw import RowMirror, uniform_of
 from megatron_infer.sampling.rng import mix, uniform
-from megatron_infer.sampling.static import RowMirror, uniform_of
+from megatron_infer.sampling.row_params import RowParams
 
 
 def test_uniforms_are_the_hosts_bit_for_bit():

@@ -16,8 +16,8 @@ import tokenizers
 from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_infer.server import texts
-from megatron_infer.server.front import Front, listen, url_of
+from megatron_infer.server import detokenize
+from megatron_infer.server.http_process import HttpProcess, listen, url_of
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.text.detokenizer import byte_level_alphabet
@@ -55,7 +55,7 @@ def serving(
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
         if not decodes:
-            stack.enter_context(mock.patch.object(texts, "made_here", lambda params: False))
+            stack.enter_context(mock.patch.object(detokenize, "made_here", lambda params: False))
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
         replicas = []
@@ -64,7 +64,7 @@ def serving(
             replicas.append(stack.enter_context(replica(one.address, engine, name=f"r{i}", commands=commands)))
         listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
         encoder = (encoder or tokenizer()) if text else None
-        front = Front(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
+        front = HttpProcess(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
         ready = threading.Event()
         done = SimpleNamespace(error=None)
 

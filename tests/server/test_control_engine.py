@@ -10,11 +10,11 @@ import torch
 from control_case import Background, call, get, state_of, steered, wait_for
 from safetensors.torch import save, save_file
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.checkpoint import save_checkpoint
-from megatron_infer.rl.served_weights import ServedWeights
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.rl.remote_weights import RemoteWeights
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPT = [5, 9, 30, 7, 66, 12, 3]
@@ -61,13 +61,15 @@ def case(versions):
     engine = engine_of(model_of(0))
     folder, _ = versions
     with steered(
-        engine, text=False, weights_root=str(folder), commands_of=lambda one: ServedWeights(one).commands()
+        engine, text=False, weights_root=str(folder), commands_of=lambda one: RemoteWeights(one).commands()
     ) as one:
         yield one
 
 
 def drawn_so_far(case):
-    return sum(len(sample.request.tokens) for group in case.engines[0].ledger.groups for sample in group.samples)
+    return sum(
+        len(sample.request.tokens) for group in case.engines[0].output_processor.groups for sample in group.samples
+    )
 
 
 def completion(count=LONG, **changes):
@@ -201,7 +203,7 @@ def test_spoiled_weights_draw_nothing_until_an_update_has_restored_all(case, ver
     call(case, "/weights_checker", {"action": "snapshot"})
     call(case, "/weights_checker", {"action": "reset"})
     waiting = Background(case, "/v1/completions", completion(24))
-    wait_for(lambda: len(case.engines[0].ledger) == 1)
+    wait_for(lambda: len(case.engines[0].output_processor) == 1)
     call(case, "/weights_checker", {"action": "compare"}, expected=400)
     call(case, "/update_weights_from_disk", {"model_path": "old"})
     call(case, "/weights_checker", {"action": "compare"})
@@ -228,7 +230,7 @@ def test_engine_whose_weights_are_half_written_stands_still_whoever_began_the_up
     client.control("begin_weights")  # nobody has paused the engine
     stood = drawn_so_far(case)
     late = Background(case, "/v1/completions", completion(24))
-    wait_for(lambda: len(case.engines[0].ledger) == 2)
+    wait_for(lambda: len(case.engines[0].output_processor) == 2)
     assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
     client.control("cancel_weights", version=0)
     assert rollout.result().json()["choices"][0]["token_ids"][:24] == expected["old"]

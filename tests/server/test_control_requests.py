@@ -171,7 +171,7 @@ def test_requests_queue_while_paused_up_to_the_limit_and_are_refused_beyond():
     with steered(EchoEngine(max_requests=1), max_queue=2) as case:
         call(case, "/pause?mode=keep")
         calls = [Background(case, COMPLETION, ask([i], 2)) for i in range(4)]  # two fit the replica, two wait
-        wait_for(lambda: case.coordinator.desk.dispatch.num_waiting == 2)
+        wait_for(lambda: case.coordinator.core.dispatch.num_waiting == 2)
         refused = case.http.post(COMPLETION, json=ask([9], 2))
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
         call(case, "/resume")
@@ -299,7 +299,7 @@ def test_trl_s_recorded_requests_are_answered_with_the_fields_that_its_worker_re
 def test_routed_experts_come_as_base64_of_int32():
     import numpy as np
 
-    from megatron_infer.outputs import CompletionOutput
+    from megatron_infer.outputs.request_output import CompletionOutput
     from megatron_infer.server.control.sglang_generate import routed_of
 
     routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
@@ -321,7 +321,7 @@ def test_requests_of_smaller_priority_overtake_those_that_wait():
         later = []
         for i, priority in ((5, 3), (6, 0), (7, -3)):
             later.append(Background(case, COMPLETION, ask([i], 2, priority=priority)))
-            wait_for(lambda: case.coordinator.desk.stats()["waiting"] == len(later))
+            wait_for(lambda: case.coordinator.core.stats()["waiting"] == len(later))
         later.append(Background(case, "/inference/v1/generate", {
             "token_ids": [8], "priority": -9, "sampling_params": {"max_tokens": 2, "temperature": 0}}))  # fmt: skip
         for one in (*first, *later):

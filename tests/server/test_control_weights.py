@@ -118,9 +118,9 @@ def test_server_without_a_root_reads_no_files():
 
 
 def test_bracket_takes_bodies_of_bytes_in_pieces_and_ends_with_the_version(case, monkeypatch):
-    from megatron_infer.server.control import files
+    from megatron_infer.server.control import weight_files
 
-    monkeypatch.setattr(files, "PIECE", 3)
+    monkeypatch.setattr(weight_files, "PIECE", 3)
     waiting = Background(case, "/v1/completions", PROMPT)
     wait_for(lambda: num_requests(case) == 1)
     call(case, "/init_weight_transfer_engine", {"init_info": {"backend": "http"}})
@@ -305,6 +305,6 @@ def test_server_sees_that_others_paused_the_engines(case):
 def test_without_an_engine_a_change_is_503_and_the_state_stays(case):
     for one in case.replicas:
         one.stop()
-    wait_for(lambda: not case.coordinator.desk.stats()["replicas"])
+    wait_for(lambda: not case.coordinator.core.stats()["replicas"])
     assert call(case, "/pause?mode=keep", expected=503)["error"]["code"] == "no_engine"
     assert state_of(case) == "SERVING"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from server_case import END, START, tokenizer
 
-from megatron_infer.server.conversation import prompt_ids
-from megatron_infer.server.errors import ApiError
+from megatron_infer.server.chat_prompt import prompt_ids
+from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.schemas import Message, TextPart
 
 

@@ -9,9 +9,9 @@ import openai
 import pytest
 from server_case import post, serving, tokenizer
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.embeddings import params_for, vector_of
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.testing.tiny import tiny_gpt
 
 TEXTS = ["Once upon a time", "there was", "a " * 60]

@@ -12,8 +12,8 @@ import pytest
 from coordinator_case import coordinator
 from server_case import wait_for
 
-from megatron_infer.parallel.client import AsyncInferenceClient, InferenceClient
-from megatron_infer.server.fleet import Fleet, Role
+from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
+from megatron_infer.server.supervisor import Role, Supervisor
 
 
 def role(tmp_path, name="coordinator", **told):
@@ -31,7 +31,7 @@ def gone(pid):
 
 
 def test_process_that_dies_is_started_again_and_serves(tmp_path):
-    fleet = Fleet([role(tmp_path)])
+    fleet = Supervisor([role(tmp_path)])
     fleet.start()
     try:
         process = fleet.processes[0]
@@ -52,7 +52,7 @@ def test_process_that_dies_is_started_again_and_serves(tmp_path):
 
 
 def test_mistake_is_told_and_not_repeated(tmp_path):
-    fleet = Fleet([role(tmp_path, max_queue=0)])
+    fleet = Supervisor([role(tmp_path, max_queue=0)])
     fleet.start()
     try:
         wait_for(fleet.failure)
@@ -63,7 +63,7 @@ def test_mistake_is_told_and_not_repeated(tmp_path):
 
 def test_processes_die_with_the_one_that_started_them(tmp_path):
     code = (
-        "import sys, time\nfrom megatron_infer.server.fleet import Fleet, Role\n"
+        "import sys, time\nfrom megatron_infer.server.supervisor import Fleet, Role\n"
         f"fleet = Fleet([Role(name='c', role='coordinator', told={{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}})])\n"
         "fleet.start()\nwhile fleet.processes[0].ready is None: time.sleep(0.01)\n"
         "print(fleet.processes[0].pid, flush=True)\ntime.sleep(60)\n"

@@ -8,8 +8,8 @@ import openai
 import pytest
 from server_case import END, serving, tokenizer
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
 

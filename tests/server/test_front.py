@@ -8,7 +8,7 @@ import time
 
 from server_case import serving
 
-from megatron_infer.server.front import listen
+from megatron_infer.server.http_process import listen
 
 
 def test_replies_do_not_wait_for_the_client_s_acknowledgement():

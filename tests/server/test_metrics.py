@@ -12,7 +12,7 @@ from scrape import check_histograms, parse
 from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.catalog import SPECS
+from megatron_infer.metrics.definitions import SPECS
 from megatron_infer.server.settings import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 

@@ -9,9 +9,9 @@ import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
 from megatron_infer.server.calls import Reply
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.fields import ExtraField
-from megatron_infer.server.registry import Operation
+from megatron_infer.server.extra_fields import ExtraField
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.routes import Operation
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -9,9 +9,9 @@ import openai
 import pytest
 from server_case import END, serving, tokenizer, wait_for
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
@@ -210,7 +210,7 @@ def test_errors_are_the_clients_own_classes(client, case):
 
 @pytest.mark.asyncio
 async def test_client_that_leaves_frees_its_blocks(case, engine):
-    wait_for(lambda: case.coordinator.desk.stats()["replicas"][0]["stats"].get("num_running") == 0)
+    wait_for(lambda: case.coordinator.core.stats()["replicas"][0]["stats"].get("num_running") == 0)
     before = engine.stats().num_free_blocks
     async with openai.AsyncOpenAI(base_url=f"{case.url}/v1", api_key="a key", max_retries=0) as client:
         asked = {"model": "tiny", "prompt": "The long story", "max_tokens": 200, "extra_body": {"ignore_eos": True}}

@@ -8,7 +8,7 @@ import threading
 import httpx
 from server_case import post, serving, wait_for
 
-from megatron_infer.server.page import FILES
+from megatron_infer.server.status_page import FILES
 from megatron_infer.testing.echo import EchoEngine
 
 KEY = "k-page"

@@ -232,5 +232,5 @@ def test_many_streams_at_once_are_each_complete():
         for i in range(60):
             text = "".join(chunk["choices"][0]["text"] for chunk in results[i])
             assert text.split() == [str(token) for token in echo_tokens([i + 1, 5], 30)], json.dumps(results[i])[:300]
-        described = case.coordinator.desk.stats()["replicas"]
+        described = case.coordinator.core.stats()["replicas"]
         assert len(described) == 2 and running(case) == 0

@@ -13,8 +13,8 @@ import pydantic
 import pytest
 from server_case import post, serving, stream, tokenizer, wait_for
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
@@ -189,7 +189,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch)
 def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_aborts(case, monkeypatch):
     """The server knows the grammar; the engine has it to compile yet."""
     engine = case.engines[0]
-    grammars = engine.parts.intake.grammars.cache
+    grammars = engine.parts.input_processor.grammars.cache
     go, whole = threading.Event(), grammars._compile
 
     def slow(wanted):
@@ -214,7 +214,7 @@ def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_abo
     thread.join(30)
     assert replies[0].json()["choices"][0]["text"] == "late"
     (replica,) = case.replicas
-    wait_for(lambda: not (len(engine.ledger) or replica._preparing or replica._requests))
+    wait_for(lambda: not (len(engine.output_processor) or replica._preparing or replica._requests))
 
 
 @pytest.mark.parametrize(

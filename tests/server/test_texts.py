@@ -9,17 +9,17 @@ import tokenizers
 from server_case import END, START, events, post, serving, stream, tokenizer
 from tokenizers import decoders, models
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import FinishReason, Request
-from megatron_infer.server.texts import INLINE_TOKENS, RequestTexts
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.requests.request_state import SequenceState
+from megatron_infer.scheduler.request import FinishReason, Request
+from megatron_infer.server.detokenize import INLINE_TOKENS, RequestTexts
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import detokenizer
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.tracking import Sample
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EMOJI = [
@@ -127,7 +127,7 @@ def test_text_goes_on_where_it_was_when_another_replica_takes_over():
             busy = next(i for i, engine in enumerate(case.engines) if engine.has_unfinished())
             case.replicas[busy].stop()
             kept += list(lines)
-        assert case.coordinator.desk.stats()["resent"] == 1
+        assert case.coordinator.core.stats()["resent"] == 1
     chunks = events(kept)
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert tokens == echo_tokens([9, 4], 60)
@@ -163,7 +163,7 @@ def test_any_cut_of_any_tokens_gives_the_text_that_the_engine_makes(made):
             id="0", tokens=list(prompt), prompt_len=len(prompt), params=params, max_total=99, seed=0,
             stop_ids=frozenset(tokens[-1:] if reason == "stop" else ()),
         )  # fmt: skip
-        engine, here = Sample(request, 0, params, codec), RequestTexts(codec, prompt, params)
+        engine, here = SequenceState(request, 0, params, codec), RequestTexts(codec, prompt, params)
         at = 0
         while at < len(tokens):
             step = rng.randint(1, 6)

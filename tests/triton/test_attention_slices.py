@@ -10,7 +10,7 @@ from attention_case import check, on_device, padded
 from paged_case import make_case
 from test_attention import one_row, run
 
-from megatron_infer.kernels import scratch
+from megatron_infer.kernels import triton_scratch
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
 from megatron_infer.kernels.triton.launch import launch, listening
 
@@ -88,7 +88,7 @@ def test_a_cut_row_has_the_same_bits_alone_in_company_and_on_any_device(backend,
 def test_partial_sums_of_many_rows_take_turns_in_the_same_memory(backend, device, monkeypatch):
     case = make_case(ROWS, num_decode=1, num_kv_heads=1, group_size=1, **SMALL)
     want = run(backend, case, device)
-    monkeypatch.setattr(scratch, "SLICES_BYTES", 2 * 4 * LANES * 32 * (16 + 2))
+    monkeypatch.setattr(triton_scratch, "SLICES_BYTES", 2 * 4 * LANES * 32 * (16 + 2))
     seen = []
     with listening(lambda _launch, kernel, *_rest: seen.append(kernel.fn.__name__)):
         assert torch.equal(run(backend, case, device), want)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.graphs import GRAPHS_VARIABLE
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_hybrid
 
 pytestmark = pytest.mark.triton

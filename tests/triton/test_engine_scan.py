@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
 
@@ -25,8 +25,8 @@ def model(device) -> torch.nn.Module:
 
 def generate(model, monkeypatch, backend, **settings):
     """(tokens and routing of each prompt, names of what was chosen, names of the kernels that ran)."""
-    from megatron_infer.engine import DynamicInferenceEngine
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.engine.engine import DynamicInferenceEngine
 
     monkeypatch.setitem(os.environ, BACKEND_VARIABLE, backend)
     settings = {"max_requests": 4, "max_sequence_length": 64, "block_size_tokens": 16, "max_tokens": 64} | settings

@@ -10,12 +10,12 @@ import torch
 from attention_case import check, on_device, padded
 from paged_case import Case, make_case
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.triton.launch import listening
 from megatron_infer.models.mcore_compat import squared_relu
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton

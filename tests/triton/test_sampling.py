@@ -11,10 +11,10 @@ from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request, same_outputs, static
 
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.sampling.filters import Shape, draw_any, draw_sorted
+from megatron_infer.sampling.filters import DrawParams, draw_any, draw_sorted
 from megatron_infer.sampling.logprobs import score
-from megatron_infer.sampling.masks import forbid
 from megatron_infer.sampling.rng import mix, uniform
+from megatron_infer.sampling.token_masks import forbid
 
 pytestmark = pytest.mark.triton
 
@@ -56,7 +56,7 @@ def same(kernels, device, logits, columns):
     for rows, draw in ((free, draw_any), (~free, draw_sorted)):
         if not rows.any():
             continue
-        shape = Shape(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
+        shape = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
         wanted = draw(logits[rows].float(), shape)
         assert got[0][rows].tolist() == wanted.token_M.tolist()
         assert torch.equal(got[1][rows], wanted.top_M)
@@ -232,8 +232,8 @@ def test_the_static_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, d
         got.logprobs.token_logprob[good], wanted.logprobs.token_logprob[good], atol=2e-5, rtol=1e-6
     )
     for name in ("raw", "processed"):
-        good = ~wanted.bad_S[torch.from_numpy(wanted.carried.index)]
-        mine, theirs = getattr(got.carried, name)[good], getattr(wanted.carried, name)[good]
+        good = ~wanted.bad_S[torch.from_numpy(wanted.token_details.index)]
+        mine, theirs = getattr(got.token_details, name)[good], getattr(wanted.token_details, name)[good]
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-6)
 
 
@@ -249,5 +249,5 @@ def test_a_sampler_with_it_gives_the_same_output(kernels, device):
     assert torch.equal(plain.logprobs.token_rank, fast.logprobs.token_rank)
     assert torch.equal(plain.logprobs.top_ids, fast.logprobs.top_ids)
     torch.testing.assert_close(plain.logprobs.token_logprob, fast.logprobs.token_logprob, atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(plain.carried.processed, fast.carried.processed, atol=2e-6, rtol=1e-6)
-    assert torch.equal(plain.carried.bits_BY, fast.carried.bits_BY)
+    torch.testing.assert_close(plain.token_details.processed, fast.token_details.processed, atol=2e-6, rtol=1e-6)
+    assert torch.equal(plain.token_details.bits_BY, fast.token_details.bits_BY)

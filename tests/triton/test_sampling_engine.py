@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 
-from megatron_infer.config import ConfigWarning, InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.forward.graphs import GRAPHS_VARIABLE
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton

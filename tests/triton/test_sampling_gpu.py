@@ -9,11 +9,11 @@ import pytest
 import torch
 from sampling_rows import random_logits, random_request, same_outputs
 
-from megatron_infer.forward.device import Device
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.sampling.masks import TokenMasks
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, Sampler
+from megatron_infer.memory.device import Device
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput
+from megatron_infer.sampling.token_masks import TokenMasks
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def test_a_step_of_all_wishes_waits_for_nothing_and_draws_what_a_cpu_draws(with_
     logits, pool = on_gpu(requests, rng)
     rows, positions = np.arange(ROWS, dtype=np.int32), np.array([len(r.tokens) for r in requests])
     sampler = make_sampler(requests, with_kernels=with_kernels)
-    inputs = SampleInputs(rows=rows, positions=positions, token_pool=pool)
+    inputs = SamplerInput(rows=rows, positions=positions, token_pool=pool)
     sampler.sample(logits, inputs)  # compiles
     sampler.params.set(0, requests[0])
     torch.cuda.synchronize()
@@ -87,11 +87,11 @@ def test_a_step_of_all_wishes_waits_for_nothing_and_draws_what_a_cpu_draws(with_
     finally:
         torch.cuda.set_sync_debug_mode("default")
     of_cpu = Sampler(sampler.params, vocab_size=VOCAB, padded_vocab_size=VOCAB + 64, logprobs_mode="processed")
-    wanted = of_cpu.sample(logits.cpu(), SampleInputs(rows=rows, positions=positions, token_pool=pool.cpu()))
+    wanted = of_cpu.sample(logits.cpu(), SamplerInput(rows=rows, positions=positions, token_pool=pool.cpu()))
     assert out.tokens_S.tolist() == wanted.tokens_S.tolist()
     assert out.logprobs.token_rank.tolist() == wanted.logprobs.token_rank.tolist()
     torch.testing.assert_close(out.logprobs.token_logprob.cpu(), wanted.logprobs.token_logprob, atol=2e-5, rtol=1e-5)
-    assert torch.equal(out.carried.bits_BY.cpu(), wanted.carried.bits_BY)
+    assert torch.equal(out.token_details.bits_BY.cpu(), wanted.token_details.bits_BY)
 
 
 def test_masks_reach_the_gpu_without_a_wait():
@@ -103,7 +103,7 @@ def test_masks_reach_the_gpu_without_a_wait():
     bits = np.zeros((2, VOCAB // 32), dtype=np.int32)
     bits[0, 7], bits[1, 1249] = 1 << 3, -(1 << 31)
     rows, positions = np.arange(8, dtype=np.int32), np.array([len(r.tokens) for r in requests])
-    inputs = SampleInputs(
+    inputs = SamplerInput(
         rows=rows, positions=positions, token_pool=pool, masks=TokenMasks(np.array([1, 5], dtype=np.int64), bits)
     )
     sampler.sample(logits, inputs)
@@ -146,7 +146,7 @@ def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
-            inputs = SampleInputs(rows=order, positions=positions, token_pool=pool)
+            inputs = SamplerInput(rows=order, positions=positions, token_pool=pool)
             got = sampler.after_static(logits, inputs, room)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_infer.context.layout import ExpertShape, ModelShape, StateShape
-from megatron_infer.graph_memory import GraphMemory
-from megatron_infer.graph_shapes import GraphShape
+from megatron_infer.config.graph_memory import GraphMemory
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.config.sizing import ExpertShape, ModelShape, StateShape
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
-from megatron_infer.kernels.experts import Addresses, Choice, ExpertWeights
-from megatron_infer.kernels.scratch import decode_bytes, draw_bytes, expert_bytes, slices_bytes
+from megatron_infer.kernels.experts import Addresses, ExpertChoice, ExpertWeights
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.torch_ref import ReferenceOps
+from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, slices_bytes
 
 pytestmark = pytest.mark.triton
 
@@ -140,7 +140,7 @@ def test_experts_take_no_more_than_is_estimated(monkeypatch):
     fc1, fc2 = [{"weight": given(1408, hidden), "bias": None}], [{"weight": given(hidden, 1408), "bias": None}]
     weights = ExpertWeights(fc1=fc1, fc2=fc2, first=0, top_k=6, activate=lambda ops, middle: middle.relu())
     monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: Addresses(given(1, dtype=torch.int64), True))
-    choice = Choice(
+    choice = ExpertChoice(
         ids_TK=given(num_tokens, 6, dtype=torch.int32),
         weight_TK=given(num_tokens, 6),
         count_CE=given(8, 64, dtype=torch.int32),

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_infer import assembly
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine import build
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton import experts
 from megatron_infer.kernels.triton.launch import listening
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 pytestmark = pytest.mark.triton
@@ -82,7 +82,7 @@ def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built
     with monkeypatch.context() as patch:
         patch.setattr(engine.parts.device, "is_cuda", True)
         patch.setattr(engine.parts.runner, "warm_up", lambda *args: calls.append(args))
-        assembly.warm_up(engine.parts)
+        build.warm_up(engine.parts)
     assert calls == [(64, TALLER[kind])], "on a GPU it is part of building the engine"
     seen: list[set[Any]] = [set(), set()]
     with listening(lambda _, kernel, grid, args, options: seen[0].add(compiled_as(kernel, args, dict(options)))):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.forward.batch import Batch, BatchBuilder
-from megatron_infer.forward.device import Device
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
-from megatron_infer.schedule.plan import Plan
+from megatron_infer.memory.device import Device
+from megatron_infer.runner.batch import Batch, BatchBuilder
+from megatron_infer.scheduler.step_plan import StepPlan
 
 MAX_SEQUENCE_LENGTH, HEAD_DIM = 2560, 64
 
@@ -34,7 +34,7 @@ class NoAttention:
         raise AssertionError("this benchmark runs no attention")
 
 
-def make(context: DynamicInferenceContext, rows: int) -> Callable[[Plan, Sequence[tuple[int, int, int]]], Batch]:
+def make(context: DynamicInferenceContext, rows: int) -> Callable[[StepPlan, Sequence[tuple[int, int, int]]], Batch]:
     """A builder for up to `rows` requests over a cache of `context`'s shape, rotary tables included."""
     torch.set_num_threads(1)
     cache, table = torch.zeros(1), torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
@@ -54,7 +54,7 @@ def make(context: DynamicInferenceContext, rows: int) -> Callable[[Plan, Sequenc
     )
 
     @torch.inference_mode()
-    def build(plan: Plan, writes: Sequence[tuple[int, int, int]]) -> Batch:
+    def build(plan: StepPlan, writes: Sequence[tuple[int, int, int]]) -> Batch:
         return builder.build(plan, writes)
 
     return build

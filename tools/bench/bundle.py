@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_infer.rl import bundle, wire
+from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
-from megatron_infer.schedule.request import VersionSpan
-from megatron_infer.token_support import TokenSupport
+from megatron_infer.scheduler.request import VersionSpan
 
 VOCAB, PROMPT = 50_000, 256
 
@@ -96,17 +96,17 @@ def main() -> None:
     options = parser.parse_args()
     groups = make_groups(options.tokens, options.layers, options.top_k)
     samples = [sample for group in groups for sample in group.samples]
-    whole, limit = bundle.encode(groups), limit_bytes(groups)
-    messages = [wire.encode_sample(sample) for sample in samples]
+    whole, limit = sample_file.encode(groups), limit_bytes(groups)
+    messages = [sample_codec.encode_sample(sample) for sample in samples]
     text = as_json(groups)
     print(f"{len(samples)} samples of {options.tokens} tokens; the arrays' own bytes: {limit / 1e6:.1f} MB")
     for name, size, write, read in (
-        ("bundle", len(whole), lambda: bundle.encode(groups), lambda: bundle.decode(whole)),
+        ("bundle", len(whole), lambda: sample_file.encode(groups), lambda: sample_file.decode(whole)),
         (
             "msgpack",
             sum(map(len, messages)),
-            lambda: [wire.encode_sample(sample) for sample in samples],
-            lambda: [wire.decode_sample(message) for message in messages],
+            lambda: [sample_codec.encode_sample(sample) for sample in samples],
+            lambda: [sample_codec.decode_sample(message) for message in messages],
         ),
         ("JSON", len(text), lambda: as_json(groups), lambda: json.loads(text)),
     ):

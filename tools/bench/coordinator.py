@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_infer.parallel.client import InferenceClient
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import echo_tokens
 
 BLOCK = 16
 
 
 def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
-    from megatron_infer.parallel.coordinator import Coordinator, CoordinatorOptions
+    from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     options = CoordinatorOptions(policy=policy, alpha=alpha, max_queue=100_000, timeout_s=30.0)  # type: ignore[arg-type]
     with Coordinator("tcp://127.0.0.1:0", options) as coordinator:
@@ -39,7 +39,7 @@ def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
 
 
 def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
-    from megatron_infer.parallel.replica import Replica
+    from megatron_infer.coordinator.replica import Replica
     from megatron_infer.testing.echo import EchoEngine
 
     Replica(EchoEngine(**settings), address, name=name).run()

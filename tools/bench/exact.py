@@ -11,12 +11,12 @@ import time
 
 import torch
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.models.build import build_model
-from megatron_infer.models.exact import exact_logprobs
-from megatron_infer.models.sources import open_source
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.exact_forward import exact_logprobs
 
 PROMPT, CONTEXT, STEPS = 512, 128, 24
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config import GIB, InferenceConfig, PreemptionMode
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import GIB, InferenceConfig, PreemptionMode
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 BLOCK = 16
 VOCAB = 128
@@ -78,8 +78,8 @@ def tiny_engines() -> MakeEngine:
 
 def alias_engines(name: str, device: str) -> MakeEngine:
     """Float32, so that a token computed anew equals the one decoded before."""
-    from megatron_infer.models.build import build_model
-    from megatron_infer.models.sources import open_source
+    from megatron_infer.model_loader.build import build_model
+    from megatron_infer.model_loader.sources import open_source
 
     model = build_model(open_source(name), dtype=torch.float32, device=device)
     return lambda config: DynamicInferenceEngine(model, config, model_name=name)

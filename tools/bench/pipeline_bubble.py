@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from megatron_infer import assembly
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine import build
+from megatron_infer.engine.engine import DynamicInferenceEngine
 
 
 class Busy:
@@ -66,9 +66,9 @@ def make_model(arguments: argparse.Namespace) -> torch.nn.Module:
     )
 
 
-def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_groups: int) -> dict[str, float]:
+def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_micro_batches: int) -> dict[str, float]:
     """Tokens a second, and the share of the time that this stage did nothing."""
-    assembly.num_groups_of = lambda groups, config: num_groups
+    build.num_micro_batches_of = lambda groups, config: num_micro_batches
     engine = DynamicInferenceEngine(
         model,
         InferenceConfig(buffer_size_gb=0.25, max_requests=max(arguments.requests, 4), max_tokens=2048, overlap=False),
@@ -107,7 +107,8 @@ def run_stage(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
     model = make_model(arguments)
     found = {
-        num_groups: measure(model, arguments, num_groups) for num_groups in (1, arguments.stages, arguments.stages + 1)
+        num_micro_batches: measure(model, arguments, num_micro_batches)
+        for num_micro_batches in (1, arguments.stages, arguments.stages + 1)
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.barrier()
@@ -131,10 +132,10 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {arguments.stages} stages, {kind}")
     print(f"{arguments.requests} requests, 16 prompt and {arguments.tokens} output tokens each")
     one = stages[0]["1"]["tokens_per_s"]
-    for num_groups, first in stages[0].items():
-        idle = "  ".join(f"stage {rank} {found[num_groups]['idle']:5.1%}" for rank, found in enumerate(stages))
+    for num_micro_batches, first in stages[0].items():
+        idle = "  ".join(f"stage {rank} {found[num_micro_batches]['idle']:5.1%}" for rank, found in enumerate(stages))
         rate = first["tokens_per_s"]
-        print(f"{num_groups} in flight: {rate:8.0f} tokens/s ({rate / one:4.2f}x)   idle: {idle}")
+        print(f"{num_micro_batches} in flight: {rate:8.0f} tokens/s ({rate / one:4.2f}x)   idle: {idle}")
 
 
 if __name__ == "__main__":

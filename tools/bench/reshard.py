@@ -33,9 +33,9 @@ EXPERTS = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1024, "num_mo
 
 def build(args: argparse.Namespace, layout: Layout, *, experts: bool) -> Any:
     """MODEL, or one of `EXPERTS` with random weights, as this rank has it."""
-    from megatron_infer.models.build import build_model
+    from megatron_infer.model_loader.build import build_model
+    from megatron_infer.model_loader.sources import open_source
     from megatron_infer.models.mcore_compat import parallel_state
-    from megatron_infer.models.sources import open_source
     from megatron_infer.testing.tiny import tiny_gpt
 
     parallel_state.destroy_model_parallel()

@@ -10,7 +10,7 @@ the same dtype: float32 is what GRPOTrainer loads a model in unless it is told o
 
 from __future__ import annotations
 
-from megatron_infer.waiting import limit_spinning
+from megatron_infer.utils.openmp import limit_spinning
 
 limit_spinning()  # before torch is imported
 
@@ -26,15 +26,15 @@ from typing import Any
 import torch
 
 from megatron_infer.cli.bench_peers import load_transformers
-from megatron_infer.config import machine_config
-from megatron_infer.forward.device import Device, choose_dtype
+from megatron_infer.config.inference import machine_config
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.entrypoints.llm import chat_prompt
 from megatron_infer.kernels.threads import apply_cpu_settings
-from megatron_infer.llm import chat_prompt
-from megatron_infer.models.build import build_model
-from megatron_infer.models.plan_shape import shape_of
-from megatron_infer.models.sources import open_source
+from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.schedule.params import SamplingParams
 
 TOPICS = ["the sea", "a bee", "snow", "the moon", "bread", "a river", "gold", "the wind", "salt", "a horse"]
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_infer.forward.device import Device
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.kernels.select import Chosen, choose
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, Sampler
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import Request
+from megatron_infer.memory.device import Device
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput
+from megatron_infer.scheduler.request import Request
 
 PROMPT, OUTPUT = 256, 64
 CASES: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def make_step(
         stage=device.stage,
     )
     pool = pool.to(device.torch)
-    inputs = SampleInputs(
+    inputs = SamplerInput(
         rows=np.arange(rows, dtype=np.int32), positions=np.full(rows, PROMPT + OUTPUT), token_pool=pool
     )
     if static:

@@ -17,19 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_infer.context.context import DynamicInferenceContext
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.plan import Plan, StepResult
-from megatron_infer.schedule.request import Request
-from megatron_infer.schedule.scheduler import Scheduler
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 
 BUDGET_US = {"schedule": 90.0, "commit": 90.0, "total": 300.0}
 """For 512 rows; the total has the batch build in it."""
 
-BatchBuild = Callable[[Plan, Sequence[tuple[int, int, int]]], Any]
+BatchBuild = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Any]
 
 
-def no_build(plan: Plan, writes: Sequence[tuple[int, int, int]]) -> None:
+def no_build(plan: StepPlan, writes: Sequence[tuple[int, int, int]]) -> None:
     """Stands where no batch builder is given."""
 
 
@@ -62,10 +62,10 @@ def make_decoding(
             stop_ids=frozenset({2}),
         )
         scheduler.add(request)
-    while scheduler.num_waiting or scheduler.roster.prefilling:
+    while scheduler.num_waiting or scheduler.running_set.prefilling:
         plan = scheduler.schedule()
         scheduler.commit(plan, StepResult([5] * len(plan.sampled)))
-    assert len(scheduler.roster.decoding) == rows
+    assert len(scheduler.running_set.decoding) == rows
     return context, scheduler
 
 

@@ -187,9 +187,9 @@ def make_prompts(number: int) -> list[dict[str, Any]]:
 
 
 def _offline(model: str, bodies: list[dict[str, Any]], config: dict[str, Any], pipe: Any) -> None:
-    from megatron_infer.config import InferenceConfig
-    from megatron_infer.llm import LLM
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.entrypoints.llm import LLM
 
     llm = LLM(model, config=InferenceConfig.from_dict(config), dtype="float32")
     params = [SamplingParams(max_tokens=one["max_tokens"], temperature=0.0, ignore_eos=True) for one in bodies]

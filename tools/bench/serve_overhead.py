@@ -39,9 +39,9 @@ def make_work(number: int, seed: int, lengths: tuple[int, int], outputs: tuple[i
 
 def offline(model: str, config: dict[str, Any], dtype: str, threads: int, concurrency: int, pipe: Any) -> None:
     """A process of its own, as the server's engine is one: does the work it is told and says how long it took."""
-    from megatron_infer.config import InferenceConfig
-    from megatron_infer.llm import LLM
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.entrypoints.llm import LLM
 
     llm = LLM(model, config=InferenceConfig.from_dict(config), dtype=dtype, threads=threads)
     pipe.send("ready")

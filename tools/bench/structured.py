@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_infer.llm import LLM
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.sampling.grammar import Grammars
-from megatron_infer.sampling.masks import forbidden
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import Request
-from megatron_infer.schedule.structured import StructuredOutput
+from megatron_infer.sampling.token_masks import forbidden
+from megatron_infer.scheduler.request import Request
 
 ITEM = {
     "type": "object",

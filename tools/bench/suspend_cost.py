@@ -14,10 +14,10 @@ import statistics
 import time
 from typing import Any
 
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.llm import LLM
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.entrypoints.llm import LLM
 
 MIB = 2**20
 BLOCK = 64
@@ -48,7 +48,7 @@ def fill(engine: DynamicInferenceEngine, live_bytes: float) -> int:
         engine.add_request(
             prompt, SamplingParams(max_tokens=BLOCK // 2, temperature=0.0, ignore_eos=True), stream="final"
         )
-    while engine.stats().num_waiting or engine.parts.scheduler.roster.prefilling:
+    while engine.stats().num_waiting or engine.parts.scheduler.running_set.prefilling:
         engine.step()
     return len(engine.parts.context.held_blocks()) * sizes.block_bytes
 

@@ -41,12 +41,12 @@ class GatheringSampler:
 def as_modules(engine: Any) -> Iterator[None]:
     """Within the block every linear and the embedding run as modules, and the sampler on gathered logits."""
     from megatron_infer.models.adopt import AdoptedModel
-    from megatron_infer.models.lean import LeanLinear
+    from megatron_infer.models.fused_layers import FusedLinear
 
     live, runner = engine.parts.adopted.live, engine.parts.runner
     modules = {id(module._parameters): module for module in live.modules()}
 
-    def run(self: LeanLinear, ops: Any, x_TX: Tensor) -> Tensor:
+    def run(self: FusedLinear, ops: Any, x_TX: Tensor) -> Tensor:
         out, bias = modules[id(self.parameters)](x_TX.unsqueeze(1))
         out = out.squeeze(1)
         return out if bias is None else out + bias
@@ -56,14 +56,14 @@ def as_modules(engine: Any) -> Iterator[None]:
 
     sharded = runner.sampler
     runner.sampler = GatheringSampler(sharded._sampler)
-    with mock.patch.object(LeanLinear, "run", run), mock.patch.object(AdoptedModel, "_embed", embed):
+    with mock.patch.object(FusedLinear, "run", run), mock.patch.object(AdoptedModel, "_embed", embed):
         yield
     runner.sampler = sharded
 
 
 def decode_ms(engine: Any, rows: int, steps: int) -> list[float]:
     """Milliseconds of each decode step of `rows` requests, first and last steps left out."""
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.sampling_params import SamplingParams
 
     if dist.get_rank() == 0:
         for i in range(rows):
@@ -91,8 +91,8 @@ def floor_ms(layers: int, rows: int, hidden: int, dtype: torch.dtype) -> float:
 def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    from megatron_infer.config import InferenceConfig
-    from megatron_infer.engine import DynamicInferenceEngine
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.engine.engine import DynamicInferenceEngine
     from megatron_infer.models.mcore_compat import parallel_state
     from megatron_infer.testing.tiny import tiny_gpt
 

@@ -12,7 +12,7 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import Padding, Row, attention_case, attention_oracle, error_of
-from megatron_infer.kernels import accelerated
+from megatron_infer.kernels import backend_candidates
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Of the largest entry. Inputs are the rounded ones, so this is the kernel's own rounding: that of its output, and of
@@ -66,7 +66,7 @@ def _hold(
     compare = Comparison("error over the largest entry")
     refused: set[str] = set()
     for dtype in ctx.dtypes():
-        for backend in ctx.backends(accelerated.ATTENTION, dtype):
+        for backend in ctx.backends(backend_candidates.ATTENTION, dtype):
             for number, settings in enumerate(settings_of(ctx)):
                 # Every kernel is compiled first: all settings in bf16, every other one in each of the others.
                 if not ctx.rehearse and dtype != torch.bfloat16 and number % 2 != (dtype == torch.float32):
@@ -122,7 +122,7 @@ def slices(ctx: Context) -> Result:
 
 
 def _graph_safe(ctx: Context, dtype: torch.dtype) -> list[Any]:
-    found = [backend for backend in ctx.backends(accelerated.ATTENTION, dtype) if backend.graph_safe]
+    found = [backend for backend in ctx.backends(backend_candidates.ATTENTION, dtype) if backend.graph_safe]
     if not found:
         raise Unavailable("no attention backend here says that it can be captured")
     return found
@@ -189,7 +189,7 @@ def randomly(ctx: Context) -> Result:
             "seed": number,
         }
         case = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **settings)
-        for backend in ctx.backends(accelerated.ATTENTION, dtype):
+        for backend in ctx.backends(backend_candidates.ATTENTION, dtype):
             if not backend.graph_safe and settings["padding"] != Padding():
                 continue
             if backend.supports(case.spec, dtype=dtype, block_size=settings["block_size"]) is None:

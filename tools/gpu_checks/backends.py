@@ -12,7 +12,7 @@ from gpu_checks.graphs import BACKEND_VARIABLE, environment, graphed, same
 from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.sampling import VOCABULARIES, Rows
-from megatron_infer.kernels import accelerated, flashinfer_rope, flashinfer_topk
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk
 
 # flash-attn 2 takes blocks of 256 tokens only.
 OPTIONS: dict[str, dict[str, Any]] = {"flash_attn": {"block_size_tokens": 256, "buffer_size_gb": 0.2}}
@@ -28,7 +28,7 @@ def _hold(ctx: Context, name: str, candidates: Any, kinds: tuple[str, ...]) -> R
     dtype = ctx.pick(torch.bfloat16, torch.float32)
     if not any(candidate.name == name for candidate in candidates):
         raise Unavailable(f"this version has no backend {name}")
-    found, reasons = accelerated.available(candidates, ctx.device, dtype, forced=name)
+    found, reasons = backend_candidates.available(candidates, ctx.device, dtype, forced=name)
     if not found:
         raise Unavailable(reasons[name])
     compare = Comparison("share of answers that part")
@@ -66,7 +66,7 @@ def _hold_replayed(ctx: Context, compare: Comparison, label: str, kind: str, **o
     budget_s=40,
 )
 def triton(ctx: Context) -> Result:
-    ctx.backends(accelerated.ATTENTION, torch.float32)
+    ctx.backends(backend_candidates.ATTENTION, torch.float32)
     compare, ties = Comparison("difference"), 0
     for kind in ctx.pick(("attention", "windows", "experts", "hybrid", "mamba"), ("windows", "experts")):
         work = workload(ctx, logprobs=CHOICES, count=ctx.pick(None, 1))
@@ -82,7 +82,7 @@ def triton(ctx: Context) -> Result:
     budget_s=120,
 )
 def flashinfer(ctx: Context) -> Result:
-    return _hold(ctx, "flashinfer", accelerated.ATTENTION, ctx.pick(("attention", "windows"), ("attention",)))
+    return _hold(ctx, "flashinfer", backend_candidates.ATTENTION, ctx.pick(("attention", "windows"), ("attention",)))
 
 
 @check(
@@ -92,7 +92,7 @@ def flashinfer(ctx: Context) -> Result:
     budget_s=40,
 )
 def flash_attn(ctx: Context) -> Result:
-    return _hold(ctx, "flash_attn", accelerated.ATTENTION, ctx.pick(("attention", "windows"), ("attention",)))
+    return _hold(ctx, "flash_attn", backend_candidates.ATTENTION, ctx.pick(("attention", "windows"), ("attention",)))
 
 
 @check(
@@ -102,7 +102,9 @@ def flash_attn(ctx: Context) -> Result:
     budget_s=40,
 )
 def flash_attn_graphs(ctx: Context) -> Result:
-    found, reasons = accelerated.available(accelerated.ATTENTION, ctx.device, torch.bfloat16, forced="flash_attn")
+    found, reasons = backend_candidates.available(
+        backend_candidates.ATTENTION, ctx.device, torch.bfloat16, forced="flash_attn"
+    )
     if not found:
         raise Unavailable(reasons["flash_attn"])
     compare = Comparison("difference")
@@ -185,4 +187,4 @@ def sampling(ctx: Context) -> Result:
     budget_s=60,
 )
 def mamba_ssm(ctx: Context) -> Result:
-    return _hold(ctx, "mamba_ssm", accelerated.SCAN, ctx.pick(("hybrid", "mamba"), ("mamba",)))
+    return _hold(ctx, "mamba_ssm", backend_candidates.SCAN, ctx.pick(("hybrid", "mamba"), ("mamba",)))

@@ -113,9 +113,9 @@ class Context:
 
     def backends(self, candidates: Any, dtype: torch.dtype) -> list[Any]:
         """The accelerated backends of an operation that exist here; on a GPU Triton's must be among them."""
-        from megatron_infer.kernels import accelerated
+        from megatron_infer.kernels import backend_candidates
 
-        found, reasons = accelerated.available(
+        found, reasons = backend_candidates.available(
             candidates, self.device, dtype, forced="triton" if self.rehearse else None
         )
         if not any(backend.name == "triton" for backend in found):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gpu_checks.context import Context
-from megatron_infer.config import InferenceConfig
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
 
 VOCABULARY = 128

@@ -15,7 +15,7 @@ from gpu_checks.graphs import BACKEND_VARIABLE, environment
 from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
 from gpu_checks.steps import AttentionCase, attention_case, attention_oracle, error_of
-from megatron_infer.kernels import accelerated
+from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.kv_rounding import FP8, as_kept
 
 MIN_CAPABILITY = (8, 9)
@@ -52,7 +52,7 @@ def attention(ctx: Context) -> Result:
     for dtype in ctx.dtypes():
         for settings in shapes:
             case = _in_fp8(attention_case(rows, ctx.device, dtype, num_decode=num_decode, **settings))
-            for backend in ctx.backends(accelerated.ATTENTION, dtype):
+            for backend in ctx.backends(backend_candidates.ATTENTION, dtype):
                 if backend.supports(case.spec, dtype=dtype, block_size=16, kv_dtype=FP8) is not None:
                     continue
                 label = f"{backend.name} {dtype} {settings}"
@@ -99,7 +99,7 @@ def rate(ctx: Context) -> Result:
     rows = [(1, ctx.pick(LENGTH, 20))] * ctx.pick(ROWS, 2)
     shape = ctx.pick({"num_kv_heads": 8, "head_dim": 128, "block_size": 64}, {"num_kv_heads": 1, "head_dim": 16})
     plain = attention_case(rows, ctx.device, dtype, num_decode=len(rows), **shape)
-    backend = next(one for one in ctx.backends(accelerated.ATTENTION, dtype) if one.name == "triton")
+    backend = next(one for one in ctx.backends(backend_candidates.ATTENTION, dtype) if one.name == "triton")
     ceiling = measure(ctx.device).copy_gb_s
     times, shares = [], []
     for case in (plain, _in_fp8(plain)):

@@ -11,9 +11,9 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.engines import VOCABULARY, answers, make_engine
 from gpu_checks.registry import Comparison, Result, Unavailable, check
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models.adopt import adopt
-from megatron_infer.schedule.params import SamplingParams
 from megatron_infer.testing.tiny import init_single_process, tiny_gpt
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")

@@ -16,8 +16,8 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, Unavailable, check
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
-from megatron_infer.schedule.params import SamplingParams
 
 GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"

@@ -12,9 +12,9 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
-from megatron_infer.context.modes import make_region, table
-from megatron_infer.context.store import StateStore
 from megatron_infer.errors import ConfigError
+from megatron_infer.memory.regions.choose import make_region, table
+from megatron_infer.memory.store import StateStore
 
 MIB = 2**20
 MANAGED_ROOM = 6 << 30
@@ -164,12 +164,12 @@ def rate(ctx: Context) -> Result:
     model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device, **sizes)
     options = {"max_requests": ctx.pick(256, 4), "max_sequence_length": 500, "max_tokens": ctx.pick(8192, 256)}
     engine = make_engine(model, ctx.device, buffer_size_gb=pool, block_size_tokens=64, **options)
-    from megatron_infer.schedule.params import SamplingParams
+    from megatron_infer.config.sampling_params import SamplingParams
 
     for seed in range(options["max_requests"]):
         params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
         engine.add_request([1 + seed % 100] * ctx.pick(420, 40), params, stream="final")
-    while engine.stats().num_waiting or engine.parts.scheduler.roster.prefilling:
+    while engine.stats().num_waiting or engine.parts.scheduler.running_set.prefilling:
         engine.step()
     away, back, first_s, step_s, arrived_s = _fastest_wake(ctx, engine)
     copied = away.tags["kv_cache"].bytes_copied

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import error_of
-from megatron_infer.kernels import accelerated
+from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.activations import KINDS, GatedActivation
 from megatron_infer.kernels.torch_ref import ReferenceOps
 
@@ -54,7 +54,7 @@ def elementwise(ctx: Context) -> Result:
     compare = Comparison("error over the largest entry")
     cpu = torch.device("cpu")
     for dtype in ctx.dtypes():
-        for backend in ctx.backends(accelerated.OPS, dtype):
+        for backend in ctx.backends(backend_candidates.OPS, dtype):
             for width in ctx.pick(WIDTHS, (48,)):
                 for num_tokens in ctx.pick((1, 7, 300), (2,)):
                     there, here = (_calls(num_tokens, width, dtype, where) for where in (ctx.device, cpu))
@@ -81,7 +81,7 @@ def norms_activations(ctx: Context) -> Result:
         return torch.randn(*shape, generator=generator).to(kind).to(ctx.device)
 
     for dtype in ctx.dtypes():
-        for backend in ctx.backends(accelerated.OPS, dtype):
+        for backend in ctx.backends(backend_candidates.OPS, dtype):
             if backend.norms is None:
                 continue
             for dim, width in ctx.pick(((128, 4096), (80, 5120), (64, 1000)), ((20, 48),)):
@@ -156,7 +156,7 @@ def _experts_case(
 def experts(ctx: Context) -> Result:
     compare = Comparison("error over the largest entry")
     for dtype in ctx.dtypes():
-        for backend in ctx.backends(accelerated.OPS, dtype):
+        for backend in ctx.backends(backend_candidates.OPS, dtype):
             grouped = getattr(backend, "experts", None)
             if grouped is None:
                 continue
@@ -202,7 +202,7 @@ def routing(ctx: Context) -> Result:
     from megatron_infer.models.mcore_compat import topk_routing
 
     compare = Comparison("error over the largest weight")
-    for backend in ctx.backends(accelerated.OPS, torch.float32):
+    for backend in ctx.backends(backend_candidates.OPS, torch.float32):
         if (grouped := getattr(backend, "experts", None)) is None:
             continue
         for rules, num_experts, has_bias in _routers(ctx):

@@ -9,12 +9,12 @@ import torch
 
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
-from megatron_infer.kernels import accelerated
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.sampling.params import RowParams
-from megatron_infer.sampling.sampler import SampleInputs, SampleOutput, Sampler
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.schedule.request import Request
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from megatron_infer.scheduler.request import Request
 
 CPU = torch.device("cpu")
 VOCABULARIES = (1000, 32000, 50257, 128256, 151936, 262144)
@@ -78,13 +78,13 @@ class Rows:
         )
 
     def _kernels(self) -> Any:
-        found, _ = accelerated.available(accelerated.SAMPLING, self.device, torch.float32, forced=None)
+        found, _ = backend_candidates.available(backend_candidates.SAMPLING, self.device, torch.float32, forced=None)
         return found[0] if found else None
 
-    def sample(self, logits_RV: torch.Tensor) -> SampleOutput:
+    def sample(self, logits_RV: torch.Tensor) -> SamplerOutput:
         rows = np.arange(len(logits_RV), dtype=np.int32)
         padded = torch.nn.functional.pad(logits_RV, (0, 8), value=1e4).to(self.device)
-        inputs = SampleInputs(rows=rows, positions=self.positions[rows], token_pool=self.pool)
+        inputs = SamplerInput(rows=rows, positions=self.positions[rows], token_pool=self.pool)
         with torch.inference_mode():
             return self.sampler.sample(padded, inputs)
 
@@ -109,8 +109,8 @@ class Rows:
                 run()
             replay = graph.replay
 
-        def draw(order: np.ndarray) -> tuple[SampleOutput, SampleOutput]:
-            inputs = SampleInputs(rows=order, positions=self.positions[order], token_pool=self.pool)
+        def draw(order: np.ndarray) -> tuple[SamplerOutput, SamplerOutput]:
+            inputs = SamplerInput(rows=order, positions=self.positions[order], token_pool=self.pool)
             for target, source in ((own, logits[torch.from_numpy(order).to(self.device)]), (row_S, order)):
                 target.copy_(torch.as_tensor(source))
             position_S.copy_(torch.from_numpy(inputs.positions))
@@ -181,15 +181,15 @@ def captured(ctx: Context) -> Result:
     return compare.result()
 
 
-def _pairs(got: SampleOutput, wanted: SampleOutput) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def _pairs(got: SamplerOutput, wanted: SamplerOutput) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     assert got.logprobs is not None and wanted.logprobs is not None
-    assert got.carried is not None and wanted.carried is not None
+    assert got.token_details is not None and wanted.token_details is not None
     return [
         ("tokens", got.tokens_S, wanted.tokens_S),
         ("log probabilities", got.logprobs.token_logprob, wanted.logprobs.token_logprob),
         ("ranks", got.logprobs.token_rank, wanted.logprobs.token_rank),
-        ("raw", got.carried.raw, wanted.carried.raw),
-        ("processed", got.carried.processed, wanted.carried.processed),
+        ("raw", got.token_details.raw, wanted.token_details.raw),
+        ("processed", got.token_details.processed, wanted.token_details.processed),
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
 from gpu_checks.steps import NO_PADDING, Padding, Row, error_of, step_of
-from megatron_infer.kernels import accelerated
+from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.ssm import LayerStates, ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
@@ -98,7 +98,7 @@ def _hold(
     wanted, wanted_states = run(ReferenceScan() if oracle is None else oracle, torch.device("cpu"))
     changed = sorted({*settings["slots"], *(slot for _, _, slot in kept)})
     others = [slot for slot in range(len(states.conv_SCW)) if slot not in (*changed, dummy)]
-    for backend in ctx.backends(accelerated.SCAN, dtype):
+    for backend in ctx.backends(backend_candidates.SCAN, dtype):
         if backend.supports(spec, dtype=dtype, conv_dtype=dtype, ssm_dtype=state_dtype) is not None:
             continue
         got, got_states = run(backend, ctx.device)

@@ -10,7 +10,7 @@ from gpu_checks.context import Context
 from gpu_checks.engines import make_engine, make_model
 from gpu_checks.graphs import graphed
 from gpu_checks.registry import Comparison, Result, Unavailable, check
-from megatron_infer.schedule.params import SamplingParams
+from megatron_infer.config.sampling_params import SamplingParams
 
 
 def _decoding(engine: Any, count: int, steps: int) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
-from megatron_infer.kernels.scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_LANES
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
 from megatron_infer.kernels.triton.attention_decode import attend_decode, decode_tiles
 from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
@@ -25,6 +24,7 @@ from megatron_infer.kernels.triton.attention_slices import attend_slices
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_LANES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256

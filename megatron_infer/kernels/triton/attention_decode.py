@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.scratch import DECODE_CHUNK, decode_splits, max_decode_splits
 from megatron_infer.kernels.triton.attention_deal import deal, row_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
@@ -47,6 +46,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, decode_splits, max_decode_splits
 
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}

@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.scratch import SLICE_CHUNK, SLICE_LANES, query_lines, slice_items
 from megatron_infer.kernels.triton.attention_deal import slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
@@ -44,6 +43,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.ragged import find_row
+from megatron_infer.kernels.triton_scratch import SLICE_CHUNK, SLICE_LANES, query_lines, slice_items
 
 LARGE_SHARED_KIB = 160
 """Shared memory of a block from which on tiles are the large ones; consumer cards have 99."""

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.scratch import head_tiles, slice_parts, slices_at_once
 from megatron_infer.kernels.triton.attention_deal import deal, slice_splits
 from megatron_infer.kernels.triton.attention_prefill import (
     PrefillTiles,
@@ -46,6 +45,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton_scratch import head_tiles, slice_parts, slices_at_once
 
 MERGE_LINES = 16
 """Lines of a tile (queries times heads of a group) that one program merges."""

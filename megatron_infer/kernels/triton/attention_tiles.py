@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.scratch import MIN_DOT as MIN_DOT
-from megatron_infer.kernels.scratch import cdiv as cdiv
-from megatron_infer.kernels.scratch import padded as padded
-from megatron_infer.kernels.scratch import power_of_2 as power_of_2
 from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton_scratch import MIN_DOT as MIN_DOT
+from megatron_infer.kernels.triton_scratch import cdiv as cdiv
+from megatron_infer.kernels.triton_scratch import padded as padded
+from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 
 LOG2E = 1.4426950408889634
 FP8_ARCH = 89

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import Ops
-from megatron_infer.kernels.experts import Choice, ExpertWeights, RoutingRules
+from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
 
@@ -157,10 +157,10 @@ class TritonExperts:
             return f"needs float32, bfloat16 or float16, got {dtype}"
         return weights.uneven(dtype)
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+    def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
         return routing.choose(logits_TE, bias_E, rules)
 
-    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+    def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
         return routing.listed(chosen_TE, probs_TE, top_k)
 
     def token_counts(self, num_experts: int, top_k: int, dtype: torch.dtype) -> list[int]:
@@ -173,7 +173,7 @@ class TritonExperts:
             height, known = 2 * height, sizes
         return counts
 
-    def add(self, ops: Ops, x_TD: Tensor, choice: Choice, weights: ExpertWeights, out_TD: Tensor) -> None:
+    def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
         (num_tokens, width), experts = x_TD.shape, weights.num_experts
         if not num_tokens:
             return

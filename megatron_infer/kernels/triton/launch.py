@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_infer.kernels.packages import dotted
-from megatron_infer.kernels.scratch import cdiv as cdiv
-from megatron_infer.kernels.scratch import power_of_2 as power_of_2
+from megatron_infer.kernels.optional_packages import dotted
+from megatron_infer.kernels.triton_scratch import cdiv as cdiv
+from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """What kernels compute in, by Triton's names."""

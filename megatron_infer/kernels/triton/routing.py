@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.experts import Choice, RoutingRules
+from megatron_infer.kernels.experts import ExpertChoice, RoutingRules
 from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 
@@ -165,15 +165,15 @@ def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[s
     }
 
 
-def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> Choice:
+def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> ExpertChoice:
     ids_TK, count_CE = (
         torch.empty(shape, dtype=torch.int32, device=weights.device)
         for shape in ((num_tokens, top_k), (cdiv(num_tokens, run), num_experts))
     )
-    return Choice(ids_TK=ids_TK, weight_TK=weights.new_empty(num_tokens, top_k), count_CE=count_CE)
+    return ExpertChoice(ids_TK=ids_TK, weight_TK=weights.new_empty(num_tokens, top_k), count_CE=count_CE)
 
 
-def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Choice | None:
+def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
     """As ExpertsBackend.choose."""
     num_tokens, num_experts = logits_TE.shape
     if logits_TE.dtype not in DTYPES or rules.unroutable(num_experts) is not None:
@@ -199,7 +199,7 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Cho
     return choice
 
 
-def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> Choice:
+def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
     """As ExpertsBackend.listed."""
     num_tokens, num_experts = chosen_TE.shape
     chosen_TE, probs_TE = chosen_TE.bool().contiguous().view(torch.uint8), probs_TE.contiguous()

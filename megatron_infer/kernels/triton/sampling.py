@@ -29,10 +29,6 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
-from megatron_infer.kernels.scratch import DRAW_CHUNK as CHUNK
-from megatron_infer.kernels.scratch import DRAW_GROUP as GROUP
-from megatron_infer.kernels.scratch import DRAW_HELD as HELD
-from megatron_infer.kernels.scratch import draw_chunks
 from megatron_infer.kernels.triton import launch as launching
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch
 from megatron_infer.kernels.triton.sampling_kernels import (
@@ -45,6 +41,10 @@ from megatron_infer.kernels.triton.sampling_kernels import (
     score_kernel,
 )
 from megatron_infer.kernels.triton.sampling_rows import drawn_rank_kernel, edit_kernel, mark_kernel
+from megatron_infer.kernels.triton_scratch import DRAW_CHUNK as CHUNK
+from megatron_infer.kernels.triton_scratch import DRAW_GROUP as GROUP
+from megatron_infer.kernels.triton_scratch import DRAW_HELD as HELD
+from megatron_infer.kernels.triton_scratch import draw_chunks
 
 TILE = 32
 """Groups read at a time."""

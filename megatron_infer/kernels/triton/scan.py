@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import StateCaptures, StepMetadata
-from megatron_infer.kernels.scratch import SCAN_SEGMENT, scan_chunk, scan_shapes
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.kernels.triton import conv
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
@@ -31,6 +30,7 @@ from megatron_infer.kernels.triton.scan_slices import (
     scan_states,
     scan_steps,
 )
+from megatron_infer.kernels.triton_scratch import SCAN_SEGMENT, scan_chunk, scan_shapes
 
 MAX_STATE_DIM = 256
 DECODE_TILE = 4096
@@ -220,9 +220,9 @@ class TritonScan:
                     scan_states, (num_tiles * programs,), mixed_TC, sums_3HT, states_EHPN, step.cu_q_R1, *lengths,
                     **only(layer, scan_states), **options,
                 )  # fmt: skip
-                carried = num_rows * spec.num_heads * cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
+                token_details = num_rows * spec.num_heads * cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
                 launch(
-                    scan_carry, (carried,),
+                    scan_carry, (token_details,),
                     states_EHPN, decay_EH, ssm_SHPN, *rows, slot, step.num_decode,
                     **only(layer, scan_carry), num_warps=4,
                 )  # fmt: skip

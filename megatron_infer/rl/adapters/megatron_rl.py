@@ -19,13 +19,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_infer.async_llm import EngineThread
-from megatron_infer.config import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.entrypoints.async_llm import EngineThread
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.outputs import RequestOutput
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl.prompts import chat_ids
 from megatron_infer.rl.session import RolloutSession
-from megatron_infer.schedule.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,16 @@ from urllib.request import Request, urlopen
 import torch
 from safetensors.torch import save
 
-from megatron_infer.config import InferenceConfig, KVCacheManagementMode
-from megatron_infer.engine import DynamicInferenceEngine
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
-from megatron_infer.lifecycle import EngineState
-from megatron_infer.models.build import build_model
-from megatron_infer.models.hf_config import plan_from_config
-from megatron_infer.outputs import CompletionOutput
-from megatron_infer.rl.report import UpdateReport
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights import apply
-from megatron_infer.schedule.params import SamplingParams
 
 
 def engine_for(

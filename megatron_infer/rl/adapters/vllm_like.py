@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_infer.config import KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.states import EngineState
+from megatron_infer.engine.suspend import GRAPHS, KV_CACHE, WEIGHTS
+from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
-from megatron_infer.intake import Prompt
-from megatron_infer.lifecycle import EngineState
-from megatron_infer.llm import LLM
-from megatron_infer.outputs import RequestOutput
-from megatron_infer.rl.report import UpdateReport
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.input_processor import Prompt
+from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights import apply
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.suspension import GRAPHS, KV_CACHE, WEIGHTS
 
 LEVELS = (0, 1, 2)
 TAGS = {"weights": {WEIGHTS}, "kv_cache": {KV_CACHE, GRAPHS}}

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_infer.controls import check_version
-from megatron_infer.models.model_plan import ModelPlan
-from megatron_infer.rl.report import UpdateReport
+from megatron_infer.engine.controls import check_version
+from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights.reshard import ReshardReport, ReshardSource
 from megatron_infer.rl.weights.sources import AsyncStreamSource, WeightSource, as_source
 from megatron_infer.rl.weights.update import WeightUpdate
@@ -26,7 +26,7 @@ def apply(
     undo: bool = False,
     check_finite: bool = False,
     checksum: bool = False,
-    plan: ModelPlan | None = None,
+    plan: ModelDescription | None = None,
     names: str | None = None,
 ) -> UpdateReport:
     """Write the weights of `source` (see `as_source`) into an engine's live model, in place; on every rank of it.
@@ -61,7 +61,7 @@ def apply_undoable(
     undo: bool = True,
     check_finite: bool = False,
     checksum: bool = False,
-    plan: ModelPlan | None = None,
+    plan: ModelDescription | None = None,
     names: str | None = None,
 ) -> WeightUpdate:
     """As `apply` -> the finished update, whose `rollback()` puts the weights and version before it back."""

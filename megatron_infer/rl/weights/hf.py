@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError, WeightUpdateError, unknown_name
-from megatron_infer.models.checkpoint import plan_from_model
-from megatron_infer.models.head_padding import PaddedReader
-from megatron_infer.models.hf_names import Shard, Span
-from megatron_infer.models.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
-from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.model_loader.checkpoint import plan_from_model
+from megatron_infer.model_loader.head_padding import PaddedReader
+from megatron_infer.model_loader.hf_names import Shard, Span
+from megatron_infer.model_loader.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
+from megatron_infer.model_loader.model_description import ModelDescription
 
 _MEGATRON = ("embedding.", "decoder.", "output_layer.")
 _ARCHITECTURES = (
@@ -40,7 +40,7 @@ def shard_of(model: Any) -> Shard:
     return Shard() if group is None else Shard(rank=group.rank(), size=group.size())
 
 
-def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelPlan:
+def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelDescription:
     """What the model is, and by the names it is to be fed with, of which family. Raises ModelError if it has to be
     told: multipliers that a family folds into weights are not to be seen on a model."""
     plan = plan_from_model(model)
@@ -53,7 +53,7 @@ def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelP
     return plan if family is None else replace(plan, architecture=family)
 
 
-def spelled(name: str, plan: ModelPlan) -> str:
+def spelled(name: str, plan: ModelDescription) -> str:
     """The name as files have it: models in memory call every body `model`, whatever their family's files call it."""
     base = base_prefix(plan)
     return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
@@ -62,7 +62,7 @@ def spelled(name: str, plan: ModelPlan) -> str:
 class HFNames:
     """Collects tensors until a parameter has all that it is made of (q, k and v, say), then makes it."""
 
-    def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
+    def __init__(self, model: nn.Module, plan: ModelDescription) -> None:
         """plan: its architecture says how tensors are named."""
         self._model = model
         self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -79,7 +79,7 @@ class HFNames:
         self._is_whole = bool(getattr(model, "pre_process", True) and getattr(model, "post_process", True))
 
     @classmethod
-    def of(cls, model: Any, plan: ModelPlan | None, first: str = "") -> HFNames:
+    def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFNames:
         """first: a name of those that come; without a plan it tells the family."""
         return cls(model, plan if plan is not None else plan_of(model, (first,)))
 

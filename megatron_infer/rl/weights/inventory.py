@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
-from megatron_infer.forward.weights import guarded_tensors
 from megatron_infer.kernels.quantised import is_quantised
+from megatron_infer.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY, KV_GROUPS = "vocabulary", "kv groups"

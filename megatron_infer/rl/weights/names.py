@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
-from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.hf import HFNames, is_hf_name
 from megatron_infer.rl.weights.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, whole_name
 from megatron_infer.rl.weights.target import Target
@@ -74,7 +74,7 @@ def numbering_of(inventory: Inventory, names: Mapping[str, object] | Iterable[st
 class Router:
     """Says of each tensor that comes which of this rank's tensors it makes, and what they become."""
 
-    def __init__(self, target: Target, *, plan: ModelPlan | None, names: str, strict: bool) -> None:
+    def __init__(self, target: Target, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
         """As in `WeightUpdate`."""
         self._target, self._plan, self._names, self._strict = target, plan, names, strict
         self._hf: HFNames | None = None

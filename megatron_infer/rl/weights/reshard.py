@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_infer.comm.backends import backend_on
 from megatron_infer.errors import ConfigError, WeightUpdateError
-from megatron_infer.parallel.backends import backend_on
 from megatron_infer.rl.weights.digest import (
     checksum_of,
     combined,
@@ -31,7 +31,7 @@ from megatron_infer.rl.weights.digest import (
 )
 from megatron_infer.rl.weights.inventory import Inventory, LocalTensor
 from megatron_infer.rl.weights.names import listed
-from megatron_infer.rl.weights.plan import Holding, Message, ReshardPlan, Slice, messages_of, reshard_plan
+from megatron_infer.rl.weights.reshard_plan import Holding, Message, ReshardPlan, Slice, messages_of, reshard_plan
 from megatron_infer.rl.weights.sources import Sink
 from megatron_infer.rl.weights.target import Target
 

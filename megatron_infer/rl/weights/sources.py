@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
-from megatron_infer.models.checkpoint import CheckpointSource, is_checkpoint
-from megatron_infer.models.hf_weights import SafetensorsReader, base_prefix, fitted, made
-from megatron_infer.models.model_plan import ModelPlan
-from megatron_infer.models.sources import open_source
+from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoint
+from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
+from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of, spelled
 from megatron_infer.rl.weights.inventory import LocalTensor
 from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
@@ -58,7 +58,7 @@ class WeightSource(Protocol):
         ...
 
 
-def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None = None) -> WeightSource:
+def as_source(source: Any, *, plan: ModelDescription | None = None, names: str | None = None) -> WeightSource:
     """Anything weights can come from, as a WeightSource.
 
     A mapping of tensors; a path (Hugging Face directory, .gguf, .safetensors file or directory, torch_dist checkpoint);
@@ -88,7 +88,7 @@ def as_source(source: Any, *, plan: ModelPlan | None = None, names: str | None =
     )
 
 
-def _of_path(path: Path, plan: ModelPlan | None, names: str | None) -> WeightSource:
+def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> WeightSource:
     if path.is_dir() and is_checkpoint(path):
         return CheckpointFiles(CheckpointSource(path))
     if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
@@ -131,7 +131,7 @@ class MappingSource:
     """Tensors by name, all of them at hand: nothing is written unless all fit."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], *, plan: ModelPlan | None = None, names: str | None = None
+        self, tensors: Mapping[str, Tensor], *, plan: ModelDescription | None = None, names: str | None = None
     ) -> None:
         self._tensors, self._plan, self._names = tensors, plan, names
         self._hf: NamedTensors | None = None
@@ -202,7 +202,7 @@ class MappingSource:
 class NamedTensors:
     """Tensors under Hugging Face names, of which each rank reads what it needs."""
 
-    def __init__(self, plan: ModelPlan, reader: Callable[[], Any]) -> None:
+    def __init__(self, plan: ModelDescription, reader: Callable[[], Any]) -> None:
         self._plan, self._open = plan, reader
         self._fitted: tuple[Any, Any] | None = None
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_infer.comm.groups import ParallelGroups
 from megatron_infer.errors import WrongState
-from megatron_infer.parallel.groups import ParallelGroups
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
@@ -53,7 +53,7 @@ class Target:
         """Nothing is computed until the update has ended; what is in flight is waited for. On every rank."""
         if self.engine is None:
             return
-        if self.engine.parts.shelf_bytes():
+        if self.engine.parts.offloaded_weight_bytes():
             raise WrongState(
                 "a weight update while the weights are on the host; call resume({'weights'}) first",
                 state=self.engine.state.value,
@@ -64,7 +64,7 @@ class Target:
     def gather(self, what: str, text: str) -> list[str]:
         """Every rank's text; the ranks of the engine or model call it at the same place."""
         if self.engine is not None:
-            lockstep = self.engine.parts.team.lockstep
+            lockstep = self.engine.parts.rank_group.lockstep
             return [text] if lockstep is None else list(lockstep.gather(what, text))
         if self.group is None:
             return [text]

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.controls import check_version
+from megatron_infer.engine.controls import check_version
 from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError, WrongState
-from megatron_infer.models.model_plan import ModelPlan
-from megatron_infer.rl.report import UpdateReport
+from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights.digest import model_checksum
 from megatron_infer.rl.weights.inventory import LocalTensor
 from megatron_infer.rl.weights.names import Router
@@ -43,7 +43,7 @@ class WeightUpdate:
         strict: bool = True,
         undo: bool = False,
         check_finite: bool = False,
-        plan: ModelPlan | None = None,
+        plan: ModelDescription | None = None,
         names: str = "whole",
     ) -> None:
         """Begins at once. target: an engine, or a megatron-core model.

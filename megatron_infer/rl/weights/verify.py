@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import WeightUpdateError
-from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
 from megatron_infer.rl.weights.inventory import LocalTensor
 from megatron_infer.rl.weights.names import Router, listed
@@ -38,7 +38,7 @@ def verify_update(
     source: Any = None,
     *,
     strict: bool = True,
-    plan: ModelPlan | None = None,
+    plan: ModelDescription | None = None,
     names: str | None = None,
     replicas: Any = None,
 ) -> VerifyReport:
@@ -74,7 +74,7 @@ def verify_update(
 class Comparison:
     """Takes a source's tensors as an update does, and compares them with the live ones."""
 
-    def __init__(self, target: Target, *, plan: ModelPlan | None, names: str, strict: bool) -> None:
+    def __init__(self, target: Target, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
         self.target = target
         self.router = Router(target, plan=plan, names=names, strict=strict)
         self.seen: set[str] = set()
@@ -105,7 +105,7 @@ class Comparison:
         """Nothing is counted."""
 
 
-def _compare(target: Target, source: Any, *, strict: bool, plan: ModelPlan | None, names: str | None) -> int:
+def _compare(target: Target, source: Any, *, strict: bool, plan: ModelDescription | None, names: str | None) -> int:
     problem, tensor, count = "", "", 0
     try:
         weights = as_source(source, plan=plan, names=names)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from megatron_infer.server.control import info, sglang, sglang_generate, vllm, vllm_generate
-from megatron_infer.server.control.asking import Dialect
-from megatron_infer.server.control.machine import Machine
-from megatron_infer.server.control.updates import Updates
-from megatron_infer.server.registry import App
-from megatron_infer.server.service import Service
+from megatron_infer.server.control.common import Dialect
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.control.weight_updates import Updates
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.routes import App
 from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.structured import Fields
+from megatron_infer.server.structured_fields import Fields
 
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
+def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
     """Every route; without `control` the application only learns which paths there would be."""
-    machine, dialect = Machine(service, max_waiting=settings.max_queue), Dialect(app, settings)
+    machine, dialect = ControlMachine(service, max_waiting=settings.max_queue), Dialect(app, settings)
     updates = Updates(machine)
     if settings.control:
         service.gates.append(machine.admit)

@@ -7,15 +7,15 @@ from typing import Any
 
 from megatron_infer import __version__
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.control.asking import Dialect, Query
-from megatron_infer.server.control.machine import Machine
-from megatron_infer.server.errors import bad_request
+from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.http_errors import bad_request
 
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 """SGLang's. The first is in every reply; of the others there is nothing to tell."""
 
 
-def register(dialect: Dialect, machine: Machine) -> None:
+def register(dialect: Dialect, machine: ControlMachine) -> None:
     async def server_info(call: Call) -> Reply:
         """The names of both dialects beside each other."""
         query = Query(call)
@@ -39,7 +39,7 @@ def register(dialect: Dialect, machine: Machine) -> None:
     dialect.add("GET", "/v1/loads", loads, "How much each engine has to do")
 
 
-def _info(machine: Machine, *, has_root: bool) -> dict[str, Any]:
+def _info(machine: ControlMachine, *, has_root: bool) -> dict[str, Any]:
     service = machine.service
     replicas = service.replicas
     ranks = [replica["limits"].get("num_ranks", 1) for replica in replicas]
@@ -76,7 +76,7 @@ def _info(machine: Machine, *, has_root: bool) -> dict[str, Any]:
     }
 
 
-def _loads(machine: Machine) -> dict[str, Any]:
+def _loads(machine: ControlMachine) -> dict[str, Any]:
     loads = []
     for place, replica in enumerate(machine.service.replicas):
         stats = replica["stats"]

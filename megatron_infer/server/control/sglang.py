@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.control.asking import Dialect, Query
-from megatron_infer.server.control.files import checked_path
-from megatron_infer.server.control.machine import Machine, checked_mode, checked_tags
-from megatron_infer.server.control.states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, State
-from megatron_infer.server.control.updates import Updates, checked_version
+from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, State
+from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
 from megatron_infer.server.control.vllm import memory_of
-from megatron_infer.server.errors import ApiError, bad_request
+from megatron_infer.server.control.weight_files import checked_path
+from megatron_infer.server.control.weight_updates import Updates, checked_version
+from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.schemas import Body
 from megatron_infer.server.settings import ServerConfig
 
@@ -52,7 +52,7 @@ class CheckerBody(Body, kw_only=True):
     action: str
 
 
-def register(dialect: Dialect, machine: Machine, updates: Updates) -> None:
+def register(dialect: Dialect, machine: ControlMachine, updates: Updates) -> None:
     routes = SglangRoutes(machine, updates, dialect.settings)
     add = dialect.add
     for method in ("GET", "POST"):
@@ -74,7 +74,7 @@ def register(dialect: Dialect, machine: Machine, updates: Updates) -> None:
 class SglangRoutes:
     """Handlers: SGLang's names on the machine's changes. States and figures are added to its replies."""
 
-    def __init__(self, machine: Machine, updates: Updates, settings: ServerConfig) -> None:
+    def __init__(self, machine: ControlMachine, updates: Updates, settings: ServerConfig) -> None:
         self._machine, self._updates, self._settings = machine, updates, settings
 
     async def pause(self, call: Call) -> Reply:

@@ -11,19 +11,19 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.server.asking import check_limit, spans_of
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.server.calls import Call, Events, Reply
-from megatron_infer.server.control.asking import Dialect, Query
-from megatron_infer.server.control.machine import Machine
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.flights import Job, params_from
-from megatron_infer.server.logprobs import TokenTexts
+from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import Job, params_from
+from megatron_infer.server.openai_logprobs import TokenTexts
+from megatron_infer.server.sampling_fields import check_limit, spans_of
 from megatron_infer.server.schemas import Body, IdKey, Logit, Text, TokenId, TokenIds
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.structured import Fields
-from megatron_infer.token_support import TokenSupport
+from megatron_infer.server.structured_fields import Fields
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -104,7 +104,7 @@ class GenerateBody(Body):
     stream: bool | None = None
 
 
-def register(dialect: Dialect, machine: Machine, service: Service, fields: Fields) -> None:
+def register(dialect: Dialect, machine: ControlMachine, service: EngineClient, fields: Fields) -> None:
     dialect.add(
         "POST",
         "/generate",
@@ -129,7 +129,7 @@ class _Asked:
 class Generate:
     """The handler, and how its replies look."""
 
-    def __init__(self, machine: Machine, service: Service, settings: ServerConfig, fields: Fields) -> None:
+    def __init__(self, machine: ControlMachine, service: EngineClient, settings: ServerConfig, fields: Fields) -> None:
         self._fields = fields
         self._machine, self._service, self._settings = machine, service, settings
         self._token_texts = TokenTexts(service.tokenizer)

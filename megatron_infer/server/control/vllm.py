@@ -8,12 +8,12 @@ import msgspec
 
 from megatron_infer.server import limits
 from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.control.asking import Dialect, Query
-from megatron_infer.server.control.files import checked_path, entries_of
-from megatron_infer.server.control.machine import Machine, checked_mode, checked_tags
-from megatron_infer.server.control.states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, State
-from megatron_infer.server.control.updates import RUNNING, Updates, checked_version
-from megatron_infer.server.errors import bad_request, of_validation
+from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, State
+from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
+from megatron_infer.server.control.weight_files import checked_path, entries_of
+from megatron_infer.server.control.weight_updates import RUNNING, Updates, checked_version
+from megatron_infer.server.http_errors import bad_request, of_validation
 from megatron_infer.server.schemas import Body
 from megatron_infer.server.settings import ServerConfig
 
@@ -40,7 +40,7 @@ class VersionBody(Body):
     """What becomes of requests under way: "keep" their keys and values, or "recompute" them."""
 
 
-def register(dialect: Dialect, machine: Machine, updates: Updates) -> None:
+def register(dialect: Dialect, machine: ControlMachine, updates: Updates) -> None:
     routes = VllmRoutes(machine, updates, dialect.settings)
     add = dialect.add
     add("POST", "/pause", routes.pause, "Stand still: abort, wait for or keep what is under way")
@@ -66,7 +66,7 @@ def register(dialect: Dialect, machine: Machine, updates: Updates) -> None:
 class VllmRoutes:
     """Handlers: vLLM's names on the machine's changes. States and figures are added to its replies."""
 
-    def __init__(self, machine: Machine, updates: Updates, settings: ServerConfig) -> None:
+    def __init__(self, machine: ControlMachine, updates: Updates, settings: ServerConfig) -> None:
         self._machine, self._updates, self._settings = machine, updates, settings
 
     # ------------------------------------------------------------------ pause

@@ -9,18 +9,18 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from megatron_infer.errors import unknown_name
-from megatron_infer.outputs import CompletionOutput, RequestOutput
-from megatron_infer.server.asking import Reader, check_limit, spans_of, usage_of
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.server.calls import Call, Events, Reply
-from megatron_infer.server.control.asking import Dialect, Query
-from megatron_infer.server.control.machine import Machine
-from megatron_infer.server.errors import bad_request
-from megatron_infer.server.flights import Job, params_from
-from megatron_infer.server.logprobs import TokenTexts, by_id, chat_content
+from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import Job, params_from
+from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
+from megatron_infer.server.sampling_fields import Reader, check_limit, spans_of, usage_of
 from megatron_infer.server.schemas import SAMPLING_FIELDS, Body, Priority, StreamOptions, Text, TokenIds
-from megatron_infer.server.service import Service
 from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.structured import Fields
+from megatron_infer.server.structured_fields import Fields
 
 STRUCTURED = "structured_outputs"
 SAMPLING = (
@@ -43,7 +43,7 @@ class GenerateBody(Body, kw_only=True):
     kv_transfer_params: None = None
 
 
-def register(dialect: Dialect, machine: Machine, service: Service, fields: Fields) -> None:
+def register(dialect: Dialect, machine: ControlMachine, service: EngineClient, fields: Fields) -> None:
     dialect.add(
         "POST",
         "/inference/v1/generate",
@@ -81,7 +81,7 @@ def _checked(given: dict[str, Any], settings: ServerConfig) -> dict[str, Any]:
 class Generate:
     """The handler, and how its replies look."""
 
-    def __init__(self, machine: Machine, service: Service, settings: ServerConfig, fields: Fields) -> None:
+    def __init__(self, machine: ControlMachine, service: EngineClient, settings: ServerConfig, fields: Fields) -> None:
         self._fields = fields
         self._machine, self._service, self._settings = machine, service, settings
         self._token_texts = TokenTexts(None)

@@ -11,11 +11,11 @@ import torch
 
 from light.machine import wait
 from light.shapes import Costs, costs_of
-from megatron_infer.config import InferenceConfig
-from megatron_infer.context.layout import ModelShape
-from megatron_infer.engine import DynamicInferenceEngine
-from megatron_infer.schedule.params import SamplingParams
-from megatron_infer.suspension import MemoryReport
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.sizing import ModelShape
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.suspend import MemoryReport
 
 GIB = 2**30
 BLOCK = 64
@@ -45,7 +45,7 @@ class Bench:
         """`batch` requests of `context` prompt tokens, all of them decoding when this returns."""
         for seed in range(batch):
             self.add(context, new_tokens, seed)
-        while self.engine.stats().num_waiting or self.engine.parts.scheduler.roster.prefilling:
+        while self.engine.stats().num_waiting or self.engine.parts.scheduler.running_set.prefilling:
             self.engine.step()
 
     def steps(self, count: int) -> float:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from light.machine import wait
-from megatron_infer.models.model_plan import ModelPlan
+from megatron_infer.model_loader.model_description import ModelDescription
 
 
-def llama(plan: ModelPlan, dtype: torch.dtype, device: torch.device) -> Any:
+def llama(plan: ModelDescription, dtype: torch.dtype, device: torch.device) -> Any:
     """transformers' LlamaForCausalLM of the plan's shape with random weights, made on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from megatron_infer.context.layout import ModelShape
-from megatron_infer.models.build import build_model
-from megatron_infer.models.model_plan import HybridPlan, ModelPlan
-from megatron_infer.models.plan_shape import shape_of
+from megatron_infer.config.sizing import ModelShape
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
 
 PATTERN_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
 
-def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int, name: str) -> ModelPlan:
+def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabulary: int, name: str) -> ModelDescription:
     transformer = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -30,7 +30,7 @@ def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabula
         "add_bias_linear": False,
         "add_qkv_bias": False,
     }
-    return ModelPlan(
+    return ModelDescription(
         architecture="LlamaForCausalLM",
         transformer=transformer,
         vocab_size=vocabulary,
@@ -40,7 +40,9 @@ def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabula
     )
 
 
-def _hybrid(pattern: str, base: ModelPlan, ffn: int, mixer: dict[str, int], vocabulary: int, name: str) -> ModelPlan:
+def _hybrid(
+    pattern: str, base: ModelDescription, ffn: int, mixer: dict[str, int], vocabulary: int, name: str
+) -> ModelDescription:
     changed = {
         "num_layers": len(pattern),
         "ffn_hidden_size": ffn,
@@ -55,7 +57,7 @@ def _hybrid(pattern: str, base: ModelPlan, ffn: int, mixer: dict[str, int], voca
         transformer=dict(base.transformer) | changed,
         vocab_size=vocabulary,
         position_embedding="none",
-        hybrid=HybridPlan(pattern=pattern, norm_groups=mixer["mamba_num_groups"]),
+        hybrid=HybridDescription(pattern=pattern, norm_groups=mixer["mamba_num_groups"]),
         name=name,
     )
 
@@ -73,7 +75,7 @@ PLANS = {
 """Llama-3-8B's shape, an 8B hybrid's (Mamba-2, MLPs, four attention layers), and small ones of the same kinds."""
 
 
-def random_model(plan: ModelPlan, dtype: torch.dtype, device: torch.device) -> Any:
+def random_model(plan: ModelDescription, dtype: torch.dtype, device: torch.device) -> Any:
     """The plan's model on `device` with weights drawn there; norms as initialised, so that nothing overflows."""
     model = build_model(plan, dtype=dtype, device=device)
     with torch.no_grad():
@@ -89,7 +91,7 @@ def random_model(plan: ModelPlan, dtype: torch.dtype, device: torch.device) -> A
     return model
 
 
-def layout_of(plan: ModelPlan, dtype: torch.dtype) -> ModelShape:
+def layout_of(plan: ModelDescription, dtype: torch.dtype) -> ModelShape:
     """Sizes that follow from the plan, without building it."""
     return shape_of(plan, dtype=str(dtype).removeprefix("torch."))
 

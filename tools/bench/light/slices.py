@@ -24,10 +24,10 @@ def long_slices(
     device: torch.device, ceilings: Ceilings, *, batches: Sequence[int], queries: int, keys: int
 ) -> list[Row]:
     """Milliseconds of one layer's attention of `queries` tokens a row over `keys` keys; nothing without the kernels."""
-    from megatron_infer.kernels import accelerated
+    from megatron_infer.kernels import backend_candidates
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    made, _ = accelerated.available(accelerated.ATTENTION, device, dtype, forced="triton")
+    made, _ = backend_candidates.available(backend_candidates.ATTENTION, device, dtype, forced="triton")
     if not made:
         return []
     rows = []

@@ -1,0 +1,22 @@
+"""What every rank of an engine must have alike before the first step."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_infer.comm.lockstep import Lockstep
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.errors import ConfigError
+
+
+def agree_on_config(config: InferenceConfig, lockstep: Lockstep) -> None:
+    """Raise ConfigError, on every rank and naming the option, when ranks were configured differently."""
+    values = config.to_dict()
+    mine = {name: str(values[name]) for name in values if name != "logging_step_interval"}  # metrics: as each likes
+    everyone = [json.loads(text) for text in lockstep.gather("comparison of options", json.dumps(mine))]
+    for name, value in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != value:
+                raise ConfigError(
+                    f"{name} is {value} on rank 0 and {theirs.get(name)} on rank {rank}; give all the same"
+                )

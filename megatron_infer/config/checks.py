@@ -1,0 +1,214 @@
+"""What an InferenceConfig's values must be, what has no effect in which combination. Pure; used by `config` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from megatron_infer.config.inference import InferenceConfig
+
+_AT_LEAST: dict[str, tuple[int, bool]] = {
+    "block_size_tokens": (1, False),
+    "max_requests": (1, True),
+    "max_tokens": (1, True),
+    "max_sequence_length": (2, False),
+    "logging_step_interval": (0, False),
+    "unified_memory_level": (0, False),
+    "num_cuda_graphs": (-1, True),
+    "cuda_graph_mixed_prefill_count": (0, True),
+    "cuda_graph_max_tokens": (1, False),
+    "seed": (0, False),
+    "vocab_size": (1, True),
+}
+"""Integer fields: smallest value, and whether None is allowed."""
+_GIGABYTES = {
+    "buffer_size_gb": False,
+    "paused_buffer_size_gb": True,
+    "swap_buffer_size_gb": True,
+    "prefix_caching_mamba_gb": False,
+}
+"""Fields in GiB, and whether 0 is allowed."""
+LOGPROBS_MODES = ("raw", "processed")
+_OF_GRAPHS = (
+    "cuda_graph_mixed_prefill_count",
+    "use_cuda_graphs_for_non_decode_steps",
+    "cuda_graph_sizing_distribution",
+    "cuda_graph_max_tokens",
+    "cuda_graph_all_prefills",
+)
+_NEEDS: dict[str, str] = {
+    "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
+}
+"""Fields that act only together with machinery that comes later: away from the default they raise."""
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _defaults(config: InferenceConfig) -> dict[str, Any]:
+    return {item.name: item.default for item in fields(config)}
+
+
+def check_values(config: InferenceConfig) -> None:
+    """Raise ConfigError that names the field for a value that can never be."""
+    for name, (smallest, optional) in _AT_LEAST.items():
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if not _is_int(value):
+            raise ConfigError(
+                f"{name} is {value!r} ({type(value).__name__}), it must be an integer"
+                + (" or None" if optional else "")
+            )
+        if value < smallest:
+            raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
+    for name in (name for name, default in _defaults(config).items() if isinstance(default, bool)):
+        value = getattr(config, name)
+        if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
+            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
+    _check_gigabytes(config)
+    if config.unified_memory_level > 1:
+        raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
+    if config.unified_memory_level == 1 and config.kv_cache_management_mode == "offload":
+        raise ConfigError(
+            'unified_memory_level=1 excludes kv_cache_management_mode="offload": unified memory moves to the host by '
+            'itself when the device needs the room; take "persist"'
+        )
+    if config.preemption_mode == "swap" and not config.swap_buffer_size_gb:
+        raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
+    if config.num_cuda_graphs == 0:
+        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+    for name in ("attention_backend", "sampling_backend"):
+        asked = getattr(config, name).value
+        if config.batch_invariant and asked not in ("auto", "native"):
+            raise ConfigError(
+                f'{name}={asked!r} excludes batch_invariant=True, whose kernels are native ones; leave it "auto"'
+            )
+    if config.batch_invariant and config.use_flashinfer_fused_rope:
+        raise ConfigError(
+            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"
+        )
+    if config.batch_invariant and config.compile_layers:
+        raise ConfigError(
+            "compile_layers=True excludes batch_invariant=True: the order of compiled sums is the compiler's"
+        )
+    if config.batch_invariant and config.kv_cache_dtype.value != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
+            'not round keys and values; leave it "auto"'
+        )
+    if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
+        raise ConfigError(
+            "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "
+            "never be computed"
+        )
+    timeout_s = config.collective_timeout_s
+    if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
+    alpha = config.prefix_caching_routing_alpha
+    if not (_is_int(alpha) or isinstance(alpha, float)) or not 0 <= alpha <= 1:
+        raise ConfigError(f"prefix_caching_routing_alpha is {alpha!r}, it must be a number from 0 to 1")
+    if config.seed >= 2**64:
+        raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
+    if config.logprobs_mode not in LOGPROBS_MODES:
+        message = unknown_name("value", str(config.logprobs_mode), LOGPROBS_MODES)
+        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(LOGPROBS_MODES)}")
+    if config.metrics_writer is not None and not callable(getattr(config.metrics_writer, "log", None)):
+        raise ConfigError(
+            f"metrics_writer is {config.metrics_writer!r}, it must be the wandb module (or an object with its log())"
+        )
+    if config.max_requests is not None and config.max_tokens is not None and config.max_requests > config.max_tokens:
+        raise ConfigError(
+            f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
+            "takes one token per request of a step); raise max_tokens or lower max_requests"
+        )
+
+
+def _check_gigabytes(config: InferenceConfig) -> None:
+    defaults = _defaults(config)
+    for name, allow_zero in _GIGABYTES.items():
+        value = getattr(config, name)
+        if value is None and defaults[name] is None:
+            continue
+        if not (_is_int(value) or isinstance(value, float)):
+            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+            raise ConfigError(
+                f"{name} is {value} GiB, it must be a finite number {'of 0 or more' if allow_zero else 'above 0'}"
+            )
+    paused = config.paused_buffer_size_gb or 0
+    if config.unified_memory_level == 0 and paused > config.buffer_size_gb:
+        raise ConfigError(
+            f"paused_buffer_size_gb is {paused} GiB, the limit is buffer_size_gb = {config.buffer_size_gb} GiB, of "
+            "which it is a part; lower it or raise the buffer"
+        )
+    state = config.mamba_inference_state_config
+    if state is not None and not isinstance(state, MambaInferenceStateConfig):
+        raise ConfigError(
+            f"mamba_inference_state_config is {state!r} ({type(state).__name__}), it must be a "
+            "MambaInferenceStateConfig or None; MambaInferenceStateConfig.from_model(model) makes one"
+        )
+    ratio = config.mamba_memory_ratio
+    if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
+        raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
+
+
+def check_supported(config: InferenceConfig) -> None:
+    """Raise NotImplementedError for a value whose machinery does not exist yet."""
+    defaults = _defaults(config)
+    for name, needed in _NEEDS.items():
+        value = getattr(config, name)
+        if value != defaults[name]:
+            shown = value.value if isinstance(value, Enum) else value
+            raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown(defaults[name])}")
+
+
+def _shown(default: Any) -> str:
+    return repr(default.value if isinstance(default, Enum) else default)
+
+
+def without_effect(config: InferenceConfig) -> Iterator[str]:
+    """What each option that is set does nothing for, and why."""
+    defaults = _defaults(config)
+    graphs = [name for name in _OF_GRAPHS if getattr(config, name) != defaults[name]]
+    messages: tuple[tuple[bool, str], ...] = (
+        (
+            not config.materialize_only_last_token_logits,
+            "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
+            "logprobs in chunks) are ever computed, whatever its value",
+        ),
+        (
+            config.prefix_caching_eviction_policy != "ref_zero" and not config.enable_prefix_caching,
+            f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
+            "enable_prefix_caching=True, which is off: nothing is cached",
+        ),
+        (
+            config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching,
+            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} acts only with enable_prefix_caching=True, "
+            "which is off: nothing is cached",
+        ),
+        (
+            config.preemption_mode == "recompute" and bool(config.swap_buffer_size_gb),
+            f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
+            'preemption_mode="recompute": nothing is swapped',
+        ),
+        (
+            config.num_cuda_graphs is None and bool(graphs),
+            f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured",
+        ),
+        (
+            config.metrics_writer is not None and config.logging_step_interval == 0,
+            "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval",
+        ),
+    )
+    for applies, message in messages:
+        if applies:
+            yield message

@@ -1,0 +1,107 @@
+"""What a user may say of the recurrent states of a model with Mamba layers: `MambaInferenceStateConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.config.sizing import DTYPE_BYTES
+from megatron_infer.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+"""Symbol of a layer pattern -> what the layer is."""
+
+
+@dataclass(frozen=True)
+class MambaInferenceStateConfig:
+    """Shapes and dtypes of the recurrent state one request keeps in a model with Mamba layers. Valid or ConfigError."""
+
+    layer_type_list: list[str]
+    """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts."""
+    mamba_conv_states_shape: tuple[int, ...]
+    """Convolution state per request and Mamba layer: (channels, taps)."""
+    mamba_ssm_states_shape: tuple[int, ...]
+    """SSM state per request and Mamba layer: (heads, head dim, state dim)."""
+    conv_states_dtype: str | None = None
+    """float32, bfloat16 or float16. None: that of the activations."""
+    ssm_states_dtype: str | None = None
+    """float32, bfloat16 or float16. None: float32, since every token adds to what is rounded."""
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.layer_type_list if kind not in LAYER_SYMBOLS]
+        if unknown:
+            place = list(self.layer_type_list).index(unknown[0])
+            raise ConfigError(
+                f"mamba_inference_state_config: layer_type_list[{place}] is {unknown[0]!r}; the symbols are "
+                f"{' '.join(LAYER_SYMBOLS)}"
+            )
+        if "M" not in self.layer_type_list:
+            raise ConfigError("mamba_inference_state_config: layer_type_list has no Mamba layer (M); leave it None")
+        for name, rank in (("mamba_conv_states_shape", 2), ("mamba_ssm_states_shape", 3)):
+            shape = tuple(getattr(self, name))
+            if len(shape) != rank or not all(type(size) is int and size > 0 for size in shape):
+                raise ConfigError(
+                    f"mamba_inference_state_config: {name} is {shape}, it must be {rank} positive integers"
+                )
+            object.__setattr__(self, name, shape)
+        for name in ("conv_states_dtype", "ssm_states_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise ConfigError(
+                    f"mamba_inference_state_config: {name}: {unknown_name('dtype', str(dtype), DTYPE_BYTES)}; one of "
+                    f"{', '.join(DTYPE_BYTES)}, or None"
+                )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MambaInferenceStateConfig:
+        """From plain values; ConfigError for a field there is none of, and for one that is missing."""
+        known = {item.name: item.default for item in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"mamba_inference_state_config: {unknown_name('field', name, known)}")
+        missing = [name for name, default in known.items() if default is MISSING and name not in values]
+        if missing:
+            raise ConfigError(
+                f"mamba_inference_state_config lacks {', '.join(missing)}; "
+                "MambaInferenceStateConfig.from_model(model) has them all"
+            )
+        return cls(**values)
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
+        """Of a live megatron-core model, wrapped or not, with stock mixers or ours; None without Mamba layers.
+
+        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers differ in shape:
+        one slot holds all of them alike.
+        """
+        inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
+        while not hasattr(inner, "decoder") and hasattr(inner, "module"):
+            inner = inner.module
+        decoder: Any = getattr(inner, "decoder", None)
+        kinds = list(getattr(decoder, "layer_type_list", None) or ())
+        shapes = [
+            _state_shapes(layer) for kind, layer in zip(kinds, _layers_of(decoder, kinds), strict=True) if kind == "M"
+        ]
+        if not shapes:
+            return None
+        if any(shape != shapes[0] for shape in shapes):
+            other = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
+            raise ConfigError(
+                f"Mamba layer {other} keeps states of {shapes[other]}, Mamba layer 0 of {shapes[0]}: all Mamba layers "
+                "of a model must keep the same"
+            )
+        return cls(kinds, *shapes[0])
+
+
+def _layers_of(decoder: Any, kinds: Sequence[str]) -> Iterable[Any]:
+    """The decoder's layers, if any of them is a Mamba layer; stand-ins else: nobody looks at them."""
+    return decoder.layers if "M" in kinds else kinds
+
+
+def _state_shapes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    conv, ssm = getattr(layer, "mixer", layer).mamba_state_shapes_per_request()
+    return tuple(conv), tuple(ssm)

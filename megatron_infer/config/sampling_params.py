@@ -1,0 +1,288 @@
+"""What a caller may ask of one request: how tokens are drawn, when it ends, what is returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+from megatron_infer.config.structured_output import StructuredOutput, structured_of
+from megatron_infer.errors import RequestError, unknown_name
+
+MAX_N = 1024
+MAX_LOGPROBS = 100
+POOLINGS = ("last", "mean")
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "return_sampled_logprobs",
+    "return_support",
+    "return_routing",
+    "skip_special_tokens",
+    "detokenize",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Checked when made: a value that cannot be meant raises RequestError.
+
+    Tokens are drawn after: penalties and logit_bias, allowed and bad ids, structured output, temperature, top_k,
+    top_p, min_p.
+    """
+
+    n: int = 1
+    """Sequences drawn from one prompt, which is computed once; 1 to 1024."""
+    max_tokens: int | None = 16
+    """Tokens to draw at most; None: up to the sequence limit."""
+    min_tokens: int = 0
+    """Tokens to draw before a stop id may end it."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0: always the most likely token."""
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens whose probabilities add up to it; 1: all."""
+    min_p: float = 0.0
+    """Draw among tokens at least min_p times as likely as the most likely one; 0: all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output; 1: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output, times how often they are; -2 to 2."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Draw only these; None: all."""
+    bad_token_ids: Sequence[int] | None = None
+    """Never draw these."""
+    seed: int | None = None
+    """Same seed, prompt and weights: same tokens, whatever else is served. None: the engine picks one."""
+    stop: str | Sequence[str] | None = None
+    """Texts that end it, wherever token borders fall; kept as a tuple."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end it, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids; stop_token_ids still end it."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text at the end of the output text."""
+    logprobs: int | None = None
+    """Log probabilities of output tokens: None off, 0 the drawn token's, k the k most likely ones' too (up to 100)."""
+    prompt_logprobs: int | None = None
+    """Likewise for prompt tokens."""
+    return_sampled_logprobs: bool = False
+    """Two numbers a drawn token: its log probability under the model's own softmax and under the distribution it was
+    drawn from (0.0 where temperature is 0), whatever `logprobs` and the engine's logprobs_mode say."""
+    return_support: bool = False
+    """Which ids each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
+    return_routing: bool = False
+    """Which experts every position went to in every mixture-of-experts layer; takes no cached prefix for its prompt."""
+    pooling: str | None = None
+    """Give the prompt's final hidden states as one vector: "last" its last position's, "mean" the mean over all, which
+    takes no cached prefix. Needs max_tokens=1 and n=1. None: off."""
+    structured: StructuredOutput | None = None
+    """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
+    priority: int = 0
+    """Smaller is served sooner: waiting requests begin by it, then as they came; memory is taken from the largest."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    detokenize: bool = True
+    """Make text at all: of the output, and of the tokens beside log probabilities."""
+
+    def __post_init__(self) -> None:
+        self._settle_lengths()
+        self._settle_distribution()
+        self._settle_tokens()
+        object.__setattr__(self, "structured", structured_of(self.structured))
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} is True or False, got {_show(value)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Parameters from parsed JSON; an unknown key is refused with the nearest known one.
+
+        Token ids that are keys of logit_bias may be strings, as JSON has no others.
+        """
+        if not isinstance(values, Mapping):
+            raise RequestError(f"sampling parameters are a mapping of names to values, got {_show(values)}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            messages = "; ".join(unknown_name("sampling parameter", str(name), known) for name in unknown)
+            raise RequestError(f"{messages} (known: {', '.join(known)})")
+        values = dict(values)
+        bias = values.get("logit_bias")
+        if isinstance(bias, Mapping):
+            values["logit_bias"] = {_id_of_key(key): value for key, value in bias.items()}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as a JSON value: `from_dict` of it, parsed back from JSON or not, equals these parameters."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        if self.logit_bias is not None:
+            plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured is not None:
+            plain["structured"] = self.structured.to_dict()
+        return plain
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def carries(self) -> bool:
+        """Whether its samples carry more than tokens, text and `logprobs`."""
+        return self.return_sampled_logprobs or self.return_support or self.return_routing
+
+    def _settle_lengths(self) -> None:
+        _int(self, "n", 1, MAX_N, "ask in several requests for more")
+        if self.max_tokens is not None:
+            _int(
+                self,
+                "max_tokens",
+                1,
+                None,
+                "use None for as many as fit; to score a prompt ask for prompt_logprobs and 1 token",
+            )
+        _int(self, "min_tokens", 0, None, "0 lets it stop at once")
+        _int(self, "priority", -(2**31), 2**31 - 1, "0 is as others, smaller is sooner")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens:,}, more than max_tokens, which is {self.max_tokens:,}; "
+                "lower min_tokens or raise max_tokens"
+            )
+        if self.pooling is not None:
+            if self.pooling not in POOLINGS:
+                raise RequestError(f"pooling is {' or '.join(POOLINGS)}, got {_show(self.pooling)}; None turns it off")
+            if self.max_tokens != 1 or self.n != 1:
+                raise RequestError(f"pooling needs max_tokens=1 and n=1, got {self.max_tokens} and {self.n}; ask apart")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _int(self, name, 0, MAX_LOGPROBS, "None turns them off, 0 gives those of the tokens themselves")
+
+    def _settle_distribution(self) -> None:
+        _float(self, "temperature", 0.0, None, "0 draws the most likely token, 1 leaves the model's distribution")
+        _int(self, "top_k", -1, None, "0 or -1 turns it off")
+        _float(self, "top_p", 0.0, 1.0, "1 turns it off", low_open=True)
+        _float(self, "min_p", 0.0, 1.0, "0 turns it off")
+        _float(self, "repetition_penalty", 0.0, None, "1 turns it off, more than 1 discourages", low_open=True)
+        _float(self, "presence_penalty", -2.0, 2.0, "0 turns it off")
+        _float(self, "frequency_penalty", -2.0, 2.0, "0 turns it off")
+        if self.seed is not None:
+            _int(self, "seed", -(2**63), 2**64 - 1, "any 64-bit integer will do; None lets the engine pick one")
+
+    def _settle_tokens(self) -> None:
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _bias("logit_bias", self.logit_bias))
+        for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None or name == "stop_token_ids":
+                object.__setattr__(self, name, _token_ids(name, () if value is None else value))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, which leaves no token to draw; use None to allow all")
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _range(low: float, high: float | None, low_open: bool = False) -> str:
+    least = f"more than {low:g}" if low_open else f"at least {low}" if isinstance(low, int) else f"at least {low:g}"
+    if high is None:
+        return least
+    if isinstance(high, int):
+        return f"{least} and at most {high}"
+    return f"{least} and at most {high:g}"
+
+
+def _as_int(value: object) -> int | None:
+    """`value` as an int if it is a whole number of any integer type; bool is not one."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return math.inf
+
+
+def _int(params: SamplingParams, name: str, low: int, high: int | None, remedy: str) -> None:
+    """Check an integer field against its range and store it as int."""
+    value = getattr(params, name)
+    number = _as_int(value)
+    if number is None:
+        raise RequestError(f"{name} is an integer, got {_show(value)}; {remedy}")
+    if number < low or (high is not None and number > high):
+        raise RequestError(f"{name} is {_range(low, high)}, got {number}; {remedy}")
+    object.__setattr__(params, name, number)
+
+
+def _float(
+    params: SamplingParams, name: str, low: float, high: float | None, remedy: str, *, low_open: bool = False
+) -> None:
+    """Check a real field against its range and store it as float."""
+    value = getattr(params, name)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise RequestError(f"{name} is a number, got {_show(value)}; {remedy}")
+    number = _as_float(value)
+    if not math.isfinite(number):
+        raise RequestError(f"{name} is a finite number, got {number}; {remedy}")
+    if number < low or (low_open and number == low) or (high is not None and number > high):
+        raise RequestError(f"{name} is {_range(low, high, low_open)}, got {number:g}; {remedy}")
+    object.__setattr__(params, name, number)
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise RequestError(f"{name} is a sequence of token ids, got {_show(values)}; give a list such as [1, 2]")
+    ids = []
+    for value in values:
+        number = _as_int(value)
+        if number is None or number < 0:
+            raise RequestError(f"{name} holds token ids, integers of at least 0, got {_show(value)}; remove it")
+        ids.append(number)
+    return tuple(ids)
+
+
+def _bias(name: str, values: object) -> dict[int, float]:
+    if not isinstance(values, Mapping):
+        raise RequestError(f"{name} maps token ids to numbers, got {_show(values)}; give a dict such as {{5: -1.0}}")
+    bias = {}
+    for key, value in values.items():
+        token = _as_int(key)
+        if token is None or token < 0:
+            raise RequestError(f"{name} has token ids as keys, integers of at least 0, got {_show(key)}; remove it")
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(_as_float(value)):
+            raise RequestError(
+                f"{name}[{token}] is a finite number, got {_show(value)}; to forbid a token use bad_token_ids"
+            )
+        bias[token] = float(value)
+    return bias
+
+
+def _stop_texts(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
+        raise RequestError(f"stop is a text or a list of texts, got {_show(value)}; token ids go into stop_token_ids")
+    for text in value:
+        if not isinstance(text, str):
+            raise RequestError(f"stop holds texts, got {_show(text)}; token ids go into stop_token_ids")
+        if not text:
+            raise RequestError("stop holds an empty text, which would end every output at once; remove it")
+    return tuple(value)
+
+
+def _id_of_key(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

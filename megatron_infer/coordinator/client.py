@@ -1,0 +1,523 @@
+"""Clients of a coordinator: prompts in, outputs out, and commands for all replicas; plain or asyncio.
+
+with InferenceClient("tcp://127.0.0.1:5757") as client:
+    outputs = client.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
+    for output in client.stream([1, 2, 3]): ...
+
+async with AsyncInferenceClient("tcp://127.0.0.1:5757") as client:
+    async for output in client.stream([1, 2, 3]): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.connection import CoordinatorLink
+from megatron_infer.errors import ConfigError, InvalidPrompt
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.scheduler.request import VersionSpan
+
+if TYPE_CHECKING:
+    from megatron_infer.outputs.token_support import TokenSupport
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+DEFAULT_TIMEOUT_S = 300.0
+_Sink = Callable[[RequestOutput | BaseException], None]
+
+
+class Encoder(Protocol):
+    """What a client needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class _Receiver:
+    """One request's outputs, put together from what comes."""
+
+    def __init__(
+        self, submit: protocol.Submit, prompt: str | None, sink: Callable[[RequestOutput | BaseException], None]
+    ) -> None:
+        self._submit, self._sink = submit, sink
+        ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
+        self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
+        self._output = RequestOutput(
+            request_id=str(submit.id),
+            prompt=prompt,
+            prompt_token_ids=ids,
+            prompt_logprobs=None,
+            outputs=[CompletionOutput(index=i, text="", token_ids=[]) for i in range(submit.params.get("n", 1))],
+            finished=False,
+            metrics=self._metrics,
+        )
+
+    def take(self, news: protocol.Output) -> bool:
+        """Hand out what has come -> whether it was the last."""
+        if news.refused is not None:
+            self._sink(protocol.error_of(news.refused))
+            return True
+        output, metrics, now = self._output, self._metrics, time.monotonic()
+        if news.prompt is not None:
+            output.prompt_token_ids = protocol.bytes_to_ids(news.prompt)
+            metrics.num_prompt_tokens = len(output.prompt_token_ids)
+        for piece in news.pieces:
+            one = output.outputs[piece.index]
+            if piece.offset != len(one.token_ids):
+                text = f"token {piece.offset} of request {news.number} came, {len(one.token_ids)} was next"
+                self._sink(protocol.BadMessage(text))
+                return True
+            _extend(one, piece)
+        metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
+        if metrics.first_token_time is None and metrics.num_output_tokens:
+            metrics.first_token_time = now
+        if news.prompt_logprobs is not None:
+            output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
+        if news.pooled is not None:
+            output.pooled = protocol.bytes_to_floats(news.pooled)
+        output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
+        output.error = None if news.error is None else protocol.error_of(news.error)
+        output.finished = news.finished
+        if news.finished:
+            metrics.finished_time = now
+        if news.finished or self._submit.stream:
+            self._sink(_copy(output))
+        return news.finished
+
+    def fail(self, error: BaseException) -> None:
+        self._sink(error)
+
+
+def _extend(one: CompletionOutput, piece: protocol.Piece) -> None:
+    one.token_ids = one.token_ids + protocol.bytes_to_ids(piece.tokens)
+    one.text += piece.text
+    one.finish_reason, one.stop_reason = piece.finish_reason, piece.stop_reason
+    if piece.cumulative_logprob is not None:
+        one.cumulative_logprob = piece.cumulative_logprob
+    if piece.logprobs is not None:
+        one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
+    _extend_carried(one, piece)
+    if piece.spans:  # a replica that took over knows only of its own tokens
+        first = piece.spans[0][0]
+        one.spans = [span for span in one.spans if span.first_token < first]
+        one.spans += [VersionSpan(*span) for span in piece.spans]
+
+
+def _extend_carried(one: CompletionOutput, piece: protocol.Piece) -> None:
+    """What samples carry; a replica's pieces begin where the last one's ended."""
+    if piece.raw_logprobs is not None:
+        one.raw_logprobs = [*(one.raw_logprobs or []), *protocol.bytes_to_floats(piece.raw_logprobs)]
+    if piece.processed_logprobs is not None:
+        one.processed_logprobs = [*(one.processed_logprobs or []), *protocol.bytes_to_floats(piece.processed_logprobs)]
+    if piece.support is not None:
+        one.support = _longer(one.support, *piece.support)
+    if piece.routing is not None:
+        import numpy as np
+
+        name, shape, content = piece.routing
+        one.routing = np.frombuffer(content, name).reshape(shape)
+
+
+def _longer(support: TokenSupport | None, vocab_size: int, lengths: bytes, words: bytes) -> TokenSupport:
+    """With the rows of one more piece: int32 numbers of words, and the words."""
+    import numpy as np  # only where somebody asked for it: clients run without
+
+    from megatron_infer.outputs.token_support import TokenSupport
+
+    rows = np.split(np.frombuffer(words, np.int32), np.cumsum(np.frombuffer(lengths, np.int32))[:-1])
+    before = [] if support is None else support.rows()
+    return TokenSupport.of_rows(vocab_size, [*before, *(rows if lengths else ())])
+
+
+def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:
+    return None if entry is None else {token: Logprob(value, rank, text) for token, value, rank, text in entry}
+
+
+def _copy(output: RequestOutput) -> RequestOutput:
+    """A snapshot, as the receiver goes on with its own."""
+    copy = RequestOutput(**{name: getattr(output, name) for name in RequestOutput.__slots__})
+    copy.outputs = [
+        CompletionOutput(**{name: getattr(one, name) for name in CompletionOutput.__slots__}) for one in output.outputs
+    ]
+    return copy
+
+
+class _Session:
+    """The link of a client, and who waits for what. Sinks and futures are served on the link's thread."""
+
+    def __init__(
+        self, address: str, *, key: bytes | None, name: str, timeout_s: float, tokenizer: Encoder | None
+    ) -> None:
+        self._tokenizer, self._timeout_s = tokenizer, timeout_s
+        self._lock = threading.Lock()
+        self._receivers: dict[int, _Receiver] = {}
+        self._answers: dict[int, Future[Any]] = {}
+        self._num_ids = 0
+        self._failure: protocol.CoordinatorError | None = None
+        self.link = CoordinatorLink(address, self, role="client", name=name, key=key, timeout_s=timeout_s)
+        self.link.start()
+
+    # the link's thread
+    def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
+        return ()
+
+    def on_message(self, message: protocol.Message) -> None:
+        if isinstance(message, protocol.Output):
+            receiver = self._receivers.get(message.number)
+            if receiver is not None and receiver.take(message):
+                self._receivers.pop(message.number, None)
+        elif isinstance(message, protocol.ControlResult | protocol.Report):
+            future = self._answers.pop(message.id, None)
+            if future is not None and future.set_running_or_notify_cancel():  # else nobody waits any more
+                future.set_result(message)
+        elif isinstance(message, protocol.Refused):  # of a message we sent: whose it was it does not say
+            self._fail(protocol.BadMessage(message.message))
+
+    def on_lost(self, error: protocol.CoordinatorError, final: bool) -> None:
+        if final:
+            self._failure = error
+            self.link.welcomed.set()  # whoever waits to be let in gets the reason
+        self._fail(error)
+
+    def beat(self) -> protocol.Message:
+        return protocol.Ping()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            receivers, self._receivers = list(self._receivers.values()), {}
+            answers, self._answers = list(self._answers.values()), {}
+        for receiver in receivers:
+            receiver.fail(error)
+        for future in answers:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    # any thread
+    def ready(self, timeout_s: float | None = None) -> None:
+        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        if not self.link.welcomed.wait(limit):
+            raise protocol.ConnectionLost(f"no coordinator answers at {self.link.address} within {limit:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Callable[[Any], None]) -> int:
+        text, ids, salt = self._parsed(prompt)
+        values = {name: value for name, value in (params or SamplingParams()).to_dict().items() if value is not None}
+        if params is not None and params.max_tokens is None:
+            values["max_tokens"] = None
+        seed = values.pop("seed", None)
+        self.ready()
+        with self._lock:
+            self._num_ids += 1
+            data = None if ids is None else protocol.ids_to_bytes(ids)
+            submit = protocol.Submit(self._num_ids, data, text if ids is None else None, salt, values, seed, stream)
+            self._receivers[submit.id] = _Receiver(submit, text, sink)
+        try:
+            self.link.send(submit)
+        except protocol.MessageTooLarge:
+            self._receivers.pop(submit.id, None)
+            raise
+        return submit.id
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self._receivers:
+            self.link.send(protocol.Abort(request_id))
+
+    def ask(self, make: Callable[[int], protocol.Message]) -> Future[Any]:
+        self.ready()
+        future: Future[Any] = Future()
+        with self._lock:
+            self._num_ids += 1
+            number = self._num_ids
+            self._answers[number] = future
+        self.link.send(make(number))
+        return future
+
+    def control(self, command: str, args: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:
+        if command not in protocol.COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; one of {', '.join(protocol.COMMANDS)}")
+        limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        given = {name: value for name, value in args.items() if value is not None}
+        return self.ask(lambda number: protocol.Control(number, command, given, limit))
+
+    def close(self) -> None:
+        self._fail(protocol.ConnectionLost("the client was closed"))
+        self.link.close(protocol.Goodbye() if self.link.welcomed.is_set() and self._failure is None else None)
+
+    def _parsed(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
+        salt = ""
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise InvalidPrompt("a mapping prompt has 'prompt' or 'prompt_token_ids', and 'cache_salt' if need be")
+            salt = prompt.get("cache_salt", "")
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            return prompt, None if self._tokenizer is None else self._tokenizer.encode(prompt), salt
+        ids: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        try:
+            return None, list(protocol.bytes_to_ids(protocol.ids_to_bytes(ids))), salt
+        except (TypeError, OverflowError):
+            raise InvalidPrompt(f"a prompt is text or token ids (int32), got {str(prompt)[:60]!r}") from None
+
+
+def _checked(result: protocol.ControlResult, command: str) -> dict[str, protocol.Answer]:
+    failed = {name: answer for name, answer in result.answers.items() if not answer.ok}
+    if failed:
+        texts = "; ".join(f"{name}: {answer.message}" for name, answer in failed.items())
+        total = len(result.answers)
+        raise protocol.ControlFailed(f"{command}: {len(failed)} of {total} replicas failed: {texts}", result.answers)
+    return result.answers
+
+
+def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
+    """The prompts, and whether one was given rather than several."""
+    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1:
+        return [prompts], True
+    items = list(prompts)
+    one = bool(items) and all(isinstance(item, int) for item in items)
+    return ([items], True) if one else (items, False)
+
+
+def _params_for(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidPrompt(f"{count} prompts but {len(params)} SamplingParams; pass one, or one for each prompt")
+    return params
+
+
+class InferenceClient:
+    """Talks to a coordinator; safe to use from several threads. Connects when constructed, in the background.
+
+    timeout_s: how long to wait to be let in. tokenizer: makes token ids of text prompts here, so that they can be
+    routed by prefix; without one the replica does, and they go to whoever has most room. An error of a request is
+    raised by what waits for it: RequestError if no replica takes it as it is, Overloaded when the queue is full,
+    ConnectionLost when the coordinator is gone (what it had is aborted).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: bytes | None = None,
+        name: str = "",
+        timeout_s: float = 10.0,
+        tokenizer: Encoder | None = None,
+    ) -> None:
+        self._session = _Session(address, key=key, name=name, timeout_s=timeout_s, tokenizer=tokenizer)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to the end -> outputs in their order. When one is refused, the others are aborted."""
+        batch, _ = _batch(prompts)
+        futures: dict[int, Future[RequestOutput]] = {}
+        try:
+            for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
+                future: Future[RequestOutput] = Future()
+                futures[self._session.submit(prompt, one, False, _settler(future))] = future
+            return [future.result() for future in futures.values()]
+        finally:
+            for request_id, future in futures.items():
+                if not future.done():
+                    self._session.abort(request_id)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Future[RequestOutput]:
+        """Begin one request -> a future of its output; `abort(future)` ends it."""
+        future: Future[RequestOutput] = Future()
+        future.request_id = self._session.submit(prompt, params, False, _settler(future))  # type: ignore[attr-defined]
+        return future
+
+    def abort(self, future: Future[RequestOutput]) -> None:
+        """End a request of `submit` wherever it stands; its future gets what it has."""
+        self._session.abort(future.request_id)  # type: ignore[attr-defined]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""
+        items: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
+        request_id = self._session.submit(prompt, params, True, items.put)
+        finished = False
+        try:
+            while not finished:
+                item = items.get()
+                finished = isinstance(item, BaseException) or item.finished
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._session.abort(request_id)
+
+    def control(
+        self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
+    ) -> dict[str, protocol.Answer]:
+        """A command for all replicas -> each one's answer by its name, at timeout_s (300) at the latest.
+
+        Raises ControlFailed, which has the answers, if any did not carry it out (check=False: returns them).
+        """
+        limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        result = self._session.control(command, args, limit).result(limit + 30.0)
+        return _checked(result, command) if check else result.answers
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
+        return self.control("pause", mode=mode, timeout_s=timeout_s)
+
+    def unpause(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
+        return self.control("unpause", timeout_s=timeout_s)
+
+    def suspend(
+        self, mode: str | None = None, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, protocol.Answer]:
+        return self.control("suspend", mode=mode, tags=tags, timeout_s=timeout_s)
+
+    def resume(
+        self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, protocol.Answer]:
+        return self.control("resume", tags=tags, timeout_s=timeout_s)
+
+    def set_weight_version(
+        self, version: int, running: str = "keep", *, timeout_s: float | None = None
+    ) -> dict[str, protocol.Answer]:
+        return self.control("set_weight_version", version=version, running=running, timeout_s=timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
+        return self.control("reset_prefix_cache", timeout_s=timeout_s)
+
+    def stats(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The coordinator's counters, and every replica as it stands."""
+        report: protocol.Report = self._session.ask(protocol.Query).result(timeout_s)
+        return report.stats
+
+    def close(self) -> None:
+        """Requests under way are aborted; whoever waits for them gets ConnectionLost."""
+        self._session.close()
+
+    def __enter__(self) -> InferenceClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncInferenceClient:
+    """`InferenceClient` for asyncio: the same calls, awaited; errors are the same."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self._client = InferenceClient(address, **options)
+        self._session = self._client._session
+
+    @property
+    def blocking(self) -> InferenceClient:
+        """The plain client of the same connection, for code outside the event loop; closing it closes both."""
+        return self._client
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to the end -> outputs in their order. Cancelling it aborts them."""
+        batch, _ = _batch(prompts)
+        await self._ready()
+        futures: dict[int, Future[RequestOutput]] = {}
+        try:
+            for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
+                future: Future[RequestOutput] = Future()
+                futures[self._session.submit(prompt, one, False, _settler(future))] = future
+            return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values())))
+        finally:
+            for request_id in futures:
+                self._session.abort(request_id)  # of those that have ended: nothing
+
+    def begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        sink: Callable[[RequestOutput | BaseException], None],
+        *,
+        stream: bool,
+    ) -> int:
+        """Begin one request -> its number, for `end`. Its outputs (each with all so far; the last one alone unless
+        `stream`) or its error go to `sink`, on a thread of the client's: it must not wait. Raises as `ready` does."""
+        return self._session.submit(prompt, params, stream, sink)
+
+    def end(self, number: int) -> None:
+        """Abort a request of `begin`; of one that has ended: nothing."""
+        self._session.abort(number)
+
+    async def ready(self) -> None:
+        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        await self._ready()
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+        def sink(item: RequestOutput | BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(items.put_nowait, item)
+
+        await self._ready()
+        request_id = self._session.submit(prompt, params, True, sink)
+        finished = False
+        try:
+            while not finished:
+                item = await items.get()
+                finished = isinstance(item, BaseException) or item.finished
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._session.abort(request_id)
+
+    async def control(
+        self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
+    ) -> dict[str, protocol.Answer]:
+        """See `InferenceClient.control`; pause, unpause, suspend, resume, set_weight_version, reset_prefix_cache."""
+        await self._ready()
+        result = await asyncio.wrap_future(self._session.control(command, args, timeout_s))
+        return _checked(result, command) if check else result.answers
+
+    async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
+        return await self.control("pause", mode=mode, timeout_s=timeout_s)
+
+    async def unpause(self, *, timeout_s: float | None = None) -> dict[str, protocol.Answer]:
+        return await self.control("unpause", timeout_s=timeout_s)
+
+    async def stats(self) -> dict[str, Any]:
+        await self._ready()
+        report: protocol.Report = await asyncio.wrap_future(self._session.ask(protocol.Query))
+        return report.stats
+
+    async def _ready(self) -> None:
+        if not self._session.link.welcomed.is_set():
+            await asyncio.to_thread(self._session.ready)
+
+    async def __aenter__(self) -> AsyncInferenceClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self._client.close)
+
+
+def _settler(future: Future[RequestOutput]) -> Callable[[RequestOutput | BaseException], None]:
+    def settle(item: RequestOutput | BaseException) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if isinstance(item, BaseException):
+            future.set_exception(item)
+        else:
+            future.set_result(item)
+
+    return settle

@@ -1,0 +1,37 @@
+"""A coordinator's command, carried out by the engine of a replica."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.engine_adapter import EngineAdapter
+from megatron_infer.errors import RequestError, TransitionTimeout
+
+
+def obey(
+    engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]], command: protocol.Command, came: float
+) -> protocol.Answer:
+    """Carry out a command between two steps; an error of it is the answer.
+
+    commands: those beside the engine's own, by name. came: when the command did, on time.monotonic's clock.
+    """
+    left = command.timeout_s - (time.monotonic() - came)
+    try:
+        if command.command not in protocol.COMMANDS:
+            raise RequestError(f"unknown command {command.command!r}")
+        if left <= 0:
+            raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
+        method = commands.get(command.command) or getattr(engine, command.command, None)
+        if method is None:
+            raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")
+        args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
+        value = method(**args)
+    except Exception as error:  # whatever it is, whoever asked is told, and the replica goes on
+        return protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return protocol.Answer(ok=True, value=value if isinstance(value, (dict, int, str)) else None)

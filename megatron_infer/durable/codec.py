@@ -1,0 +1,483 @@
+"""Requests and outputs as JSON values and back. Long lists of numbers go where the file wants them.
+
+A snapshot collects numbers in two columns (tensors), a journal line holds them itself: `Columns` and `Inline`.
+Times of time.monotonic become ages, as another process has another clock: differences between them are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
+from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.requests.request_state import RequestState, SequenceState
+from megatron_infer.requests.token_details import TokenDetails
+from megatron_infer.runner.pooling import PoolLog
+from megatron_infer.scheduler.request import CacheUse, FinishReason, History, Request, Status, VersionSpan
+
+Logprobs = Sequence[Mapping[int, Logprob] | None]
+_TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
+
+
+class Numbers(Protocol):
+    """Where the numbers of records are: `put_*` gives what stands for a list, `get_*` takes that back."""
+
+    def put_ints(self, values: Sequence[int]) -> Any: ...
+
+    def put_floats(self, values: Sequence[float]) -> Any: ...
+
+    def get_ints(self, ref: Any) -> list[int]: ...
+
+    def get_floats(self, ref: Any) -> list[float]: ...
+
+
+class Inline:
+    """Numbers stay in the record. JSON writes the shortest text that reads back as the same float."""
+
+    def put_ints(self, values: Sequence[int]) -> Any:
+        return list(values)
+
+    def put_floats(self, values: Sequence[float]) -> Any:
+        return list(values)
+
+    def get_ints(self, ref: Any) -> list[int]:
+        return list(ref)
+
+    def get_floats(self, ref: Any) -> list[float]:
+        return list(ref)
+
+
+class Columns:
+    """Numbers of all records in one int64 and one float64 column; a record holds [start, count]."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """tensors: what `tensors()` gave, to read from it; None: to write."""
+        self._ints, self._floats = array("q"), array("d")
+        if tensors is not None:
+            self._ints.frombytes(tensors["ints"].numpy().tobytes())
+            self._floats.frombytes(tensors["floats"].numpy().tobytes())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "ints": torch.from_numpy(np.array(self._ints, dtype=np.int64)),
+            "floats": torch.from_numpy(np.array(self._floats, dtype=np.float64)),
+        }
+
+    def put_ints(self, values: Sequence[int]) -> Any:
+        start = len(self._ints)
+        self._ints.extend(values)
+        return [start, len(values)]
+
+    def put_floats(self, values: Sequence[float]) -> Any:
+        start = len(self._floats)
+        self._floats.extend(values)
+        return [start, len(values)]
+
+    def get_ints(self, ref: Any) -> list[int]:
+        return _cut(self._ints, ref).tolist()
+
+    def get_floats(self, ref: Any) -> list[float]:
+        return _cut(self._floats, ref).tolist()
+
+
+def _cut(column: array[Any], ref: Any) -> array[Any]:
+    start, count = ref
+    if not 0 <= start <= start + count <= len(column):
+        raise ValueError(f"numbers {start} to {start + count} of {len(column)}")
+    return column[start : start + count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedKV:
+    """What was computed of one sequence: its first `num_tokens` tokens, in these blocks of the file."""
+
+    num_tokens: int
+    blocks: list[int]
+    """None of a model without attention layers."""
+    state: int | None = None
+    """The recurrent state behind those tokens, among the states of the file; None of a model that keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSample:
+    """What a file knows of a sample besides the sample itself."""
+
+    arrival: int
+    sent: tuple[int, int]
+    begun: bool
+    """Whether keys and values of it had been computed."""
+    kv: SavedKV | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRequest:
+    """An unfinished request as a file has it: an account nobody knows yet, and its samples' places."""
+
+    group: RequestState
+    saved: list[SavedSample]
+
+
+# ---------------------------------------------------------------------- unfinished requests
+
+
+def encode_group(
+    group: RequestState,
+    numbers: Numbers,
+    *,
+    now: float,
+    unsent: Mapping[int, tuple[int, int]] | None = None,
+    kv: Mapping[str, SavedKV] | None = None,
+) -> dict[str, Any]:
+    """Everything that continues `group` in another process.
+
+    unsent: by sample index, the (tokens, characters) of deltas that were made and that no caller has seen yet.
+    """
+    unsent, kv = unsent or {}, kv or {}
+    samples = []
+    for sample in group.samples:
+        request, held_back = sample.request, unsent.get(sample.index, (0, 0))
+        reason, stored = request.finish_reason, kv.get(request.id)
+        samples.append(
+            {
+                "id": request.id,
+                "index": sample.index,
+                "tokens": numbers.put_ints(request.tokens[request.prompt_len :]),
+                "seed": request.seed,
+                "arrival": request.arrival,
+                "begun": request.scheduled > 0,
+                "finish_reason": None if reason is None else reason.value,
+                "stop_reason": request.stop_reason,
+                "sent": [max(0, sent - held) for sent, held in zip(sample.sent, held_back, strict=True)],
+                "logprobs": None if sample.logprobs is None else encode_logprobs(sample.logprobs, numbers),
+                "cumulative_logprob": sample.cumulative_logprob,
+                "carried": None if sample.token_details is None else _encode_carried(sample.token_details, numbers),
+                "history": dataclasses.asdict(request.history),
+                "kv": None if stored is None else _encode_kv(stored, numbers),
+            }
+        )
+    leader = group.samples[0].request
+    return {
+        "id": group.id,
+        "prompt": group.prompt,
+        "prompt_ids": numbers.put_ints(group.prompt_ids),
+        "params": group.params.to_dict(),
+        "mode": group.mode,
+        "max_total": leader.max_total,
+        "stop_ids": numbers.put_ints(sorted(leader.stop_ids)),
+        "cache": [leader.cache.allowed, leader.cache.salt],
+        "prompt_logprobs": _maybe_logprobs(group.prompt_logprobs, numbers),
+        "pooling": _encode_pooling(group.pooling, numbers),
+        "metrics": _encode_metrics(group.metrics, now),
+        "events": _encode_events(group.events, now),
+        "error": encode_error(group.error),
+        "samples": samples,
+    }
+
+
+def decode_group(
+    record: Mapping[str, Any], numbers: Numbers, *, tokenizer: TextCodec | None, now: float
+) -> SavedRequest:
+    """The account that `encode_group` described; its requests are in no scheduler and its texts are not made yet."""
+    params, prompt_ids = SamplingParams.from_dict(record["params"]), numbers.get_ints(record["prompt_ids"])
+    stop_ids = frozenset(numbers.get_ints(record["stop_ids"]))
+    codec = tokenizer if params.detokenize else None
+    samples: list[SequenceState] = []
+    saved: list[SavedSample] = []
+    for place, one in enumerate(record["samples"]):
+        reason = one["finish_reason"]
+        history = dict(one["history"])
+        history["spans"] = [VersionSpan(*span) for span in history["spans"]]
+        if history["kv_versions"] is not None:
+            history["kv_versions"] = tuple(history["kv_versions"])
+        request = Request(
+            id=one["id"],
+            tokens=prompt_ids + numbers.get_ints(one["tokens"]),
+            prompt_len=len(prompt_ids),
+            params=params,
+            max_total=record["max_total"],
+            seed=one["seed"],
+            stop_ids=stop_ids,
+            cache=CacheUse(allowed=record["cache"][0], salt=record["cache"][1]),
+            status=Status.WAITING if reason is None else Status.FINISHED,
+            history=History(**history),
+            finish_reason=None if reason is None else FinishReason(reason),
+            stop_reason=one["stop_reason"],
+        )
+        if one["index"] != place:
+            raise ValueError(f"request {record['id']!r}: sample {one['index']} in place {place}")
+        sample = SequenceState(request, place, params, tokenizer, samples[0] if samples else None)
+        sample.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, codec)
+        sample.cumulative_logprob = one["cumulative_logprob"]
+        if sample.token_details is not None and one.get("carried") is not None:  # files of before it have none
+            _decode_carried(sample.token_details, one["carried"], numbers)
+        samples.append(sample)
+        tokens_sent, chars_sent = one["sent"]
+        kv = None if one["kv"] is None else _decode_kv(one["kv"], numbers)
+        saved.append(SavedSample(arrival=one["arrival"], sent=(tokens_sent, chars_sent), begun=one["begun"], kv=kv))
+    if len(samples) != params.n:
+        raise ValueError(f"request {record['id']!r}: {len(samples)} samples of {params.n}")
+    group = RequestState(
+        id=record["id"],
+        prompt=record["prompt"],
+        prompt_ids=prompt_ids,
+        params=params,
+        mode=record["mode"],
+        samples=samples,
+        metrics=_decode_metrics(record["metrics"], now),
+        prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, codec),
+        pooling=_decode_pooling(params, record.get("pooling"), len(prompt_ids), numbers),
+        events=_decode_events(record["events"], now),
+        error=decode_error(record["error"]),
+    )
+    return SavedRequest(group=group, saved=saved)
+
+
+def _encode_pooling(log: PoolLog | None, numbers: Numbers) -> list[Any] | None:
+    """[positions, their sum]."""
+    if log is None or log.values_D is None:
+        return None
+    return [log.num_positions, numbers.put_floats(log.values_D.tolist())]
+
+
+def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, numbers: Numbers) -> PoolLog | None:
+    if params.pooling is None:
+        return None
+    log = PoolLog(params.pooling, num_prompt)
+    if record is not None:
+        log.num_positions = record[0]
+        log.values_D = np.asarray(numbers.get_floats(record[1]), dtype=np.float32)
+    return log
+
+
+def _encode_kv(kv: SavedKV, numbers: Numbers) -> list[Any]:
+    """[tokens, blocks], and the state where there is one."""
+    return [kv.num_tokens, numbers.put_ints(kv.blocks), *(() if kv.state is None else (kv.state,))]
+
+
+def _decode_kv(record: Sequence[Any], numbers: Numbers) -> SavedKV:
+    num_tokens, blocks, *state = record
+    return SavedKV(num_tokens=num_tokens, blocks=numbers.get_ints(blocks), state=state[0] if state else None)
+
+
+# ---------------------------------------------------------------------- finished outputs
+
+
+def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dict[str, Any]:
+    """A whole (not a delta) finished output."""
+    return {
+        "id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_ids": numbers.put_ints(output.prompt_token_ids),
+        "prompt_logprobs": _maybe_logprobs(output.prompt_logprobs, numbers),
+        "pooled": _maybe_floats(output.pooled, numbers),
+        "outputs": [
+            {
+                "index": one.index,
+                "text": one.text,
+                "tokens": numbers.put_ints(one.token_ids),
+                "cumulative_logprob": one.cumulative_logprob,
+                "logprobs": _maybe_logprobs(one.logprobs, numbers),
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+                "spans": one.spans,
+                "raw_logprobs": _maybe_floats(one.raw_logprobs, numbers),
+                "processed_logprobs": _maybe_floats(one.processed_logprobs, numbers),
+                "support": None if one.support is None else _encode_support(one.support, numbers),
+                "routing": None if one.routing is None else _encode_array(one.routing, numbers),
+            }
+            for one in output.outputs
+        ],
+        "metrics": _encode_metrics(output.metrics, now),
+        "num_cached_tokens": output.num_cached_tokens,
+        "events": _encode_events(output.events, now),
+        "error": encode_error(output.error),
+    }
+
+
+def decode_output(
+    record: Mapping[str, Any], numbers: Numbers, *, tokenizer: TextCodec | None, now: float
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=record["id"],
+        prompt=record["prompt"],
+        prompt_token_ids=numbers.get_ints(record["prompt_ids"]),
+        prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, tokenizer),
+        outputs=[
+            CompletionOutput(
+                index=one["index"],
+                text=one["text"],
+                token_ids=numbers.get_ints(one["tokens"]),
+                cumulative_logprob=one["cumulative_logprob"],
+                logprobs=None if one["logprobs"] is None else _filled(one["logprobs"], numbers, tokenizer),
+                finish_reason=one["finish_reason"],
+                stop_reason=one["stop_reason"],
+                spans=[VersionSpan(*span) for span in one["spans"]],
+                raw_logprobs=_found_floats(one.get("raw_logprobs"), numbers),
+                processed_logprobs=_found_floats(one.get("processed_logprobs"), numbers),
+                support=None if one.get("support") is None else _decode_support(one["support"], numbers),
+                routing=None if one.get("routing") is None else _decode_array(one["routing"], numbers),
+            )
+            for one in record["outputs"]
+        ],
+        finished=True,
+        metrics=_decode_metrics(record["metrics"], now),
+        num_cached_tokens=record["num_cached_tokens"],
+        events=_decode_events(record["events"], now),
+        error=decode_error(record["error"]),
+        pooled=_found_floats(record.get("pooled"), numbers),
+    )
+
+
+# ---------------------------------------------------------------------- their parts
+
+
+def encode_logprobs(positions: Logprobs, numbers: Numbers) -> dict[str, Any]:
+    """Four lists: entries at each position (0: None, a first prompt token), and id, rank, value of each entry."""
+    counts: list[int] = []
+    ids: list[int] = []
+    ranks: list[int] = []
+    values: list[float] = []
+    for entry in positions:
+        counts.append(0 if entry is None else len(entry))
+        for token, logprob in () if entry is None else entry.items():
+            ids.append(token)
+            ranks.append(0 if logprob.rank is None else logprob.rank)
+            values.append(logprob.logprob)
+    put = numbers.put_ints
+    return {"counts": put(counts), "ids": put(ids), "ranks": put(ranks), "values": numbers.put_floats(values)}
+
+
+def decode_logprobs(
+    record: Mapping[str, Any], numbers: Numbers, tokenizer: TextCodec | None
+) -> list[dict[int, Logprob] | None]:
+    """The positions; tokens' texts come from the tokenizer, as they did."""
+    counts, ids, ranks = (numbers.get_ints(record[name]) for name in ("counts", "ids", "ranks"))
+    entries = zip(ids, ranks, numbers.get_floats(record["values"]), strict=True)
+    positions: list[dict[int, Logprob] | None] = []
+    for count in counts:
+        entry: dict[int, Logprob] = {}
+        for _ in range(count):
+            token, rank, value = next(entries)
+            entry[token] = Logprob(value, rank or None, None if tokenizer is None else tokenizer.token_str(token))
+        positions.append(entry or None)
+    return positions
+
+
+def _filled(record: Mapping[str, Any], numbers: Numbers, tokenizer: TextCodec | None) -> list[dict[int, Logprob]]:
+    return [entry for entry in decode_logprobs(record, numbers, tokenizer) if entry is not None]
+
+
+def _maybe_logprobs(positions: Logprobs | None, numbers: Numbers) -> dict[str, Any] | None:
+    return None if positions is None else encode_logprobs(positions, numbers)
+
+
+def _maybe_decoded(
+    record: Mapping[str, Any] | None, numbers: Numbers, tokenizer: TextCodec | None
+) -> list[dict[int, Logprob] | None] | None:
+    return None if record is None else decode_logprobs(record, numbers, tokenizer)
+
+
+# ---------------------------------------------------------------------- what samples carry
+
+
+def _encode_carried(token_details: TokenDetails, numbers: Numbers) -> dict[str, Any]:
+    support = (
+        None if token_details.support is None else TokenSupport.of_rows(token_details.vocab_size, token_details.support)
+    )
+    logs = (token_details.of_prompt, token_details.of_output)
+    return {
+        "raw": _maybe_floats(token_details.raw, numbers),
+        "processed": _maybe_floats(token_details.processed, numbers),
+        "support": None if support is None else _encode_support(support, numbers),
+        "routing": [None if log is None or not log.count else _encode_array(log.rows, numbers) for log in logs],
+    }
+
+
+def _decode_carried(token_details: TokenDetails, record: Mapping[str, Any], numbers: Numbers) -> None:
+    """Into what a new sample has; a request's samples all bring the routing of their one prompt."""
+    token_details.raw = _found_floats(record["raw"], numbers)
+    token_details.processed = _found_floats(record["processed"], numbers)
+    if record["support"] is not None:
+        support = _decode_support(record["support"], numbers)
+        token_details.support, token_details.vocab_size = support.rows(), support.vocab_size
+    for log, rows in zip((token_details.of_prompt, token_details.of_output), record["routing"], strict=True):
+        if log is not None and rows is not None:
+            log.take(log.first, _decode_array(rows, numbers))
+
+
+def _maybe_floats(values: Sequence[float] | None, numbers: Numbers) -> Any:
+    return None if values is None else numbers.put_floats(values)
+
+
+def _found_floats(ref: Any, numbers: Numbers) -> list[float] | None:
+    return None if ref is None else numbers.get_floats(ref)
+
+
+def _encode_support(support: TokenSupport, numbers: Numbers) -> list[Any]:
+    return [support.vocab_size, _encode_array(support.offsets, numbers), _encode_array(support.ids, numbers)]
+
+
+def _decode_support(record: Sequence[Any], numbers: Numbers) -> TokenSupport:
+    vocab_size, offsets, ids = record
+    return TokenSupport(vocab_size, _decode_array(offsets, numbers), _decode_array(ids, numbers))
+
+
+def _encode_array(array: np.ndarray, numbers: Numbers) -> list[Any]:
+    """[dtype, shape, its bytes as int64, the last one filled up with zeros]."""
+    content = array.tobytes()
+    words = np.frombuffer(content + bytes(-len(content) % 8), dtype=np.int64)
+    return [array.dtype.name, list(array.shape), numbers.put_ints(words.tolist())]
+
+
+def _decode_array(record: Sequence[Any], numbers: Numbers) -> np.ndarray:
+    name, shape, words = record
+    count = math.prod(shape)
+    content = np.array(numbers.get_ints(words), dtype=np.int64).view(np.uint8)
+    array: np.ndarray = content[: count * np.dtype(name).itemsize].view(name).reshape(shape)
+    return array
+
+
+def _encode_metrics(metrics: RequestMetrics, now: float) -> dict[str, Any]:
+    values = dataclasses.asdict(metrics)
+    return values | {name: None if values[name] is None else now - values[name] for name in _TIMES}
+
+
+def _decode_metrics(record: Mapping[str, Any], now: float) -> RequestMetrics:
+    ages = {name: None if record[name] is None else now - record[name] for name in _TIMES}
+    return RequestMetrics(**{**record, **ages})
+
+
+def _encode_events(events: Sequence[RequestEvent], now: float) -> list[Any]:
+    return [[event.kind, now - event.time_s, event.payload] for event in events]
+
+
+def _decode_events(records: Sequence[Any], now: float) -> list[RequestEvent]:
+    return [RequestEvent(kind, now - age, payload) for kind, age, payload in records]
+
+
+def encode_error(error: InferenceError | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def decode_error(record: Sequence[str] | None) -> InferenceError | None:
+    """An error of the class of that name with that message; of the family's root when the class is not known here."""
+    if record is None:
+        return None
+    name, message = record
+    known: list[type[InferenceError]] = [InferenceError]
+    for cls in known:
+        known += cls.__subclasses__()
+    cls = next((cls for cls in known if cls.__name__ == name), InferenceError)
+    return cls.__new__(cls, message)  # its own arguments are gone, its message is not

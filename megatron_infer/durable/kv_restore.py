@@ -1,0 +1,201 @@
+"""What a file holds of saved requests' memory, and how it comes back into a cache of other blocks and rows.
+
+    blocks  [blocks, layers, 2, B, K, H]    where the model has attention layers
+    states  uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
+
+A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
+prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
+exactly those tokens, and a sequence's own.
+
+Of several ranks each writes such tensors of its own part, under the same places; a pipeline stage without attention or
+Mamba layers has no `blocks` or `states`, and the places count all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.config.sizing import ModelShape
+from megatron_infer.durable.codec import SavedKV
+from megatron_infer.durable.file_format import add_tensor
+from megatron_infer.engine.build import Assembly
+from megatron_infer.memory.store import StateStore
+from megatron_infer.scheduler.policy import blocks_needed
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.scheduler import Scheduler
+
+_SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
+"""Fields of ModelShape that keys and values of one rank depend on."""
+_ROTARY_POSITIONS = 64
+
+
+def describe(shape: ModelShape, *, kv_dtype: str | None = None) -> dict[str, Any]:
+    """What the saved memory of one rank depends on, as JSON values; of the recurrent state where there is one.
+
+    kv_dtype: of the cache; named where it is not the model's.
+    """
+    fields = asdict(shape)
+    named = {name: fields[name] for name in _SHAPE}
+    if kv_dtype not in (None, shape.dtype) and shape.num_attention_layers:
+        named["kv_dtype"] = kv_dtype
+    state = fields["state"]
+    if state is not None:
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
+        named |= {f"state.{name}": value for name, value in plain.items()}
+    return named
+
+
+def difference(shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | None = None) -> str | None:
+    """How a model of `shape` differs from the one described in a file; None when it does not."""
+    here = describe(shape, kv_dtype=kv_dtype)
+    kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
+    if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
+        return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
+    for name in [*here, *(name for name in saved if name not in here)]:
+        if here.get(name) != saved.get(name):
+            return f"the model's {name} is {here.get(name)}, it was {saved.get(name)}"
+    return None
+
+
+def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many blocks and states a file has places for, by what it says of itself; kv: None without saved memory.
+
+    Raises ValueError when a tensor holds another number.
+    """
+    counts = {}
+    for name, layers in (("blocks", "num_attention_layers"), ("states", "state.num_layers")):
+        held = len(tensors[name]) if name in tensors else 0
+        counts[name] = held if kv is None else int(kv.get(f"num_{name}", held))
+        kept_here = kv is not None and kv["shape"].get(layers)
+        if held != counts[name] and (held or kept_here):
+            raise ValueError(f"{held} {name}, {counts[name]} are named")
+    return counts
+
+
+def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
+    """Raise ValueError when a sequence names a block or state that its file has no place for."""
+    for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
+        wrong = [place for place in places if not 0 <= place < counts[name]]
+        if wrong:
+            raise ValueError(f"{name} {wrong[:8]} of {counts[name]}")
+
+
+def content_digest(parts: Assembly) -> str:
+    """Names the model's content: every parameter's name, dtype, shape and bytes, and how positions enter keys.
+
+    Two engines with equal digests and shapes compute the same keys and values. Reads all weights, a piece at a time.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for name, parameter in sorted(parts.model.named_parameters()):
+        add_tensor(digest, name, parameter)
+    rotary = parts.adopted.rotary_table(_ROTARY_POSITIONS)
+    if rotary is not None:
+        add_tensor(digest, "cos", rotary.cos_PR)
+        add_tensor(digest, "sin", rotary.sin_PR)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one rank holds of requests' computed tokens."""
+
+    saved: dict[str, SavedKV]
+    """By request, the same on every rank."""
+    tensors: dict[str, Tensor]
+    """`blocks`, `states`: as far as this rank keeps them."""
+    num_blocks: int = 0
+    num_states: int = 0
+
+
+def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, recurrent: bool) -> Memory:
+    """What is computed of the requests that hold some.
+
+    attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
+    scheduled of a request is then computed, and its row's state behind just that.
+    """
+    place: dict[int, int] = {}
+    rows: list[int] = []
+    saved: dict[str, SavedKV] = {}
+    for request in requests:
+        lease = request.lease
+        if lease is None or not request.scheduled:
+            continue
+        assert not request.in_flight, f"{request.id} has a step in flight"
+        held = lease.blocks[: blocks_needed(request.scheduled, store.block_size)] if attends else []
+        blocks, state = [place.setdefault(block, len(place)) for block in held], None
+        if recurrent:
+            state = len(rows)
+            rows.append(lease.row)
+        saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
+    tensors = {"blocks": store.read_blocks(list(place))} if place and store.block_bytes else {}
+    if rows and store.state is not None:
+        tensors["states"] = store.read_states(rows)
+    return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
+
+
+class KVReturn:
+    """Puts saved memory back: finds a request room, lets it share what others already brought, and writes.
+
+    Sharing goes by whole blocks of this engine among the leading blocks that two sequences have in common in the file.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore, *, block_size: int | None
+    ) -> None:
+        """tensors: what `collect` gave, in blocks of `block_size`; None: the file holds no blocks on any rank."""
+        self._content, self._states = tensors.get("blocks"), tensors.get("states")
+        self._file_block_size = block_size
+        self._scheduler, self._store = scheduler, store
+        self._owner: dict[int, tuple[Request, SavedKV]] = {}
+
+    def readmit(self, request: Request, kv: SavedKV) -> bool:
+        """Let `request` go on where it was; False, and nothing changed, when there is no room."""
+        like, num_shared = self._shares_with(kv)
+        if not self._scheduler.readmit(request, kv.num_tokens, like=like, num_shared=num_shared):
+            return False
+        for block in kv.blocks:
+            self._owner.setdefault(block, (request, kv))
+        self._write(request, kv, num_shared)
+        if kv.state is not None and self._states is not None:
+            assert request.lease is not None
+            self._store.write_states([request.lease.row], self._states[kv.state : kv.state + 1])
+        return True
+
+    def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
+        """Who holds the longest run of this sequence's leading blocks already, and how many tokens to share."""
+        best: Request | None = None
+        run = 0
+        for column, block in enumerate(kv.blocks):
+            owner = self._owner.get(block)
+            if owner is None or owner[1].blocks[: column + 1] != kv.blocks[: column + 1]:
+                break
+            best, run = owner[0], column + 1
+            most = owner[1].num_tokens
+        if best is None or self._file_block_size is None:
+            return None, 0
+        size = self._store.block_size
+        num_shared = min(run * self._file_block_size, kv.num_tokens, most) // size * size
+        return (best, num_shared) if num_shared else (None, 0)
+
+    def _write(self, request: Request, kv: SavedKV, start: int) -> None:
+        """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
+        size, lease = self._store.block_size, request.lease
+        assert lease is not None and start % size == 0
+        if start >= kv.num_tokens or self._content is None:
+            return
+        chosen = self._content[kv.blocks]
+        num_blocks, layers, _, file_size, heads, dim = chosen.shape
+        tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
+        wanted = tokens_L2TKH[:, :, start : kv.num_tokens]
+        count = blocks_needed(wanted.shape[2], size)
+        padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
+        padded[:, :, : wanted.shape[2]] = wanted
+        cut = padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
+        first = start // size
+        self._store.write_blocks(lease.blocks[first : first + count], cut)

@@ -1,0 +1,226 @@
+"""Requests that survive SIGKILL: a snapshot now and then, and a journal line before anyone is told anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from megatron_infer.durable import file_format as file_format
+from megatron_infer.durable.codec import Inline, encode_group, encode_output
+from megatron_infer.durable.journal import Generation, Journal, has_records, journal_path
+from megatron_infer.durable.snapshot import Archive, Content, LoadReport
+from megatron_infer.engine.build import Assembly
+from megatron_infer.errors import InferenceError, SnapshotError, UnknownRequest
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.requests.request_state import RequestState
+
+
+class SnapshotManager:
+    """One engine's saved requests: files on demand, and one that is kept up to date while it runs.
+
+    A finished output stays in the kept files until `acknowledge`: between step() returning it and the caller having
+    stored it the process may die, and only the caller knows when that window has closed. What is not acknowledged is
+    held in memory too, and written with every snapshot: acknowledge as you store.
+    """
+
+    def __init__(self, parts: Assembly, output_processor: OutputProcessor) -> None:
+        self.journal: Journal | None = None
+        """None: nothing is kept, and a step costs nothing here."""
+        self.owed: dict[str, RequestOutput] = {}
+        """Whole outputs that nobody acknowledged, by id: of kept requests, and what loads found."""
+        self._parts, self._output_processor = parts, output_processor
+        self._archive = Archive(parts, output_processor)
+        self._unwritten: list[RequestOutput] = []
+        self._known: dict[Path, tuple[Generation, int] | None] = {}
+        """Files that were loaded, whose content this engine stands in for: generation and records of the journal."""
+        self._path: Path | None = None
+        self._every_steps = self._num_steps = 0
+        self._fsync = False
+
+    # ------------------------------------------------------------------ on demand
+
+    def save(self, path: str | os.PathLike[str], undelivered: Sequence[RequestOutput], *, kv: bool) -> None:
+        """Write every unfinished request, and all outputs that are owed, to `path`. With kv every rank calls it.
+
+        undelivered: outputs the engine made and has not handed out. The finished ones among them are saved as they
+        are: of a delta stream the last piece.
+        """
+        target = Path(path)
+        with self._parts.rank_group.together("saving requests") if kv else nullcontext():
+            if self._path is not None and target.resolve() == self._path:
+                raise SnapshotError(target, "keep_snapshots keeps it; save elsewhere, or call keep_snapshots(None)")
+        finished = {output.request_id: output for output in undelivered if output.finished} | self.owed
+        self._archive.save(target, undelivered, finished, kv=kv)
+
+    def read(self, path: str | os.PathLike[str]) -> Content:
+        """What a file holds, held against this engine, which is not changed. Raises SnapshotError."""
+        return self._archive.read(Path(path), owed=self.owed)
+
+    def put_back(self, content: Content, undelivered: Sequence[RequestOutput]) -> LoadReport:
+        """Take in what `read` gave. Nothing may be in flight."""
+        report = self._archive.put_back(content)
+        self.owed |= {output.request_id: output for output in report.finished}
+        generation = content.generation
+        self._known[content.path.resolve()] = None if generation is None else (generation, content.num_records)
+        if self.journal is not None:
+            self._snapshot(undelivered)
+        return report
+
+    def acknowledge(self, request_ids: Iterable[str] | None) -> int:
+        """Let go of finished outputs, of all of them with None -> how many. An id that is not held is skipped.
+
+        Raises UnknownRequest, and lets go of nothing, when one of the requests has not finished.
+        """
+        ids = list(self.owed) if request_ids is None else list(dict.fromkeys(request_ids))
+        for request_id in ids:
+            if request_id in self._output_processor:
+                raise UnknownRequest(f"request {request_id!r} has not finished; there is nothing to acknowledge yet")
+        ids = [request_id for request_id in ids if request_id in self.owed]
+        if self.journal is not None and ids:
+            self.flush()
+            self.journal.append([("ack", {"ids": ids})])
+        for request_id in ids:
+            del self.owed[request_id]
+        return len(ids)
+
+    # ------------------------------------------------------------------ kept up to date
+
+    def keep(
+        self,
+        path: str | os.PathLike[str] | None,
+        undelivered: Sequence[RequestOutput],
+        *,
+        every_steps: int,
+        fsync: bool,
+    ) -> None:
+        """Begin to keep `path` and its journal; None: leave a last snapshot without a journal, and end.
+
+        A request is there before add_request returns, a finished output before step() returns it and until it is
+        acknowledged; other requests go on from the last snapshot, at most every_steps steps back, with the same tokens
+        (delta streams send those again). fsync: survive the machine's end too.
+        """
+        if every_steps < 1:
+            raise InferenceError(f"every_steps is at least 1, got {every_steps}")
+        if self.journal is not None:
+            self._end(undelivered)
+        if path is None:
+            return
+        target = Path(path).resolve()
+        before = self._in_the_way(Path(path))
+        self._path, self._every_steps, self._fsync = target, every_steps, fsync
+        self.owed = {output.request_id: output for output in undelivered if output.finished} | self.owed
+        try:
+            self._begin(before, undelivered)
+        except BaseException:
+            self._path = None
+            raise
+        self._output_processor.on_retire = self._retired
+
+    def accepted(self, request_id: str) -> None:
+        """Before add_request returns; when the line cannot be written, the request is not accepted."""
+        assert self.journal is not None
+        group, input_processor = self._output_processor.get(request_id), self._parts.input_processor
+        assert group is not None
+        record = encode_group(group, Inline(), now=time.monotonic())
+        try:
+            self.journal.append(
+                [("accept", {**record, "num_seeds": input_processor.num_seeds, "num_ids": input_processor.num_ids})]
+            )
+        except BaseException:
+            for sample in group.samples:
+                self._parts.scheduler.abort(sample.request)
+            self._output_processor.on_retire = None
+            self._output_processor.retire(group)
+            self._output_processor.on_retire = self._retired
+            raise
+
+    def flush(self) -> None:
+        """Before outputs are handed out: those that finished since are in the journal."""
+        if self._unwritten:
+            assert self.journal is not None
+            now = time.monotonic()
+            self.journal.append([("finish", encode_output(output, Inline(), now=now)) for output in self._unwritten])
+            self._unwritten = []
+
+    def stepped(self, undelivered: Sequence[RequestOutput]) -> None:
+        """Before step() returns `undelivered`."""
+        self.flush()
+        self._num_steps += 1
+        if self._num_steps >= self._every_steps and self._has_news():
+            self._snapshot(undelivered)
+
+    # ------------------------------------------------------------------ its files
+
+    def _has_news(self) -> bool:
+        """False while the engine idles."""
+        return len(self._output_processor) > 0 or (self.journal is not None and self.journal.num_records > 0)
+
+    def _retired(self, group: RequestState) -> None:
+        output = group.output("cumulative")
+        self.owed[group.id] = output
+        self._unwritten.append(output)
+
+    def _in_the_way(self, path: Path) -> tuple[Generation, int] | None:
+        """What this engine has loaded from the files at `path`, if that are any; refuses to write over others."""
+        known = self._known.get(path.resolve(), None)
+        if path.resolve() not in self._known:
+            if path.exists():
+                raise SnapshotError(path, "there is a snapshot already; load_requests it first, or remove it")
+            if has_records(path):
+                raise SnapshotError(journal_path(path), "a journal without its snapshot; move it away")
+        return known
+
+    def _begin(self, before: tuple[Generation, int] | None, undelivered: Sequence[RequestOutput]) -> None:
+        """The first snapshot and journal. Where no snapshot with a journal was, the journal comes first."""
+        assert self._path is not None
+        generation = Generation.first() if before is None else before[0].next(before[1])
+        staged, journal = self._stage(generation, undelivered)
+        try:
+            if before is None:
+                journal.put_in_place()
+            file_format.put_in_place(staged, self._path)
+            journal.put_in_place()
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            journal.discard()
+            raise
+        self.journal, self._num_steps = journal, 0
+
+    def _snapshot(self, undelivered: Sequence[RequestOutput]) -> None:
+        """The next generation. When it fails, the present one goes on."""
+        old = self.journal
+        assert old is not None and self._path is not None
+        self.flush()
+        staged, journal = self._stage(old.generation.next(old.num_records), undelivered)
+        try:
+            file_format.put_in_place(staged, self._path)
+        except BaseException:  # whether or not the new snapshot is in place: it says what it covers of the old journal
+            staged.unlink(missing_ok=True)
+            journal.discard()
+            raise
+        self.journal, self._num_steps = journal, 0
+        old.close()
+        journal.put_in_place()
+
+    def _stage(self, generation: Generation, undelivered: Sequence[RequestOutput]) -> tuple[Path, Journal]:
+        assert self._path is not None
+        contents = self._archive.contents(undelivered, self.owed, generation=generation)
+        staged = file_format.stage(self._path, *contents)
+        try:
+            return staged, Journal(self._path, generation, fsync=self._fsync)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+
+    def _end(self, undelivered: Sequence[RequestOutput]) -> None:
+        assert self.journal is not None and self._path is not None
+        self._archive.save(self._path, undelivered, self.owed)
+        self._known[self._path] = None
+        journal_path(self._path).unlink(missing_ok=True)
+        self.journal.close()
+        self.journal = self._path = self._output_processor.on_retire = None
+        self._unwritten = []

@@ -1,0 +1,117 @@
+"""Whether an engine's steps are captured as CUDA graphs: what has to be so, and who says when it is not."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.comm.backends import backend_on
+from megatron_infer.comm.stage_link import StageLink
+from megatron_infer.config.graph_memory import GraphMemory
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, ResolvedSizes
+from megatron_infer.cuda_graphs.graph_pool import Recorder, make_recorder
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.memory.device import Device
+from megatron_infer.memory.store import StateStore
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.parallel.tensor_parallel_sampler import TensorParallelSampler
+from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.sampling.sampler import Sampler
+
+OPERATION = "CUDA graphs"
+
+
+def step_graphs(
+    adopted: AdoptedModel,
+    config: InferenceConfig,
+    sizes: ResolvedSizes,
+    chosen: Chosen,
+    device: Device,
+    *,
+    builder: BatchBuilder,
+    store: StateStore,
+    sampler: Sampler | TensorParallelSampler,
+    link: StageLink | None,
+) -> StepGraphs | None:
+    """The graphs that were asked for, or None; a row of the start-up table says which, and why not."""
+    if config.num_cuda_graphs is None:
+        return None
+    found = make_recorder(device)
+    reason = found if isinstance(found, str) else None
+    shapes: tuple[GraphShape, ...] = ()
+    if not isinstance(found, str):
+        reason = why_not(adopted, chosen, found)
+        shapes = tuple(shape for shape in sizes.graph_shapes if not adopted.asks_host(chosen.ops, shape.num_tokens))
+        if reason is None and not shapes:
+            reason = "the model's experts are chosen on the host for steps of these sizes"
+    if link is not None:  # what a stage sends is padded or not: all of them do the same
+        digest = 0 if reason is not None else zlib.crc32(repr(shapes).encode())
+        if len(set(link.compare([digest])[:, 0].tolist())) > 1:
+            reason = reason or "another pipeline stage cannot be captured in the same shapes"
+    if isinstance(found, str) or reason is not None:
+        assert reason is not None
+        chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": reason}))
+        warnings.warn(
+            f"num_cuda_graphs={config.num_cuda_graphs}: {reason}; every step runs eagerly", ConfigWarning, stacklevel=5
+        )
+        return None
+    chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
+    num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
+    memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
+    return StepGraphs(
+        adopted,
+        shapes,
+        found,
+        builder=builder,
+        store=store,
+        sampler=sampler if adopted.is_last_stage else None,
+        device=device,
+        ops=chosen.ops,
+        expected_bytes=lambda shape: memory.of(shape).live,
+        expected_outputs=memory.output_bytes(shapes),
+        all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
+        max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
+        received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
+        is_last=adopted.is_last_stage,
+    )
+
+
+def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
+    """Whether all members of the groups say so; waits for them."""
+    for group in groups:
+        agreed = torch.tensor([int(flag)], device=device.torch)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        flag = bool(device.begin_read(agreed).wait()[0].item())
+    return flag
+
+
+def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], device: Device) -> Tensor:
+    num_tokens = max(shape.num_tokens for shape in shapes)
+    with torch.inference_mode():
+        return torch.zeros(num_tokens, adopted.shape.hidden_size, device=device.torch)
+
+
+def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | None:
+    """What of this engine a graph cannot hold; None: nothing."""
+    if adopted.specs and not chosen.attention.graph_safe:
+        return f"attention {chosen.attention.name!r} decides on the host"
+    if chosen.scan is not None and not chosen.scan.graph_safe:
+        return f"the selective scan {chosen.scan.name!r} decides on the host"
+    if (layer := adopted.foreign_layer()) is not None:
+        return f"{layer} is of the user's own, and nobody knows what it does"
+    if adopted.pieces is not None and not recorder.holds_compiled:
+        return f"{recorder.name} does not see what compiled layers launch"
+    for group in adopted.groups():
+        backend = backend_on(group, adopted.device.type)
+        if recorder.collectives is not None and backend not in recorder.collectives:
+            return f"{recorder.name} holds no collectives of {backend}"
+    return None

@@ -1,0 +1,55 @@
+"""Whether an engine's layers are compiled, what that took, and who says when they are not."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.models.adopt import AdoptedModel
+
+log = logging.getLogger("megatron_infer")
+
+OPERATION = "layers between kernels"
+
+
+def compile_layers(
+    adopted: AdoptedModel, config: InferenceConfig, chosen: Chosen, *, any_rank: Callable[[bool], bool]
+) -> None:
+    """Where it is asked for, compile them on all ranks or on none; a row of the start-up table says what came of it."""
+    if not config.compile_layers:
+        return
+    reason = None
+    if (layer := adopted.foreign_layer()) is not None:
+        reason = f"{layer} is of the user's own, so megatron-core's decoder drives the layers"
+    elif adopted.fp8 is not None:
+        reason = "products in FP8 are calls of Transformer Engine, which torch.compile does not look into"
+    else:
+        try:
+            adopted.compile_layers()
+        except (
+            RuntimeError,
+            ImportError,
+            OSError,
+        ) as error:  # no C++ compiler, no Triton: torch.compile has many names
+            reason = _cause(error)
+    if any_rank(reason is not None):
+        adopted.keep_layers()
+        reason = reason or "another rank could not compile them"
+        chosen.rows.append(BackendChoice(OPERATION, "as they are", {"torch.compile": reason}))
+        warnings.warn(f"compile_layers=True: {reason}; layers run as they are", ConfigWarning, stacklevel=4)
+        return
+    pieces = adopted.pieces
+    assert pieces is not None
+    took = f"{pieces.num_functions} functions, compiled {pieces.num_compiles} times in {pieces.compile_s:.1f} s"
+    chosen.rows.append(BackendChoice(OPERATION, f"torch.compile ({took})", {}))
+    log.info("layers compiled: %s", took)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong, within what torch wraps around it."""
+    while (inner := getattr(error, "inner_exception", None)) is not None:
+        error = inner
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,1 @@
+"""LLM and AsyncLLM: an engine with a model and a tokenizer, for scripts."""

@@ -1,0 +1,234 @@
+"""AsyncLLM: the same engine behind asyncio; one thread steps it, any number of coroutines wait for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
+from megatron_infer.engine.suspend import MemoryReport
+from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.errors import InferenceError, TransitionTimeout
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.input_processor import Prompt
+from megatron_infer.requests.request_state import StreamMode
+
+_T = TypeVar("_T")
+
+
+class EngineStopped(InferenceError):
+    """The engine's thread has ended; carries why as __cause__ when it did not end on request."""
+
+
+class EngineThread:
+    """Runs an engine's loop; commands are callables applied between steps, in order."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._sinks: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._thread = threading.Thread(target=self._run, name="megatron-infer-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, command: Callable[[], Any]) -> Future[Any]:
+        """Run `command` on the engine's thread between two steps."""
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._stopping or self._failure is not None:
+                future.set_exception(self._stopped())
+                return future
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        stream: StreamMode,
+        sink: Callable[[RequestOutput | BaseException], None],
+    ) -> Future[str]:
+        """Queue a request; `sink` gets its outputs (or what ended the engine) on the engine's thread."""
+
+        def add() -> str:
+            added = self.engine.add_request(prompt, params, request_id=request_id, stream=stream)
+            self._sinks[added] = sink
+            return added
+
+        return self.call(add)
+
+    def abort(self, request_id: str) -> Future[RequestOutput]:
+        def end() -> RequestOutput:
+            output = self.engine.abort(request_id)
+            sink = self._sinks.pop(request_id, None)
+            if sink is not None:
+                sink(output)
+            return output
+
+        return self.call(end)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End after the step under way; waiting callers get EngineStopped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def _stopped(self) -> EngineStopped:
+        error = EngineStopped("the engine has been shut down" if self._failure is None else "the engine's loop failed")
+        error.__cause__ = self._failure
+        return error
+
+    def _run(self) -> None:
+        try:
+            self.engine.parts.device.take_thread()
+            while self._take_commands():
+                for output in self.engine.step():
+                    sink = self._sinks.get(output.request_id)
+                    if output.finished:
+                        self._sinks.pop(output.request_id, None)
+                    if sink is not None:
+                        sink(output)
+        except BaseException as error:  # reported to every waiting caller, then the thread ends
+            self._failure = error
+        finally:
+            with self._wake:
+                self._stopping = True
+                left = list(self._commands)
+                self._commands.clear()
+            for _, future in left:
+                future.set_exception(self._stopped())
+            for sink in self._sinks.values():
+                sink(self._stopped())
+            self._sinks.clear()
+
+    def _take_commands(self) -> bool:
+        """Apply queued commands, waiting for one while the engine is idle -> False when it is time to end."""
+        while True:
+            with self._wake:
+                while not self._commands and not self._stopping and not self.engine.can_step():
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                commands = list(self._commands)
+                self._commands.clear()
+            for command, future in commands:
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(command())
+                except Exception as error:  # belongs to the caller of this command
+                    future.set_exception(error)
+            if self.engine.can_step():
+                return True
+
+
+class AsyncLLM:
+    """asyncio face of an engine: pass a model's name (and LLM's options), or an `LLM` that exists."""
+
+    def __init__(self, model: str | LLM, **options: Any) -> None:
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.tokenizer = self.llm.tokenizer
+        self._thread = EngineThread(self.llm.engine)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: StreamMode = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they come, the last one finished. Leaving the loop early aborts the request."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+        def sink(item: RequestOutput | BaseException) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        preparing = None if params is None else self.llm.engine.prepare(params)
+        if preparing is not None:  # not on the engine's thread, where others' steps would wait for it
+            await asyncio.shield(asyncio.wrap_future(preparing))
+        submitted = self._thread.submit(prompt, params, request_id, stream, sink)
+        try:
+            added = await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._abort_unseen)
+            raise
+        finished = False
+        try:
+            while not finished:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._thread.abort(added)
+
+    def _abort_unseen(self, submitted: Future[str]) -> None:
+        """A request that got in although its caller was gone."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._thread.abort(submitted.result())
+
+    async def abort(self, request_id: str) -> RequestOutput:
+        """End a request -> what it has so far, which also ends its generate() loop. Raises UnknownRequest."""
+        return await asyncio.wrap_future(self._thread.abort(request_id))
+
+    async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        """Engine's pause() between two steps; streams stand still (keep, retract) or end (abort)."""
+        await self._control(lambda: self.llm.engine.pause(mode, timeout_s=timeout_s), timeout_s)
+
+    async def unpause(self, *, timeout_s: float | None = None) -> None:
+        await self._control(lambda: self.llm.engine.unpause(timeout_s=timeout_s), timeout_s)
+
+    async def suspend(
+        self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
+    ) -> MemoryReport:
+        """Engine's suspend() between two steps; streams stand still."""
+        return await self._control(lambda: self.llm.engine.suspend(mode, tags, timeout_s=timeout_s), timeout_s)
+
+    async def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
+        return await self._control(lambda: self.llm.engine.resume(tags, timeout_s=timeout_s), timeout_s)
+
+    async def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
+        await self._control(
+            lambda: self.llm.engine.set_weight_version(version, running, timeout_s=timeout_s), timeout_s
+        )
+
+    async def _control(self, command: Callable[[], _T], timeout_s: float | None) -> _T:
+        """Run a transition on the engine's thread; it must begin in the time it may take."""
+        future = self._thread.call(command)
+        waiting = asyncio.wrap_future(future)
+        limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        try:
+            begun = bool((await asyncio.wait({waiting}, timeout=limit))[0])
+        except asyncio.CancelledError:
+            future.cancel()  # what has not begun is not carried out behind the caller's back
+            raise
+        if not begun and future.cancel():
+            raise TransitionTimeout(f"the engine did not get to it within {limit:g} s: it waits for the step under way")
+        return await waiting
+
+    def shutdown(self) -> None:
+        """End the engine's thread; requests under way get EngineStopped."""
+        self._thread.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.shutdown)

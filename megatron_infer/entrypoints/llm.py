@@ -1,0 +1,145 @@
+"""LLM: a model by name, prompts in, answers out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_infer.utils.openmp import limit_spinning
+
+limit_spinning()  # before the imports below bring torch in, unless the script has done so
+
+# ruff: noqa: E402
+from megatron_infer.config.inference import InferenceConfig, machine_config
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError
+from megatron_infer.kernels.threads import apply_cpu_settings
+from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import ModelSource, open_source
+from megatron_infer.outputs.embeddings import Embedding, embeddings_of, params_for
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.input_processor import Prompt, is_single_prompt
+from megatron_infer.text.tokenizer import Tokenizer
+
+log = logging.getLogger("megatron_infer")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
+
+    `config` is an InferenceConfig, or a mapping of some of its options: what it leaves open (all of it, for None) suits
+    the machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it,
+    else float32. The engine underneath is `llm.engine`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        config: InferenceConfig | Mapping[str, Any] | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        seed: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        where = Device(device)
+        if not where.is_cuda:
+            apply_cpu_settings(threads)
+        source: ModelSource = open_source(model)
+        plan, param_dtype = source.config(), choose_dtype(dtype, where)
+        if not isinstance(config, InferenceConfig):
+            asked = {} if config is None else dict(config)
+            if seed is not None:
+                asked.setdefault("seed", seed)
+            shape = shape_of(plan, dtype=str(param_dtype).removeprefix("torch."))
+            config = machine_config(asked, shape, is_cuda=where.is_cuda, available_bytes=where.available_bytes())
+        if seed is not None and seed != config.seed:
+            raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
+        live = build_model(source, dtype=param_dtype, device=str(where.torch))
+        self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
+        self.engine = DynamicInferenceEngine(
+            live,
+            config,
+            tokenizer=self.tokenizer,
+            eos_ids=plan.eos_ids,
+            device=str(where.torch),
+            model_name=source.name,
+            owns_weights=True,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text, token ids, or lists of either) -> one output a prompt, in order."""
+        if not use_tqdm:
+            return self.engine.generate(prompts, sampling_params)
+        from tqdm import tqdm
+
+        count = 1 if is_single_prompt(prompts) else len(prompts)
+        num_tokens = 0
+        with tqdm(total=count, unit="req", dynamic_ncols=True) as bar:
+
+            def advance(output: RequestOutput) -> None:
+                nonlocal num_tokens
+                num_tokens += output.metrics.num_output_tokens
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
+
+            return self.engine.generate(prompts, sampling_params, on_output=advance)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """The prompts' final hidden states as one vector each, in order: pooling "last" or "mean", of length 1 if
+        `normalize`; `dimensions` keeps the first components only, for models that were trained for it."""
+        outputs = self.engine.generate(prompts, params_for(pooling))
+        return embeddings_of(outputs, dimensions=dimensions, normalize=normalize)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidPrompt(
+                "a chat needs the model's tokenizer and it has none; render it yourself and pass token ids"
+            )
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if not conversations:
+            raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
+        return self.generate(
+            [chat_prompt(self.tokenizer, one) for one in conversations], sampling_params, use_tqdm=use_tqdm
+        )
+
+
+def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
+    try:
+        return source.tokenizer()
+    except ModelError as error:
+        log.warning("%s: token ids in and out only", error)
+        return None
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn; the template writes its own special tokens."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special=False)

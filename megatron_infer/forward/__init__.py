@@ -1,1 +1,0 @@
-"""One step on one rank: plan in, tokens out."""

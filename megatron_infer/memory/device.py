@@ -1,0 +1,239 @@
+"""The only place that knows how a device copies, waits and times; on a CPU every call is a plain copy or a no-op."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.memory.regions.pinned import Lent, PinnedPool
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+"""glibc's; freed tensors below its mmap threshold stay with the process without it."""
+
+POLL_S = 5e-5
+"""Between two looks at an event, but for the first QUICK_LOOKS, where the wait is watched."""
+QUICK_LOOKS = 200
+ALIGNMENT = 16
+"""Bytes: pieces of one buffer begin at multiples of it."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Device:
+    """A torch device with the few operations a step needs, the same on CPU and CUDA.
+
+    Ordering: everything is enqueued on the thread's current stream and runs in that order. The host waits nowhere but
+    in `Event.wait`, `HostRead.wait` and `synchronize`, which count it in `syncs`; an upload does so only where
+    MAX_RETIRED_BYTES of them are under way.
+    """
+
+    def __init__(self, name: str | torch.device = "auto") -> None:
+        if str(name) == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.torch = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(f"device {str(name)!r} is not one: auto, cpu, cuda or cuda:N") from None
+        self.is_cuda = self.torch.type == "cuda"
+        if self.is_cuda and self.torch.index is None and torch.cuda.is_available():
+            # "cuda" is whichever device a thread has as its own: the one that asks means its own, for all threads
+            self.torch = torch.device("cuda", torch.cuda.current_device())
+        self.syncs: Counter[str] = Counter()
+        """How often the host waited for the device, by what for; on a CPU, how often it would have."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called over and over while an event is waited for, of work that other ranks take part in; may raise."""
+        self.pinned = PinnedPool(lambda: self.event("upload"))
+        """Page-locked memory that copies from and to a GPU go through."""
+
+    def take_thread(self) -> None:
+        """Make it the calling thread's device: a new thread has the first one, and kernels go to the thread's."""
+        if self.is_cuda:
+            self.check_there()
+            torch.cuda.set_device(self.torch)
+
+    def check_there(self) -> None:
+        """Raise ConfigError where this process has no such GPU."""
+        if not torch.cuda.is_available():
+            build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+            raise ConfigError(
+                f"{self.torch}: torch {torch.__version__} ({build}) finds no GPU here; take the device cpu"
+            )
+        if self.torch.index >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"{self.torch}: there are {count} GPUs here, cuda:0 to cuda:{count - 1}")
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch)
+
+    def upload(self, host: np.ndarray, target: Tensor) -> None:
+        """Copy bytes host -> device on the current stream; does not wait, and `host` may be written to at once.
+
+        host and target are contiguous and of the same size; their types need not agree.
+        """
+        source = torch.from_numpy(host).view(torch.uint8)
+        target = target.view(torch.uint8)
+        if not self.is_cuda:
+            target.copy_(source)
+            return
+        lent = self.pinned.take(max(1, host.nbytes))
+        pinned = lent.bytes_B[: host.nbytes]
+        pinned.copy_(source)
+        self.copy(pinned, target)
+        lent.event.record()
+        self.pinned.retire(lent)
+
+    def stage(self, array: np.ndarray) -> Tensor:
+        """`array` as a tensor on the device, without waiting. It is handed over: on a CPU the tensor is its memory."""
+        if not self.is_cuda:
+            return torch.from_numpy(array)
+        array = np.ascontiguousarray(array)
+        target = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self.torch)
+        self.upload(array.reshape(-1), target.view(-1))
+        return target
+
+    def begin_read(self, *tensors: Tensor) -> HostRead:
+        """Start copying `tensors` to the host; `HostRead.wait` gives them, for one wait."""
+        return HostRead(self, tensors)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between device and page-locked memory, or on the device, behind all that was enqueued before."""
+        target.copy_(source, non_blocking=True)
+
+    def event(self, name: str) -> Event:
+        """A mark in the device's work; waits for it count as `name`."""
+        return Event(self, name)
+
+    def synchronize(self, name: str) -> None:
+        """Wait for everything launched on the device; counts as `name`."""
+        self.syncs[name] += 1
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+
+    def used_bytes(self) -> int:
+        """What is taken: of the device's memory by everyone (CUDA), or by this process (its resident set)."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info(self.torch)
+            return int(total - free)
+        try:
+            with open("/proc/self/statm", encoding="ascii") as line:
+                return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # not Linux: the peak is the only figure there
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+    def trim(self) -> None:
+        """Hand memory that was freed, but is kept for reuse, back to the system."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        elif _MALLOC_TRIM is not None:
+            _MALLOC_TRIM(0)
+
+    def available_bytes(self) -> int:
+        """Memory that can still be taken, by the system's own account. Raises ConfigError without such a GPU."""
+        if self.is_cuda:
+            self.check_there()
+            return int(torch.cuda.mem_get_info(self.torch)[0])
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except OSError:
+            pass  # not Linux: the portable figure below
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+class Event:
+    """A mark in the work of the stream that was current when it was recorded; on a CPU all work is done at once."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device, self._name = device, name
+        self._event: Any = torch.cuda.Event() if device.is_cuda else None
+
+    def record(self) -> None:
+        if self._event is not None:  # without a stream it would be one of the thread's device
+            self._event.record(torch.cuda.current_stream(self._device.torch))
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Return once the device is past the mark. Raises what `Device.on_wait` does."""
+        self._device.syncs[self._name] += 1
+        if self._event is None:
+            return
+        if self._device.on_wait is not None:
+            looks = 0
+            while not self._event.query():
+                self._device.on_wait()
+                looks += 1
+                time.sleep(POLL_S if looks > QUICK_LOOKS else 0.0)
+        self._event.synchronize()
+
+
+class HostRead:
+    """A device-to-host copy of some tensors under way, of what they hold now: they may be written over at once."""
+
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        self._device = device
+        self._lent: Lent | None = None
+        self._event = device.event("read")
+        self._is_read = not tensors
+        self._tensors: tuple[Tensor, ...]
+        if device.is_cuda and tensors:
+            sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+            self._lent = device.pinned.take(max(1, sum(sizes)))
+            parts, offset = [], 0
+            for tensor, size in zip(tensors, sizes, strict=True):
+                part = self._lent.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                device.copy(tensor, part)
+                parts.append(part)
+                offset += size
+            self._tensors = tuple(parts)
+            self._event.record()
+        else:
+            self._tensors = tuple(tensor.clone() for tensor in tensors)
+
+    def is_done(self) -> bool:
+        return self._is_read or self._event.is_done()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The host tensors, once the device is done with them; the caller's to keep. Waits the first time only."""
+        if not self._is_read:
+            self._event.wait()
+            self._is_read = True
+            if self._lent is not None:
+                self._tensors = tuple(tensor.clone() for tensor in self._tensors)
+                self._device.pinned.give_back(self._lent)
+                self._lent = None
+        return self._tensors
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """The compute dtype for "auto" or a name."""
+    if name == "auto":
+        if device.is_cuda:
+            return torch.bfloat16
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cpu_has_bf16() -> bool:
+    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))

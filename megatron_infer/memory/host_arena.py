@@ -1,0 +1,161 @@
+"""Host memory for what left a pool: slots of one place each, in chunks that come and go with their use.
+
+    pool [layers, 2, N, B, K, H]  --gather-->  slot [layers, 2, B, K, H]  (block-major, one run of bytes)
+                                  <-scatter--
+
+Suffix NX: place-major view of the pool, for blocks [num_blocks, layers, 2, B, K, H].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_infer.memory.copy_pipeline import CopyPipeline
+from megatron_infer.memory.regions.choose import MappedRegion
+from megatron_infer.memory.regions.pinned import PinnedRegion
+
+Tick = Callable[[str], None]
+"""Called with what comes next before every piece of work; it may raise to stop there."""
+PIECE_BYTES = 64 << 20
+"""What is copied at a time: bounds the staging copy on a device and the time between two looks at a deadline."""
+MAX_CHUNK_BYTES = 8 * PIECE_BYTES
+MAX_WASTE = 1 / 8
+"""Share of a chunk that may stay unused when it is rounded up to a power of two, as pinned memory is."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    region: MappedRegion | PinnedRegion
+    slots_SX: Tensor
+    used: set[int] = field(default_factory=set)
+
+
+class HostArena:
+    """Slots numbered by their user, 0 .. max_slots - 1; a chunk exists while one of its slots holds something.
+
+    With a pipeline (CUDA) chunks are pinned, copies are in order with whatever runs on the current stream, which must
+    be the same one for every call, and nothing waits for them. Without one copies are done when a call returns.
+    """
+
+    def __init__(
+        self,
+        slot_shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        pipeline: CopyPipeline | None = None,
+        max_slots: int | None = None,
+    ) -> None:
+        self.slot_bytes = math.prod(slot_shape) * dtype.itemsize
+        self.max_slots = max_slots
+        self._slot_shape, self._dtype, self._pipeline = tuple(slot_shape), dtype, pipeline
+        self._slots_per_chunk = slots_per_chunk(self.slot_bytes)
+        self.slots_per_piece = max(1, PIECE_BYTES // self.slot_bytes)
+        self._chunks: dict[int, _Chunk] = {}
+        self._is_reserved = False
+
+    def reserve(self) -> None:
+        """Pin every chunk now, and keep them: pinning stops the device, which must not be in the middle of a step.
+
+        Nothing where host memory is not pinned. Raises MemoryError.
+        """
+        if self._pipeline is None or not self.max_slots:
+            return
+        for first in range(0, self.max_slots, self._slots_per_chunk):
+            self._chunk(first // self._slots_per_chunk, first)
+        self._is_reserved = True
+
+    def resident_bytes(self) -> int:
+        """Host memory the chunks take now."""
+        return sum(chunk.region.resident_bytes() for chunk in self._chunks.values())
+
+    def save(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy places[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
+        for begin, end, slots_SX in self._runs(slots, fresh=True):
+            index = device_index(self._pipeline, places[begin:end])
+            if self._pipeline is None:
+                torch.index_select(pool_NX, 0, index, out=slots_SX)
+            else:
+                self._pipeline.save(pool_NX, index, slots_SX)
+
+    def load(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy slots[i] into places[i] of the pool, each place once; the slots keep their content."""
+        for begin, end, slots_SX in self._runs(slots, fresh=False):
+            index = device_index(self._pipeline, places[begin:end])
+            if self._pipeline is None:
+                pool_NX.index_copy_(0, index, slots_SX)
+            else:
+                self._pipeline.load(slots_SX, pool_NX, index)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop what slots hold, if anything; a chunk that holds nothing more gives its memory back."""
+        for slot in slots:
+            number = slot // self._slots_per_chunk
+            chunk = self._chunks.get(number)
+            if chunk is None:
+                continue
+            chunk.used.discard(slot)
+            if not chunk.used and not self._is_reserved:
+                self._chunks.pop(number).region.release()  # in this order: an interrupt must not give it back twice
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for number in list(self._chunks):
+            self.forget(list(self._chunks[number].used))
+
+    def _runs(self, slots: Sequence[int], *, fresh: bool) -> Iterator[tuple[int, int, Tensor]]:
+        """Cut `slots` where they do not follow one another in memory -> (begin, end, that memory)."""
+        begin = 0
+        while begin < len(slots):
+            first, end = slots[begin], begin + 1
+            number, offset = divmod(first, self._slots_per_chunk)
+            longest = min(self.slots_per_piece, self._slots_per_chunk - offset)
+            while end < len(slots) and end - begin < longest and slots[end] == first + end - begin:
+                end += 1
+            run = slots[begin:end]
+            chunk = self._chunk(number, run[-1]) if fresh else self._chunks.get(number)
+            if fresh:
+                chunk.used.update(run)  # type: ignore[union-attr]
+            assert chunk is not None and chunk.used.issuperset(run), f"host slots {run} hold nothing that was saved"
+            yield begin, end, chunk.slots_SX[offset : offset + end - begin]
+            begin = end
+
+    def _chunk(self, number: int, last_slot: int) -> _Chunk:
+        assert self.max_slots is None or last_slot < self.max_slots, (
+            f"host slot {last_slot} of {self.max_slots}: the buffer has no such slot"
+        )
+        if number not in self._chunks:
+            size = self._slots_per_chunk
+            if self.max_slots is not None:
+                size = min(size, self.max_slots - number * size)
+            region = host_region(self._pipeline, size * self.slot_bytes)
+            slots_SX = region.tensor.view(self._dtype).view(size, *self._slot_shape)
+            self._chunks[number] = _Chunk(region, slots_SX)
+        return self._chunks[number]
+
+
+def host_region(pipeline: CopyPipeline | None, num_bytes: int) -> MappedRegion | PinnedRegion:
+    """Host memory for copies of a pool, bytes. Raises MemoryError."""
+    if pipeline is None:
+        return MappedRegion((num_bytes,), torch.uint8, keep_mapping=False)
+    return PinnedRegion(pipeline.host, num_bytes)
+
+
+def device_index(pipeline: CopyPipeline | None, places: Sequence[int]) -> Tensor:
+    """int64, where the pool is."""
+    return torch.tensor(places, dtype=torch.int64) if pipeline is None else pipeline.lane.upload(places)
+
+
+def slots_per_chunk(slot_bytes: int) -> int:
+    """Slots of a chunk: 64 MiB of them, more where that would waste much of a power of two.
+
+    Example: slots of 40 MiB -> 3 in 128 MiB, for 1 would waste 24 of 64 MiB.
+    """
+    size = PIECE_BYTES
+    while size < MAX_CHUNK_BYTES and size - size // slot_bytes * slot_bytes > MAX_WASTE * size:
+        size *= 2
+    return max(1, size // slot_bytes)

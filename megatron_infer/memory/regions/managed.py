@@ -1,0 +1,266 @@
+"""CUDA unified memory: pages move between device and host on their own, guided by advice and prefetch.
+
+    resident      preferred location: the device, so that nothing leaves without need
+    lent          no preference: pages leave one by one when the trainer asks for room, with their content; nothing is
+                  copied that need not go. Copying all of them out would cost the suspend what the trainer may never ask
+    settled       preferred again, and what is used is prefetched: one stream of copies, not a page fault each
+    released      content dropped: from CUDA 13 on the driver is told, so that pages leave without being copied
+
+Device memory that is short makes every access a page fault, and some machines stand still then: see `check_room`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.memory.regions.cuda import ForeignMemory, current, drop_cached, free_bytes, wait
+
+log = logging.getLogger("megatron_infer")
+
+MANAGED_MEMORY, CONCURRENT_ACCESS = 83, 89
+ATTACH_GLOBAL = 1
+SET_PREFERRED, UNSET_PREFERRED, SET_ACCESSED_BY = 3, 4, 5
+LOCATION_DEVICE = 1
+PREFETCH_GAP_BYTES = 2 << 20
+"""Ranges closer than this are prefetched as one: pages are this large on a device."""
+
+
+class MemLocation(ctypes.Structure):
+    """cudaMemLocation, passed by value since CUDA 13 where a device number was."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class Runtime:
+    """The calls of the CUDA runtime that unified memory takes, in the form of the runtime's version."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        version = ctypes.c_int(0)
+        library.cudaRuntimeGetVersion(ctypes.byref(version))
+        self.version = version.value
+        """As 13000 for 13.0."""
+
+    def attribute(self, number: int, device: int) -> int:
+        value = ctypes.c_int(0)
+        return (
+            0
+            if self._failed(self._library.cudaDeviceGetAttribute(ctypes.byref(value), number, device))
+            else value.value
+        )
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh unified memory. Raises torch.OutOfMemoryError."""
+        address = ctypes.c_void_p()
+        code = self._library.cudaMallocManaged(
+            ctypes.byref(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(ATTACH_GLOBAL)
+        )
+        if self._failed(code) or not address.value:
+            raise torch.OutOfMemoryError(f"no {num_bytes:,} bytes of unified memory (CUDA error {code})")
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._failed(self._library.cudaFree(ctypes.c_void_p(address)))
+
+    def advise(self, address: int, num_bytes: int, advice: int, device: int) -> int:
+        """-> error code."""
+        return self._failed(
+            self._library.cudaMemAdvise(
+                ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice), self._place(device)
+            )
+        )
+
+    def prefetch(self, address: int, num_bytes: int, device: int, stream: int) -> int:
+        """Enqueue pages' way to `device` on `stream` -> error code."""
+        flags = () if self.version < 13000 else (ctypes.c_uint(0),)
+        return self._failed(
+            self._library.cudaMemPrefetchAsync(
+                ctypes.c_void_p(address),
+                ctypes.c_size_t(num_bytes),
+                self._place(device),
+                *flags,
+                ctypes.c_void_p(stream),
+            )
+        )
+
+    def discard(self, address: int, num_bytes: int, stream: int) -> int:
+        """The content is not needed any more -> error code; nothing where the runtime cannot be told."""
+        if self.version < 13000:
+            return 0
+        addresses, sizes = (ctypes.c_void_p * 1)(address), (ctypes.c_size_t * 1)(num_bytes)
+        return self._failed(
+            self._library.cudaMemDiscardBatchAsync(
+                addresses, sizes, ctypes.c_size_t(1), ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
+            )
+        )
+
+    def _place(self, device: int) -> ctypes.c_int | MemLocation:
+        return ctypes.c_int(device) if self.version < 13000 else MemLocation(LOCATION_DEVICE, device)
+
+    def _failed(self, code: int) -> int:
+        if code:
+            self._library.cudaGetLastError()  # or the next call of torch would report it
+        return int(code)
+
+
+def load_runtime() -> Runtime:
+    """The CUDA runtime that torch has loaded; another one would not share its state. Raises ConfigError."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as lines:
+        for line in lines:
+            path = line.rstrip("\n").split(maxsplit=5)[5:]
+            if path and os.path.basename(path[0]).startswith("libcudart.so"):
+                return Runtime(ctypes.CDLL(path[0]))
+    raise ConfigError("this torch has no shared CUDA runtime to allocate unified memory with")
+
+
+def unavailable(device: torch.device, runtime: Runtime | None = None) -> str | None:
+    """Why `device` has no unified memory to rely on; None: it has."""
+    try:
+        runtime = load_runtime() if runtime is None else runtime
+    except ConfigError as error:
+        return str(error)
+    with current(device) as number:
+        if not runtime.attribute(MANAGED_MEMORY, number):
+            return f"{device} has no unified memory (cudaDevAttrManagedMemory is 0)"
+        if not runtime.attribute(CONCURRENT_ACCESS, number):
+            return (
+                f"{device} cannot move pages of unified memory on demand (cudaDevAttrConcurrentManagedAccess is 0, as "
+                "in virtual machines and on Windows)"
+            )
+    return None
+
+
+def check_room(num_bytes: int, *, free: int, spill_bytes: int, host_free: int) -> None:
+    """Raise torch.OutOfMemoryError unless all but `spill_bytes` of the cache fit the device and the rest the host.
+
+    Unified memory would take any size and then run at the speed of page faults.
+    """
+    beyond = num_bytes - free
+    if beyond > spill_bytes:
+        raise torch.OutOfMemoryError(
+            f"unified_memory_level=1: the cache has {num_bytes:,} bytes, {free:,} of the device are free and only "
+            f"{spill_bytes:,} (paused_buffer_size_gb) may lie beyond; lower buffer_size_gb, or raise the other"
+        )
+    if beyond > host_free:
+        raise torch.OutOfMemoryError(
+            f"unified_memory_level=1: {beyond:,} bytes of the cache lie beyond the device's memory, the host has "
+            f"{host_free:,} to spare; lower paused_buffer_size_gb"
+        )
+
+
+def host_free_bytes() -> int:
+    """Memory the system could still give a process, by its own account."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+class ManagedRegion:
+    """Unified memory; its addresses never change.
+
+    `release` gives nothing back by itself: pages leave the device when others need room. The content counts as gone all
+    the same. `resident_bytes` is what is allocated, wherever its pages are.
+    """
+
+    addresses_stable = True
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        spill_bytes: int = 0,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """spill_bytes: how much of it may be more than the device has free."""
+        self._runtime = runtime = load_runtime() if runtime is None else runtime
+        self._device, self._num_bytes = device, math.prod(shape) * dtype.itemsize
+        drop_cached(device)
+        with current(device) as self._number:
+            if device.type == "cuda":
+                check_room(
+                    self._num_bytes, free=free_bytes(device), spill_bytes=spill_bytes, host_free=host_free_bytes()
+                )
+            self._address = address = runtime.allocate(self._num_bytes)
+            memory = ForeignMemory(address, self._num_bytes, lambda: runtime.free(address))
+            self._advise(SET_PREFERRED, SET_ACCESSED_BY)
+            self.tensor: Tensor = memory.tensor(device).view(dtype).view(tuple(shape))
+
+    def resident_bytes(self) -> int:
+        return self._num_bytes
+
+    def release(self) -> None:
+        wait(self._device)
+        with _side_stream(self._device) as stream:
+            self._hint("cudaMemDiscardBatchAsync", self._runtime.discard(self._address, self._num_bytes, stream))
+        self.lend()
+
+    def restore(self) -> None:
+        self._advise(SET_PREFERRED)
+
+    def lend(self) -> None:
+        self._advise(UNSET_PREFERRED)
+
+    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
+        self._advise(SET_PREFERRED)
+        room, asked = (free_bytes(self._device) if self._device.type == "cuda" else self._num_bytes), 0
+        with _side_stream(self._device) as stream:
+            for begin, end in joined(ranges, PREFETCH_GAP_BYTES):
+                size = min(end - begin, room - asked)  # more would push out what has just come
+                if size <= 0:
+                    break
+                code = self._runtime.prefetch(self._address + begin, size, self._number, stream)
+                if self._hint("cudaMemPrefetchAsync", code):
+                    break
+                asked += size
+        return asked
+
+    def _advise(self, *hints: int) -> None:
+        with current(self._device):
+            for advice in hints:
+                code = self._runtime.advise(self._address, self._num_bytes, advice, self._number)
+                self._hint(f"cudaMemAdvise({advice})", code)
+
+    def _hint(self, call: str, code: int) -> bool:
+        """Refusing a hint costs speed and nothing else -> whether it was refused."""
+        if code:
+            log.warning("unified memory: %s gave CUDA error %d", call, code)
+        return bool(code)
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[int]:
+    """A stream that is not the legacy one -> its handle; what is enqueued there is done at the end."""
+    if device.type != "cuda":
+        yield 0
+        return
+    with current(device):
+        stream = torch.cuda.Stream()
+        yield stream.cuda_stream
+        stream.synchronize()
+
+
+def joined(ranges: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
+    """(begin, end) in order, those closer than `gap` as one.
+
+    Example: (0, 4), (8, 9), (1, 2) with a gap of 4 -> (0, 4), (8, 9); with 5 -> (0, 9).
+    """
+    done: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if done and begin - done[-1][1] < gap:
+            done[-1] = (done[-1][0], max(end, done[-1][1]))
+        else:
+            done.append((begin, end))
+    return done

@@ -1,0 +1,1 @@
+"""Models and weights from Hugging Face directories, GGUF files and torch_dist checkpoints."""

@@ -1,0 +1,397 @@
+"""megatron-core `torch_dist` checkpoints: save, load, and as a model source of their own.
+
+    directory/
+      metadata.json, common.pt, .metadata, *.distcp     megatron-core's, any parallel layout reads them
+      megatron_infer.json                               the model plan, so that the directory stands alone
+      tokenizer.json, tokenizer_config.json             when a tokenizer was given
+
+A Megatron-LM checkpoint has no megatron_infer.json: its plan comes from the training arguments in common.pt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.build import ACTIVATIONS, build_model, group_size
+from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.model_loader.head_padding import allow_padding, unpadded
+from megatron_infer.model_loader.hf_names import WHOLE, Shard
+from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
+from megatron_infer.text.tokenizer import Tokenizer, read_json
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.mamba import MambaModel
+
+PLAN_FILE = "megatron_infer.json"
+_FORMAT = 1
+_MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """True for a torch_dist checkpoint, or a Megatron-LM directory that names its latest one."""
+    return (directory / "metadata.json").is_file() or (directory / "latest_checkpointed_iteration.txt").is_file()
+
+
+def save_checkpoint(
+    model: nn.Module, directory: str | Path, *, tokenizer: Tokenizer | None = None, plan: ModelDescription | None = None
+) -> None:
+    """Write the model (every rank calls this) so that `open_source(directory)` and Megatron can load it.
+
+    Without `plan` the model describes itself. Works on a CPU: no CUDA call, no helper process.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    model = unwrap_model(model)
+    plan = unpadded(plan or _plan_of_stages(model), model)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    first = torch.distributed.get_rank() == 0
+    if first:
+        (directory / PLAN_FILE).unlink(missing_ok=True)
+    dist_checkpointing.save(_sharded(model), str(directory), sharded_strategy=_sync_strategy())
+    if not first:
+        return
+    if tokenizer is not None:
+        tokenizer.save(directory)
+    content = {"format": _FORMAT, "versions": _versions(), "plan": plan.to_json()}
+    if hasattr(model, "true_kv_groups"):
+        content["saved_kv_groups"] = model.config.num_query_groups  # more than the plan's: see head_padding
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (directory / PLAN_FILE).write_text(text + "\n", encoding="utf-8")  # last: it says that the rest is complete
+
+
+def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel | MambaModel:
+    """A model with a checkpoint's weights; options as in `build_model` (dtype, device, tensor_parallel, ...)."""
+    return build_model(CheckpointSource(directory), **build_options)
+
+
+class CheckpointSource:
+    """A torch_dist checkpoint directory as a model source."""
+
+    def __init__(self, directory: str | Path, *, name: str = "") -> None:
+        self.path = _latest(Path(directory))
+        self.name = name or str(directory)
+        if not (self.path / "metadata.json").is_file():
+            raise ModelError(f"{self.path}: no metadata.json: not a torch_dist checkpoint, or one that was cut short")
+        plan_path = self.path / PLAN_FILE
+        self._saved_groups: int | None = None
+        """Of its tensors, where it was saved with padding."""
+        if plan_path.is_file():
+            self._plan, self._saved_groups = _read_plan(plan_path)
+        else:
+            self._plan = plan_from_arguments(_training_arguments(self.path), name=self.name)
+
+    def config(self) -> ModelDescription:
+        return self._plan
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
+        from megatron.core.dist_checkpointing import load_plain_tensors
+
+        with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # as in load_into
+            tensors = load_plain_tensors(str(self.path))
+        yield from tensors.items()
+
+    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
+        """Load this rank's part; the model itself knows which (`shard` only has to agree with it)."""
+        model.load_state_dict(self._read(model, _sharded(model)), strict=False)
+
+    def part_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's part under the model's own names, beside the model, which is not written to."""
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+
+        def apart(leaf: Any) -> Any:
+            if isinstance(getattr(leaf, "data", None), Tensor):
+                leaf.data = torch.empty_like(leaf.data)
+            return leaf
+
+        return self._read(model, dict_list_map_inplace(apart, _sharded(model)))
+
+    def _read(self, model: nn.Module, wanted: Any) -> dict[str, Tensor]:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.validation import StrictHandling
+        from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
+
+        own = self._plan.transformer.get("num_query_groups")
+        if getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
+            allow_padding(wanted)
+        try:
+            with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+                # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
+                warnings.filterwarnings("ignore", category=FutureWarning)
+                state, missing, unexpected = dist_checkpointing.load(
+                    wanted, str(self.path), strict=StrictHandling.RETURN_ALL
+                )
+        except TorchCheckpointException as error:  # a BaseException that carries the ranks' own errors
+            reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
+            raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {reason}") from error
+        except (CheckpointingException, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+            raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {error}") from error
+        missing = sorted(key for key in missing if "_extra_state" not in key)
+        unexpected = sorted(key for key in unexpected if "_extra_state" not in key and not key.startswith(_OPTIMIZER))
+        problems = [
+            f"{kind} ({len(keys)}): {', '.join(keys)}"
+            for kind, keys in (("missing", missing), ("unexpected", unexpected))
+            if keys
+        ]
+        if problems:
+            raise ModelError(f"{self.path}: tensors do not fit the plan; {'; '.join(problems)}")
+        names = set(model.state_dict())
+        return {key: value for key, value in state.items() if key in names and isinstance(value, Tensor)}
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_directory(self.path, eos_ids=self._plan.eos_ids, name=self.name)
+
+
+def _sharded(model: nn.Module) -> Any:
+    """megatron-core's sharded state dict, by the model's own groups where it has all that takes."""
+    groups = getattr(model, "pg_collection", None)
+    replicas = getattr(groups, "dp_cp", None)
+    return model.sharded_state_dict(metadata=None if replicas is None else {"dp_cp_group": replicas})
+
+
+def _plan_of_stages(model: nn.Module) -> ModelDescription:
+    """The plan of a model over all its pipeline stages; every rank calls this.
+
+    Only a stage with Mamba layers knows what its mixers are, and the first rank may hold one without.
+    """
+    plan, stages = plan_from_model(model), getattr(model.pg_collection, "pp", None)
+    if plan.hybrid is None or group_size(stages) == 1:
+        return plan
+    knows = any(hasattr(layer, "mixer") for layer in model.decoder.layers)
+    own = json.dumps(plan.to_json() if knows else None).encode()
+    length = torch.tensor([len(own)])
+    torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX, group=stages)
+    padded = torch.frombuffer(bytearray(own.ljust(int(length))), dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in range(group_size(stages))]
+    torch.distributed.all_gather(found, padded, group=stages)
+    for text in found:
+        if (value := json.loads(bytes(text.tolist()))) is not None:
+            return ModelDescription.from_json(value)
+    return plan
+
+
+# What a training checkpoint holds beside the model.
+_OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+
+
+def plan_from_model(model: nn.Module) -> ModelDescription:
+    """The plan of a live GPTModel or MambaModel. Raises ModelError for parts that a plan cannot describe."""
+    from megatron_infer.models.mcore_compat import squared_relu
+
+    config = model.config
+    hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
+    for key in ("num_moe_experts", "multi_latent_attention", "layernorm_zero_centered_gamma"):
+        if getattr(config, key, None) and key not in fields:
+            raise ModelError(f"this model has {key}={getattr(config, key)!r}, which a model plan cannot describe yet")
+    activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
+    if config.activation_func not in activations:
+        raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")
+    keys = (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+        "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    )  # fmt: skip
+    transformer: dict[str, Any] = {key: getattr(config, key) for key in keys}
+    transformer |= fields | {"activation": activations[config.activation_func]}
+    for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
+        value = getattr(config, key, None)
+        if value is not None:
+            transformer[key] = list(value) if isinstance(value, tuple) else value
+    rope = getattr(model, "rotary_pos_emb", None)
+    return ModelDescription(
+        architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
+        transformer=transformer,
+        vocab_size=getattr(model, "true_vocab_size", model.vocab_size),
+        max_sequence_length=model.max_sequence_length,
+        position_embedding=model.position_embedding_type,
+        **_rope_of(rope, model),
+        hybrid=hybrid,
+        tied_embeddings=model.share_embeddings_and_output_weights,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+    )
+
+
+def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
+    """Rotary fields of a plan. A GPTModel keeps its base and percent, a MambaModel leaves the frequencies only."""
+    if rope is None:
+        return {}
+    inverse, dim = rope.inv_freq.float().cpu(), 2 * rope.inv_freq.numel()
+    base, percent = getattr(model, "rotary_base", None), getattr(model, "rotary_percent", None)
+    if base is None:
+        # the last frequency is base ** (2 / dim - 1); bases are whole numbers
+        base = round(inverse[-1].item() ** (-dim / (dim - 2))) if dim > 2 else 10000
+    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = None
+    if rope.seq_len_interpolation_factor is not None:
+        scaling = RopeScaling(kind="linear", factor=float(rope.seq_len_interpolation_factor))
+    elif not torch.equal(plain, inverse):
+        scaling = RopeScaling(kind="factors", factors=tuple((plain / inverse).tolist()))
+    return {
+        "rotary_base": float(base),
+        "rotary_percent": float(dim / model.config.kv_channels if percent is None else percent),
+        "rope_scaling": scaling,
+    }
+
+
+def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelDescription:
+    """The plan of a Megatron-LM training run's arguments. Raises ModelError naming what is missing or not supported."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
+    absent = [key for key in needed if arguments.get(key) is None]
+    if absent:
+        raise ModelError(
+            f"{name}: the checkpoint has no {PLAN_FILE}, and its training arguments lack {', '.join(absent)}; "
+            "save it with megatron_infer.model_loader.checkpoint.save_checkpoint, or build the model and load it "
+            "yourself"
+        )
+    hybrid, fields = hybrid_of_arguments(arguments, name=name) or (None, {})
+    experts = () if "num_moe_experts" in fields else ("num_experts",)
+    refused = [key for key in (*experts, *_UNSUPPORTED_ARGUMENTS) if arguments.get(key)]
+    if refused:
+        raise ModelError(f"{name}: trained with {', '.join(refused)}, which a model plan cannot describe yet")
+    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
+    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else heads
+    activation = "silu" if arguments.get("swiglu") else "relu2" if arguments.get("squared_relu") else "gelu"
+    transformer: dict[str, Any] = {
+        "num_layers": arguments["num_layers"],
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": arguments.get("kv_channels") or hidden // heads,
+        "ffn_hidden_size": arguments.get("ffn_hidden_size") or 4 * hidden,
+        "normalization": arguments.get("normalization") or "LayerNorm",
+        "layernorm_epsilon": arguments.get("norm_epsilon") or 1e-5,
+        "gated_linear_unit": bool(arguments.get("swiglu")),
+        "activation": activation,
+        "add_bias_linear": bool(arguments.get("add_bias_linear", True)),
+        "add_qkv_bias": bool(arguments.get("add_qkv_bias", False)),
+        "qk_layernorm": bool(arguments.get("qk_layernorm", False)),
+        **fields,
+    }
+    for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
+        value = arguments.get(key)
+        if value is not None:
+            transformer[key] = list(value) if isinstance(value, tuple) else value
+    return ModelDescription(
+        architecture=_MEGATRON if hybrid is None else _MEGATRON_HYBRID,
+        transformer=transformer,
+        vocab_size=arguments["padded_vocab_size"],
+        max_sequence_length=arguments["max_position_embeddings"],
+        position_embedding=arguments.get("position_embedding_type") or "learned_absolute",
+        rotary_base=float(arguments.get("rotary_base") or 10000),
+        rotary_percent=float(arguments.get("rotary_percent") or 1.0),
+        rope_scaling=_rope_from_arguments(arguments),
+        hybrid=hybrid,
+        tied_embeddings=not arguments.get("untie_embeddings_and_output_weights", False),
+        dtype="bfloat16" if arguments.get("bf16") else "float16" if arguments.get("fp16") else "float32",
+        name=name,
+    )
+
+
+_UNSUPPORTED_ARGUMENTS = (
+    "multi_latent_attention", "quick_geglu", "openai_gelu", "apply_layernorm_1p", "fp32_residual_connection",
+    "apply_residual_connection_post_layernorm", "rotary_interleaved", "mtp_num_layers", "qk_l2_norm",
+    "attention_output_gate", "use_mup",
+)  # fmt: skip
+
+
+def _rope_from_arguments(arguments: Mapping[str, Any]) -> RopeScaling | None:
+    if arguments.get("use_rope_scaling"):
+        return RopeScaling(kind="llama3", factor=float(arguments.get("rope_scaling_factor") or 8.0))
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    return RopeScaling(kind="linear", factor=float(factor)) if factor else None
+
+
+def _training_arguments(directory: Path) -> dict[str, Any]:
+    path = directory / "common.pt"
+    if not path.is_file():
+        raise ModelError(f"{directory}: neither {PLAN_FILE} nor common.pt: nothing says what the model is")
+    try:
+        with torch.serialization.safe_globals(_safe_classes()):
+            common = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds here; each means that the file cannot be trusted or read
+        raise ModelError(f"{path}: cannot be read safely: {error}") from error
+    arguments = common.get("args") if isinstance(common, Mapping) else None
+    if arguments is None:
+        raise ModelError(f"{directory}: no {PLAN_FILE}, and common.pt holds no training arguments")
+    return dict(vars(arguments)) if isinstance(arguments, argparse.Namespace) else dict(arguments)
+
+
+def _safe_classes() -> list[Any]:
+    """Plain value classes that Megatron-LM's common.pt holds: a namespace and megatron-core's enums."""
+    import enum
+    import pathlib
+
+    from megatron.core.transformer import enums
+
+    kinds = [value for value in vars(enums).values() if isinstance(value, type) and issubclass(value, enum.Enum)]
+    return [argparse.Namespace, pathlib.PosixPath, *kinds]
+
+
+def _latest(directory: Path) -> Path:
+    """Megatron-LM keeps iterations in folders and the latest one's number in a file."""
+    marker = directory / "latest_checkpointed_iteration.txt"
+    if not marker.is_file():
+        return directory
+    text = marker.read_text(encoding="utf-8", errors="replace").strip()
+    folder = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
+    if folder is None or not (directory / folder).is_dir():
+        raise ModelError(f"{marker}: says {text!r}, but there is no such iteration in {directory}")
+    return directory / folder
+
+
+def _read_plan(path: Path) -> tuple[ModelDescription, int | None]:
+    """(plan, kv groups of the tensors where they are more than the plan's)."""
+    content = read_json(path)
+    if content.get("format") != _FORMAT or not isinstance(content.get("plan"), Mapping):
+        raise ModelError(f"{path}: format {content.get('format')!r}, this version reads format {_FORMAT}")
+    return ModelDescription.from_json(content["plan"]), content.get("saved_kv_groups")
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("megatron-infer", "megatron-core", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree
+            versions[package] = "unknown"
+    return versions
+
+
+def _sync_strategy() -> Any:
+    """megatron-core's torch_dist format, written by this process.
+
+    The stock strategy forks writers and spawns a manager for them even when it saves synchronously: that needs CUDA
+    calls, psutil and a guarded main script, and hangs without the latter two. The translation and the planner are
+    megatron-core's own; only the file writer is torch's.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    class SyncTorchDistSave(torch_strategies.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            renamed, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+            torch_checkpoint.save(
+                torch_strategies.mcore_to_pyt_state_dict(renamed, False),
+                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+                planner=torch_strategies.MCoreSavePlanner(
+                    dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+                ),
+            )
+
+    return SyncTorchDistSave("torch_dist", 1)

@@ -1,0 +1,95 @@
+"""kv groups that do not divide over tensor-parallel ranks, made to: groups of zeros follow the model's own.
+
+A group of zeros attends evenly and gives zeros, which the output projection's zeros pass on as nothing: the answers are
+the model's own. It costs memory and time of its share, a quarter where 3 groups become 4.
+
+A torch_dist checkpoint of a padded model holds the padding, and the plan of the model without it; we load it for any
+number of ranks: megatron-core cuts what is too long and fills up with zeros. Megatron itself has to be told of the
+padded heads: its own arguments decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.model_loader.hf_names import Span, TensorReader
+from megatron_infer.model_loader.model_description import ModelDescription
+
+_UNPADDED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
+"""Keep q, k and v in one tensor."""
+_PADDED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight")
+"""megatron-core's parameters that have a group's part: all groups one behind the other."""
+
+
+def pad_groups(plan: ModelDescription, num_groups: int) -> ModelDescription:
+    """The plan with so many kv groups, each with as many query heads as before."""
+    layers = plan.transformer
+    heads = layers["num_attention_heads"] // (layers.get("num_query_groups") or layers["num_attention_heads"])
+    heads *= num_groups
+    return replace(plan, transformer={**layers, "num_attention_heads": heads, "num_query_groups": num_groups})
+
+
+def divisible(plan: ModelDescription, ranks: int) -> ModelDescription:
+    """The plan with the fewest kv groups that divide over `ranks`; the same where they do, or cannot be padded."""
+    groups = plan.transformer.get("num_query_groups") or plan.transformer["num_attention_heads"]
+    if plan.hybrid is not None or plan.architecture in _UNPADDED or groups % ranks == 0 or groups < ranks:
+        return plan
+    return pad_groups(plan, -(-groups // ranks) * ranks)
+
+
+def unpadded(plan: ModelDescription, model: Any) -> ModelDescription:
+    """The plan of a live model without the groups that `build_model` added to it."""
+    groups = getattr(model, "true_kv_groups", None)
+    return plan if groups in (None, plan.transformer["num_query_groups"]) else pad_groups(plan, groups)
+
+
+def allow_padding(sharded: Any) -> None:
+    """Let a sharded state dict's attention be loaded from tensors with more groups, or fewer, behind its own."""
+    for key, value in sharded.items():
+        if key.endswith(_PADDED):
+            value.allow_shape_mismatch = True
+
+
+class PaddedReader:
+    """A model's tensors, those of attention as large as `padded` says, with zeros at their ends."""
+
+    def __init__(self, reader: TensorReader, plan: ModelDescription, padded: ModelDescription) -> None:
+        self._reader = reader
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        own, new = plan.transformer, padded.transformer
+        width = own["kv_channels"]
+        queries = (own["num_attention_heads"] * width, new["num_attention_heads"] * width)
+        keys = (own["num_query_groups"] * width, new["num_query_groups"] * width)
+        for name, shape in reader.shapes().items():
+            self._shapes[name] = _grown(name, shape, queries, keys)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        own, shown = self._reader.shapes()[name], self._shapes[name]
+        if own == shown:
+            return self._reader.read(name, rows, columns)
+        dim = next(i for i, (a, b) in enumerate(zip(own, shown, strict=True)) if a != b)
+        span = (rows, columns)[dim] or (0, shown[dim])
+        inside = (min(span[0], own[dim]), min(span[1], own[dim]))
+        held = self._reader.read(name, **{("rows", "columns")[dim]: inside})
+        missing = list(held.shape)
+        missing[dim] = (span[1] - span[0]) - held.shape[dim]
+        return torch.cat([held, held.new_zeros(missing)], dim)
+
+
+def _grown(name: str, shape: tuple[int, ...], queries: Span, keys: Span) -> tuple[int, ...]:
+    """The shape a tensor is shown with."""
+    part = name.split(".")[-2] if "." in name else ""
+    if part == "o_proj" and len(shape) == 2 and shape[1] == queries[0]:
+        return shape[0], queries[1]
+    own, new = queries if part == "q_proj" else keys
+    if part in ("q_proj", "k_proj", "v_proj") and shape[0] == own:
+        return new, *shape[1:]
+    return shape

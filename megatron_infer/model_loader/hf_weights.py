@@ -1,0 +1,288 @@
+"""Weights into a live model, in place, one tensor at a time and only this rank's part of it.
+
+Tensors come under their Hugging Face names from any `TensorReader` (safetensors here, GGUF in gguf.py); `hf_names` and
+`hf_hybrid_names` know which of them make which parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.head_padding import PaddedReader, pad_groups
+from megatron_infer.model_loader.hf_hybrid_names import HYBRID_NAMES
+from megatron_infer.model_loader.hf_names import (
+    WHOLE,
+    ExpertPlace,
+    GPT2Names,
+    LlamaNames,
+    Phi3Names,
+    Recipe,
+    Shard,
+    Span,
+    TensorReader,
+)
+from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.text.tokenizer import read_json
+
+
+def load_weights(model: nn.Module, reader: TensorReader, plan: ModelDescription, shard: Shard = WHOLE) -> None:
+    """Copy every parameter of `model` (a GPTModel, a MambaModel or one pipeline stage of it) from `reader`.
+
+    Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
+    them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
+    """
+    reader, recipes = fitted(model, reader, plan, shard)
+    with torch.no_grad():
+        for name, parameter in _targets(model):
+            parameter.copy_(made(name, parameter, recipes[name], reader, shard))
+
+
+def fitted(
+    model: nn.Module, reader: TensorReader, plan: ModelDescription, shard: Shard = WHOLE
+) -> tuple[TensorReader, dict[str, Recipe]]:
+    """(reader, recipe of every parameter) once all tensors fit; ModelError as in `load_weights`. Reads next to none."""
+    recipes, padded = recipes_of(model, plan)
+    if padded is not plan:
+        reader, plan = PaddedReader(reader, plan, padded), padded
+    shapes = reader.shapes()
+    needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
+    _check(plan, shapes, needed, whole=_is_whole(model))
+    _check_split(plan, shard, ExpertPlace.of(model))
+    if getattr(model, "post_process", True):
+        _check_tied(plan, reader)
+    return reader, recipes
+
+
+def recipes_of(model: nn.Module, plan: ModelDescription) -> tuple[dict[str, Recipe], ModelDescription]:
+    """(recipe of every parameter of this rank, the plan with as many kv groups as the model has)."""
+    groups = getattr(model.config, "num_query_groups", None)
+    if groups is not None and groups > plan.transformer["num_query_groups"]:
+        plan = pad_groups(plan, groups)
+    return dict(_recipes(model, plan)), plan
+
+
+def source_shapes(model: nn.Module, plan: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that this rank's parameters are made of."""
+    return {source: shape for _, recipe in _recipes(model, plan) for source, shape in recipe.sources.items()}
+
+
+def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, shard: Shard) -> Tensor:
+    """The value of one parameter, in its shape; ModelError where the tensors make another."""
+    if recipe.make is None:
+        return torch.zeros_like(parameter)
+    value = recipe.make(reader, shard)
+    vocabulary = "word_embeddings" in name or name.startswith("output_layer")
+    if vocabulary and value.shape[0] < parameter.shape[0]:  # padding entries: masked by the sampler, kept at zero
+        padding = value.new_zeros(parameter.shape[0] - value.shape[0], *value.shape[1:])
+        value = torch.cat([value, padding])
+    if value.shape != parameter.shape:
+        raise ModelError(f"{name}: the model has shape {tuple(parameter.shape)}, the weights make {tuple(value.shape)}")
+    return value
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffer of a router that belongs to the model rather than to its training."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return bool(getattr(model, "pre_process", True) and getattr(model, "post_process", True))
+
+
+def _check(
+    plan: ModelDescription, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]], *, whole: bool
+) -> None:
+    missing = sorted(set(needed) - set(shapes))
+    misshaped = [
+        f"{name} is {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in sorted(needed.items())
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    unexpected = sorted(name for name in set(shapes) - set(needed) if not ignorable(name, plan)) if whole else []
+    problems = []
+    if missing:
+        problems.append(f"missing ({len(missing)}): {', '.join(missing)}")
+    if misshaped:
+        problems.append(f"wrong shape ({len(misshaped)}): {'; '.join(misshaped)}")
+    if unexpected:
+        problems.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
+    if problems:
+        raise ModelError(f"{plan.name or plan.architecture}: tensors do not fit the config; " + "; ".join(problems))
+
+
+def ignorable(name: str, plan: ModelDescription) -> bool:
+    """Buffers that old checkpoints carry, and the copy of the embedding that tied models may hold."""
+    if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
+        return True
+    if plan.architecture == "NemotronHForCausalLM" and name.startswith("mtp."):
+        return True  # multi-token prediction: transformers does not read it either
+    return _head_from_embedding(plan) and name == "lm_head.weight"
+
+
+def _head_from_embedding(plan: ModelDescription) -> bool:
+    return plan.tied_embeddings or (plan.scales is not None and plan.scales.head_from_embedding)
+
+
+def _check_tied(plan: ModelDescription, reader: TensorReader) -> None:
+    """A tied model's file may hold its head again, but not another one: transformers would take that."""
+    embedding = f"{_NAMES.get(plan.architecture, LlamaNames).embedding}.weight"
+    if not _head_from_embedding(plan) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
+        return
+    if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
+        raise ModelError(
+            f"{plan.name}: tie_word_embeddings is true, but lm_head.weight is not {embedding}; set it to false to use "
+            "the former, or remove the former"
+        )
+
+
+def _check_split(plan: ModelDescription, shard: Shard, experts: ExpertPlace) -> None:
+    config = plan.transformer
+    keys = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
+    if plan.hybrid is not None:
+        layers = plan.hybrid.pattern
+        keys = [*(keys[:2] if "*" in layers else ()), *(keys[2:] if "-" in layers else ())]
+        keys += ["mamba_num_heads", "mamba_num_groups"] if "M" in layers else []
+    if config.get("moe_shared_expert_intermediate_size"):
+        keys.append("moe_shared_expert_intermediate_size")
+    for key in keys:
+        # ranks may share a kv head, if each has one
+        shared = key == "num_query_groups" and shard.size % config[key] == 0
+        if config[key] % shard.size and not shared:
+            raise ModelError(
+                f"{plan.name}: {key} {config[key]} cannot be split over {shard.size} tensor-parallel ranks"
+            )
+    if plan.hybrid is not None and shard.size > 1 and plan.hybrid.norm_groups % shard.size:
+        raise ModelError(
+            f"{plan.name}: the gated norm runs over {plan.hybrid.norm_groups} groups of channels, "
+            f"which cannot be split over {shard.size} tensor-parallel ranks"
+        )
+    for key, size, what in (
+        ("num_moe_experts", experts.size, "expert-parallel"),
+        ("moe_ffn_hidden_size", experts.shard.size, "expert-tensor-parallel"),
+    ):
+        if (config.get(key) or 0) % size:
+            raise ModelError(f"{plan.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
+
+
+_NAMES: Mapping[str, type[LlamaNames]] = {
+    "Phi3ForCausalLM": Phi3Names,
+    "GPT2LMHeadModel": GPT2Names,
+    **HYBRID_NAMES,
+}
+
+
+def _recipes(model: nn.Module, plan: ModelDescription) -> Iterator[tuple[str, Recipe]]:
+    names = _NAMES.get(plan.architecture, LlamaNames)(plan, model)
+    layers = getattr(getattr(model, "decoder", None), "layers", ())
+    # layer_number counts from 1 over the whole model: right for a pipeline stage too.
+    numbers = [layer.layer_number - 1 for layer in layers]
+    unknown = []
+    for name, _ in _targets(model):
+        if name.startswith("decoder.layers."):
+            _, _, index, part = name.split(".", 3)
+            recipe = names.layer(numbers[int(index)], part)
+        else:
+            recipe = names.outer(name)
+        if recipe is None:
+            unknown.append(name)
+        else:
+            yield name, recipe
+    if unknown:
+        raise ModelError(
+            f"{plan.architecture}: no weights are known for these parameters of the model: {', '.join(unknown)}"
+        )
+
+
+def base_prefix(plan: ModelDescription) -> str:
+    """What the names of all tensors but the head begin with."""
+    return _NAMES.get(plan.architecture, LlamaNames).base
+
+
+class SafetensorsReader:
+    """Tensors of a Hugging Face directory: *.safetensors files, memory-mapped; the index says which, when there is one.
+
+    A directory with pytorch_model*.bin only is read with torch.load(weights_only=True): no code from the file runs.
+    """
+
+    def __init__(self, directory: str | Path, *, base: str = "") -> None:
+        """directory: or one .safetensors file. base: prefix of the tensors within the model; files saved from the bare
+        body lack it, and it is put back."""
+        self.directory = Path(directory)
+        self._handles: dict[str, Any] = {}
+        self._home: dict[str, Any] = {}
+        self._bin: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._added = ""
+        self._open_all()
+        if base and not any(name.startswith(f"{base}.") for name in self._shapes):
+            self._added = f"{base}."
+            self._shapes = {
+                name if name == "lm_head.weight" else self._added + name: s for name, s in self._shapes.items()
+            }
+
+    def _open_all(self) -> None:
+        one_file = self.directory.is_file()
+        files = [self.directory] if one_file else self._files("*.safetensors", "model.safetensors.index.json")
+        if files:
+            for path in files:
+                self._open(path)
+            return
+        files = self._files("pytorch_model*.bin", "pytorch_model.bin.index.json")
+        if not files:
+            raise ModelError(f"{self.directory}: no *.safetensors files (nor pytorch_model*.bin)")
+        for path in files:
+            self._load_bin(path)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        name = name.removeprefix(self._added)
+        if name in self._bin:
+            tensor: Any = self._bin[name]
+        elif rows is None and columns is None:
+            return self._home[name].get_tensor(name)
+        else:
+            tensor = self._home[name].get_slice(name)
+        if columns is not None:
+            return tensor[:, columns[0] : columns[1]]
+        return tensor[rows[0] : rows[1]] if rows is not None else tensor
+
+    def _files(self, pattern: str, index_name: str) -> list[Path]:
+        index_path = self.directory / index_name
+        if not index_path.is_file():
+            return sorted(self.directory.glob(pattern))
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, Mapping):
+            raise ModelError(f"{index_path}: no weight_map")
+        paths = [self.directory / file for file in sorted(set(weight_map.values()))]
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise ModelError(f"{self.directory}: {index_name} names files that are not there: {', '.join(absent)}")
+        return paths
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle = safe_open(path, framework="pt")
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                self._home[name] = handle
+                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{path}: damaged or truncated safetensors file: {error}") from error
+
+    def _load_bin(self, path: Path) -> None:
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds here; each means this file cannot be used
+            raise ModelError(f"{path}: cannot be read safely (torch.load, weights_only): {error}") from error
+        self._bin.update(tensors)
+        self._shapes.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})

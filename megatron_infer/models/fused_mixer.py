@@ -1,0 +1,180 @@
+"""The Mamba mixer of the lean path: project, scan by state slot, gate, norm, project. Legend: kernels/ssm.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.base import StepInputs
+from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.fused_layers import FusedLinear, Parameters, weights_of
+from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm
+from megatron_infer.models.tp_collectives import Reducer
+
+
+class FusedMixer:
+    """One Mamba-2 mixer as four calls on live weights."""
+
+    __slots__ = ("in_proj", "layer", "norm", "norm_eps", "norm_group", "out_proj", "scan", "spec", "widths")
+
+    def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
+        self.layer = layer
+        _refuse_unsupported(mixer, name)
+        self.in_proj = FusedLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
+        self.out_proj = FusedLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
+        dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
+        self.spec = SsmSpec(
+            num_heads=mixer.nheads_local_tp,
+            head_dim=mixer.headdim,
+            state_dim=mixer.d_state,
+            num_groups=mixer.ngroups_local_tp,
+            conv_width=mixer.d_conv,
+            dt_min=dt_min,
+            dt_max=dt_max,
+        )
+        self.widths = (self.spec.inner_width, self.spec.num_channels, self.spec.num_heads)
+        self.norm: Parameters | None = None
+        self.norm_eps, self.norm_group = 0.0, self.spec.inner_width
+        if mixer.rmsnorm:
+            self.norm, self.norm_eps = mixer.norm._parameters, mixer.norm.eps
+            self.norm_group = mixer.norm.group_size or self.spec.inner_width
+        self.scan = ScanWeights(mixer)
+        self._check_shapes(name)
+
+    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
+        ops = step.ops
+        gate_TM, xBC_TC, dt_TH = self.in_proj.run(ops, normed_TD).split(self.widths, dim=-1)
+        y_TM = step.ssm(self.layer, xBC_TC, dt_TH, self.scan.weights, self.spec)
+        weight = None if self.norm is None else self.norm["weight"]
+        return self.out_proj.run(
+            ops, ops.gated_rms_norm(y_TM, gate_TM, weight, self.norm_eps, group_size=self.norm_group)
+        )
+
+    def linears(self) -> Iterator[FusedLinear]:
+        yield from (self.in_proj, self.out_proj)
+
+    def weights(self) -> Iterator[Tensor]:
+        """Every 2-D weight that goes through `ops.linear`."""
+        return weights_of(self.linears())
+
+    def _check_shapes(self, name: str) -> None:
+        """The parameters are what the spec says: whoever replaced one by another shape hears of it here."""
+        spec, weights = self.spec, self.scan.weights
+        heads, channels = (spec.num_heads,), (spec.num_channels,)
+        expected: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
+            "conv1d.weight": (weights.conv_CW, [(spec.num_channels, spec.conv_width)]),
+            "conv1d.bias": (weights.conv_bias_C, [channels]),
+            "A_log": (weights.decay_H, [heads]),
+            "D": (weights.skip_H, [heads, (spec.inner_width,)]),
+            "dt_bias": (weights.dt_bias_H, [heads]),
+            "norm.weight": (None if self.norm is None else self.norm["weight"], [(spec.inner_width,)]),
+        }
+        for part, (tensor, shapes) in expected.items():
+            if tensor is not None and tuple(tensor.shape) not in shapes:
+                raise AdoptionError(f"{name}.{part}", f"shape {tuple(tensor.shape)}, expected {shapes[0]}")
+        if spec.inner_width % self.norm_group:
+            raise AdoptionError(
+                f"{name}.norm", f"groups of {self.norm_group} do not divide {spec.inner_width} channels"
+            )
+
+
+def _refuse_unsupported(mixer: Any, name: str) -> None:
+    """Raise AdoptionError for what the scan would not compute."""
+    if getattr(mixer, "norm_before_gate", False):
+        raise AdoptionError(name, "norm_before_gate: the norm comes after the gate here")
+    if getattr(mixer, "activation", "silu") != "silu":
+        raise AdoptionError(name, f"activation {mixer.activation!r} behind the convolution; only silu is known")
+    if mixer.rmsnorm:
+        norm = mixer.norm
+        if type(norm) is not GatedRMSNorm and not is_stock_norm(type(norm)):
+            raise AdoptionError(
+                f"{name}.norm", f"norm class {type(norm).__module__}.{type(norm).__qualname__} is not known"
+            )
+        if norm._parameters.get("bias") is not None or norm._parameters["weight"] is None:
+            raise AdoptionError(f"{name}.norm", "a gated norm with a bias or without a weight")
+
+
+class ScanWeights:
+    """What a mixer's scan needs of its live parameters, derived: somebody has to say when they changed.
+
+    fp32 parameters are aliased. What had to be computed (the decay, and parameters of another dtype) keeps its address
+    from one refresh to the next.
+    """
+
+    __slots__ = ("_owned", "_sources", "weights")
+
+    def __init__(self, mixer: Any) -> None:
+        own: Parameters = mixer._parameters
+        conv, weight, bias = mcore.conv_parameters(mixer)
+        # The modules' own mappings: a parameter that training replaces is seen.
+        self._sources: dict[str, tuple[Parameters, str]] = {
+            "conv_CW": (conv, weight),
+            "conv_bias_C": (conv, bias),
+            "decay_H": (own, "A_log"),
+            "skip_H": (own, "D"),
+            "dt_bias_H": (own, "dt_bias"),
+        }
+        self._owned: set[str] = set()
+        self.weights: SsmWeights
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Derive again from the parameters as they are now."""
+        weights: dict[str, Tensor | None] = {}
+        owned = set()
+        # Not under a caller's inference mode: its tensors could not be written to by a refresh outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for name, (parameters, key) in self._sources.items():
+                parameter = parameters[key]
+                weights[name] = fresh = _derived(name, parameter)
+                if parameter is None or fresh is None or _same_memory(parameter, fresh):
+                    continue
+                owned.add(name)
+                if name in self._owned:
+                    kept = getattr(self.weights, name)
+                    if kept.shape == fresh.shape and kept.device == fresh.device:
+                        weights[name] = kept.copy_(fresh)
+        self.weights, self._owned = SsmWeights(**weights), owned  # type: ignore[arg-type]
+
+    def live(self) -> SsmWeights:
+        """Derived from the parameters as they are now, taking part in autograd; the same bits as after a refresh."""
+        found = {name: _formula(name, parameters[key]) for name, (parameters, key) in self._sources.items()}
+        return SsmWeights(**found)  # type: ignore[arg-type]
+
+    def differs(self) -> str | None:
+        """The first parameter that a refresh would take a change of, by name."""
+        with torch.no_grad():
+            for name, (parameters, key) in self._sources.items():
+                fresh, kept = _derived(name, parameters[key]), getattr(self.weights, name)
+                same = fresh is kept if fresh is None or kept is None else _equal(fresh, kept)
+                if not same:
+                    return key if "conv" not in name or key.startswith("conv") else f"conv1d.{key}"
+        return None
+
+
+def _derived(name: str, parameter: Tensor | None) -> Tensor | None:
+    """fp32 and contiguous; the parameter's own memory where nothing has to change."""
+    return _formula(name, None if parameter is None else parameter.detach())
+
+
+def _formula(name: str, parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
+    plain = parameter.float().contiguous()
+    if name == "conv_CW":
+        return plain.flatten(1)
+    return -torch.exp(plain) if name == "decay_H" else plain
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.device == b.device and torch.equal(a, b)

@@ -1,0 +1,251 @@
+"""What becomes of each layer of a decoder, decided before anything is changed: known layers get a lean body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.adoption_checks import check_hooks
+from megatron_infer.models.core_attention import TorchCoreAttention
+from megatron_infer.models.fused_layers import (
+    FeedForward,
+    FeedForwardBody,
+    FusedAttention,
+    FusedBlock,
+    FusedLayer,
+    FusedLinear,
+    FusedMLP,
+    FusedNorm,
+)
+from megatron_infer.models.fused_mixer import FusedMixer
+from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
+from megatron_infer.models.moe import FusedExperts
+from megatron_infer.models.paged_layers import PAGED_LAYERS, PagedAttention, PagedSelfAttention
+from megatron_infer.models.te_apex import has_norm_inside, is_te_attention
+from megatron_infer.models.tp_collectives import Reducer
+
+BY_SPEC = "build it by spec instead: megatron_infer.models.specs.with_inference(spec)"
+_KNOWN_LAYERS = {*PAGED_LAYERS, *PAGED_LAYERS.values()}
+
+
+class LayerPlan:
+    """What will become of one decoder layer. Raises AdoptionError for one that is not known."""
+
+    def __init__(
+        self, layer: Any, name: str, *, model: Any, tp: Reducer | None, num_attention: int, num_mamba: int
+    ) -> None:
+        """num_attention, num_mamba: layers of either kind before this one."""
+        self.layer, self.name = layer, name
+        self._model, self._tp = model, tp
+        self.attention: FusedAttention | None = None
+        self.mixer: FusedMixer | None = None
+        self.lean: FusedLayer | FusedBlock | None = None
+        """None: a layer of the user's own, around paged parts."""
+        self.experts: FusedExperts | None = None
+        if isinstance(layer, mcore.TransformerLayer):
+            self._plan_transformer(num_attention)
+        elif isinstance(layer, mcore.MambaLayer):
+            self._plan_mamba(num_mamba)
+        else:
+            raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
+        if self.lean is not None:
+            check_hooks(layer, name)
+
+    def apply(self) -> None:
+        """Give the modules their paged classes and bind them."""
+        if self.attention is not None:
+            _bind(self.layer.self_attention, self.attention, {mcore.SelfAttention: PagedSelfAttention})
+        if self.mixer is not None:
+            mixer = type(self.layer.mixer)
+            _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
+        if self.lean is not None:
+            _bind(self.layer, self.lean, PAGED_LAYERS)
+
+    @property
+    def number(self) -> int:
+        """Of the layer in the whole model, from 0, whatever stage it is in."""
+        return int(self.layer.layer_number) - 1
+
+    def linears(self) -> Iterator[FusedLinear]:
+        """Of the parts that are known."""
+        for part in (self.lean,) if self.lean is not None else (self.attention, self.mixer):
+            if part is not None:
+                yield from part.linears()
+
+    def weights(self) -> Iterator[Tensor]:
+        """Weights that tell the dtype of the layer: all that go through `ops.linear`, where that is known."""
+        for part in (self.lean,) if self.lean is not None else (self.attention, self.mixer):
+            if part is not None:
+                yield from part.weights()
+
+    def _plan_transformer(self, slot: int) -> None:
+        layer, name = self.layer, self.name
+        attends = type(layer.self_attention) is not mcore.IdentityOp
+        if attends:
+            where = f"{name}.self_attention"
+            spec = _attention_spec(layer, name, self._model)
+            self.attention = FusedAttention(layer.self_attention, where, layer=slot, spec=spec, tp=self._tp)
+        if type(layer) not in _KNOWN_LAYERS:
+            if attends and isinstance(layer.self_attention, PagedAttention):
+                return
+            raise AdoptionError(
+                name, f"layer class {qualified(layer)} is not megatron-core's TransformerLayer; {BY_SPEC}"
+            )
+        _check_no_cross_attention(layer, name)
+        qkv = getattr(layer.self_attention, "linear_qkv", None)
+        where = {"part": "self_attention", "norm": "input_layernorm", "add": "self_attn_bda"}
+        input_norm = _norm_before(layer, name, **where, first=(qkv, "linear_qkv"))
+        where = {"part": "mlp", "norm": "pre_mlp_layernorm", "add": "mlp_bda"}
+        mlp_norm = _norm_before(layer, name, **where, first=(getattr(layer.mlp, "linear_fc1", None), "linear_fc1"))
+        mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
+        if type(mlp) is FusedExperts:
+            self.experts = mlp
+        if self.attention is not None and mlp is not None:
+            assert input_norm is not None and mlp_norm is not None
+            self.lean = FusedLayer(input_norm=input_norm, attention=self.attention, mlp_norm=mlp_norm, mlp=mlp)
+        elif self.attention is not None:
+            assert input_norm is not None
+            self.lean = FusedBlock(input_norm, self.attention)
+        elif mlp is not None:
+            assert mlp_norm is not None
+            self.lean = FusedBlock(mlp_norm, FeedForwardBody(mlp))
+        else:
+            raise AdoptionError(name, "a layer with neither attention nor MLP")
+
+    def _plan_mamba(self, slot: int) -> None:
+        layer, name = self.layer, self.name
+        where, found = f"{name}.mixer", type(layer.mixer)
+        if not isinstance(layer.mixer, PagedMixer) and not is_stock_mixer(found):
+            reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
+            raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
+        self.mixer = FusedMixer(layer.mixer, where, layer=slot, tp=self._tp)
+        if type(layer) not in _KNOWN_LAYERS:
+            if isinstance(layer.mixer, PagedMixer):
+                return
+            raise AdoptionError(name, f"layer class {qualified(layer)} is not megatron-core's MambaLayer; {BY_SPEC}")
+        first = (layer.mixer.in_proj, "in_proj")
+        norm = _norm_before(layer, name, part="mixer", norm="norm", add="mamba_bda", first=first)
+        assert norm is not None
+        self.lean = FusedBlock(norm, self.mixer)
+
+
+def _bind(module: Any, lean: Any, classes: dict[type, type]) -> None:
+    module.__class__ = classes.get(type(module), type(module))
+    module.lean = lean
+
+
+def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]) -> FusedNorm | None:
+    """The norm before a part of a layer; None where the layer has no such part, and then nothing around it either.
+
+    first: the part's first linear and its name: Transformer Engine's has the norm inside of it.
+    """
+    adds, before = getattr(layer, add), getattr(layer, norm)
+    if type(getattr(layer, part)) is not mcore.IdentityOp:
+        if adds is not mcore.get_bias_dropout_add:
+            raise AdoptionError(f"{name}.{add}", f"{adds!r} is not megatron-core's bias-dropout-add")
+        linear, where = first
+        if not has_norm_inside(linear):
+            return FusedNorm(before, f"{name}.{norm}")
+        if type(before) is not mcore.IdentityOp:
+            raise AdoptionError(
+                f"{name}.{norm}", f"{qualified(before)} before {part}.{where}, which norms its input too"
+            )
+        return FusedNorm(linear, f"{name}.{part}.{where}")
+    for slot, module, nothing in ((add, adds, mcore.IdentityFuncOp), (norm, before, mcore.IdentityOp)):
+        if type(module) is not nothing:
+            raise AdoptionError(f"{name}.{slot}", f"{qualified(module)} in a layer without {part}")
+    return None
+
+
+def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
+    """How this layer's attention attends; raises AdoptionError where that is not known."""
+    attention, where = layer.self_attention, f"{name}.self_attention"
+    if type(attention) is not mcore.SelfAttention and not isinstance(attention, PagedAttention):
+        reason = f"attention class {qualified(attention)} is not megatron-core's SelfAttention"
+        raise AdoptionError(where, reason + (f"; {BY_SPEC}" if isinstance(attention, mcore.SelfAttention) else ""))
+    core = attention.core_attention
+    if type(attention) is mcore.SelfAttention and not _is_known_core(core):
+        raise AdoptionError(
+            f"{where}.core_attention",
+            f"class {qualified(core)} is not known, so neither is what it computes; "
+            f"if it is causal softmax attention, {BY_SPEC}",
+        )
+    if attention.attn_mask_type != mcore.AttnMaskType.causal:
+        raise AdoptionError(where, f"attn_mask_type is {attention.attn_mask_type.name}; only causal attention is paged")
+    config, number = attention.config, attention.layer_number
+    size = attention.world_size
+    if config.num_attention_heads % size or (size % config.num_query_groups and config.num_query_groups % size):
+        raise AdoptionError(
+            where,
+            f"{config.num_attention_heads} query heads and {config.num_query_groups} kv heads cannot be divided over "
+            f"{size} tensor-parallel ranks",
+        )
+    num_kv_heads = attention.num_query_groups_per_partition
+    head_dim = attention.hidden_size_per_attention_head
+    rotary = getattr(model, "rotary_pos_emb", None)
+    rotates = rotary is not None and not (config.no_rope_freq and config.no_rope_freq[number - 1])
+    return AttendSpec(
+        num_kv_heads=num_kv_heads,
+        # not num_attention_heads_per_partition, which counts a whole group's queries where ranks share a kv head
+        group_size=config.num_attention_heads // size // num_kv_heads,
+        head_dim=head_dim,
+        # apply_query_key_layer_scaling divides by the layer's number and multiplies again: it cancels
+        scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
+        window=_window(config, number, where),
+        rotary_dim=2 * rotary.inv_freq.numel() if rotates else 0,
+        rotary_interleaved=rotates and rotary.rotary_interleaved,
+        sinks_N=_sinks(core, config, f"{where}.core_attention", num_heads=config.num_attention_heads // size),
+    )
+
+
+def _is_known_core(core: Any) -> bool:
+    return type(core) in (mcore.DotProductAttention, TorchCoreAttention) or is_te_attention(core)
+
+
+def _sinks(core: Any, config: Any, where: str, *, num_heads: int) -> Tensor | None:
+    """The layer's softmax sinks, live: zeros or a parameter of its core attention."""
+    if config.softmax_type == "vanilla":
+        return None
+    sinks = getattr(core, "softmax_offset", None)
+    if sinks is None or tuple(sinks.shape) != (num_heads,):
+        shape = None if sinks is None else list(sinks.shape)
+        raise AdoptionError(
+            where,
+            f"softmax_type={config.softmax_type!r}, but softmax_offset is {shape}, not a tensor of {num_heads} heads",
+        )
+    return sinks
+
+
+def _window(config: Any, layer_number: int, where: str) -> int | None:
+    """Keys visible to a query of this layer, itself included."""
+    if not mcore.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left, right = config.window_size
+    if left < 0 or right != 0:
+        raise AdoptionError(where, f"window_size={config.window_size}: only (n >= 0, 0) is causal and bounded")
+    return int(left) + 1
+
+
+def _check_no_cross_attention(layer: Any, name: str) -> None:
+    for slot in ("cross_attention", "pre_cross_attn_layernorm"):
+        module = getattr(layer, slot)
+        if type(module) is not mcore.IdentityOp:
+            raise AdoptionError(f"{name}.{slot}", f"{qualified(module)}: cross attention is not supported")
+
+
+def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> FeedForward:
+    if type(mlp) is mcore.MLP:
+        return FusedMLP(mlp, name, tp=tp, norm_apart=True)
+    if type(mlp) is mcore.MoELayer:
+        return FusedExperts(mlp, name, tp=tp)
+    raise AdoptionError(name, f"class {qualified(mlp)} is not megatron-core's MLP or MoELayer")
+
+
+def qualified(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,0 +1,385 @@
+"""A Mamba-2 mixer that trains anywhere torch runs and, with a step, serves from state slots.
+
+`SlottedMambaMixer` has the constructor contract, parameters and checkpoint keys of megatron-core's MambaMixer, which
+cannot even be imported without triton: checkpoints go both ways. A live stock mixer is given the same second way
+through by `paged_mixer_class`; nothing of its own changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
+from megatron_infer.models.paged_layers import bound, is_step, require_inference
+
+if TYPE_CHECKING:
+    from megatron_infer.models.fused_mixer import FusedMixer
+
+NORM_EPS = 1e-5
+"""megatron-core's; it has no option for it."""
+_STOCK_MODULE = "megatron.core.ssm.mamba_mixer"
+
+
+class PagedMixer:
+    """Mixed into Mamba mixers: with a step, the recurrent state is read from and written to the step's slots."""
+
+    lean: FusedMixer | None = None
+    """Set by `adopt`."""
+
+    def forward(
+        self, hidden_states: Tensor, inference_context: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_step(inference_context):
+            return super().forward(hidden_states, inference_context, *args, **kwargs)  # type: ignore[misc]
+        require_inference(self)  # type: ignore[arg-type]
+        lean: FusedMixer = bound(self.lean, self)
+        return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+
+
+def is_stock_mixer(cls: type) -> bool:
+    """True for megatron-core's own MambaMixer, found by name: its module does not import without triton."""
+    return (cls.__module__, cls.__qualname__) == (_STOCK_MODULE, "MambaMixer")
+
+
+def is_stock_norm(cls: type) -> bool:
+    """True for the gated norm inside megatron-core's MambaMixer."""
+    return (cls.__module__, cls.__qualname__) == (_STOCK_MODULE, "ExtendedRMSNorm")
+
+
+def derives_from_stock_mixer(cls: type) -> bool:
+    return any(is_stock_mixer(base) for base in cls.__mro__)
+
+
+@functools.cache
+def paged_mixer_class(mixer: type) -> type:
+    """The paged subclass of a mixer class; training runs the class's own forward."""
+    return type(f"Paged{mixer.__name__}", (PagedMixer, mixer), {"__doc__": mixer.__doc__, "__module__": __name__})
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """RMS norm of y * silu(gate) over groups of channels; parameter and checkpoint key as megatron-core's."""
+
+    def __init__(
+        self, width: int, *, group_size: int, dtype: torch.dtype, device: Any, tp_group: Any, eps: float = NORM_EPS
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype, device=device))
+        self.eps, self.group_size, self.tp_group = eps, group_size, tp_group
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(y, gate, self.weight, self.eps, self.group_size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return mcore.sharded_tensors(self, prefix, {"weight": 0}, sharded_offsets, metadata, self.tp_group)
+
+
+class TorchMambaMixer(mcore.MegatronModule):
+    """Mamba-2 in differentiable torch: convolution, chunked scan, gated norm. [S, b, D] -> ([S, b, D], None).
+
+    Arguments are those of megatron-core's MambaMixer; sizes come from the config (mamba_state_dim, mamba_head_dim,
+    mamba_num_groups, mamba_num_heads). norm_groups: runs of channels that are normed together, counted over all ranks;
+    None is mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm, for
+    which megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is
+    clamped to. `name` is what 0.19 calls the module in its logs. Raises ConfigError for sizes that do not divide.
+    Source: Mamba-2, arXiv:2405.21060.
+    """
+
+    def __init__(
+        self,
+        config: mcore.TransformerConfig,
+        submodules: Any,
+        d_model: int,
+        *,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int = 2,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 128,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+        norm_groups: int | None = None,
+        norm_epsilon: float = NORM_EPS,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
+        super().__init__(config)
+        if mcore.group_size(getattr(pg_collection, "cp", None)) > 1:
+            raise NotImplementedError("context parallelism: this mixer sees one rank's positions only")
+        self.tp_group, self.layer_number, self.pp_layer_offset = pg_collection.tp, layer_number, pp_layer_offset
+        self.d_conv, self.d_state, self.headdim = d_conv, config.mamba_state_dim, config.mamba_head_dim
+        num_heads = config.mamba_num_heads or _divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
+        self._set_shares(num_heads, config.mamba_num_groups)
+        self.rmsnorm, self.chunk_size, self.dt_limit = rmsnorm, chunk_size, dt_limit
+        # In megatron-core's order: with equal seeds equal weights.
+        self.in_proj = self._project_in(submodules.in_proj, d_model, bias)
+        with _generator(config):
+            self.conv1d = self._convolution(conv_init, conv_bias)
+        with _generator(config):
+            self._init_scan((dt_min, dt_max, dt_init_floor), A_init_range, D_has_hdim)
+        if rmsnorm:
+            self.norm = self._gated_norm(config.mamba_num_groups if norm_groups is None else norm_groups, norm_epsilon)
+        self.out_proj = self._project_out(submodules.out_proj, d_model, bias)
+        for key, parameter in self.named_parameters():
+            if not key.startswith(("in_proj.", "out_proj.")):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Whole sequences from an empty state; packed ones (one sequence axis, cu_seqlens) each from its own.
+
+        Raises NotImplementedError for a context of megatron-core's own inference.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise NotImplementedError(
+                "this mixer serves steps of megatron_infer only; megatron-core's own inference needs its MambaMixer"
+            )
+        projected, _ = self.in_proj(hidden_states)
+        if packed_seq_params is None:
+            y = self._mix(projected)
+        else:
+            pieces = projected.split(_packed_lengths(packed_seq_params, projected), dim=0)
+            y = torch.cat([self._mix(piece) for piece in pieces])
+        return self.out_proj(y)
+
+    def _mix(self, projected: Tensor) -> Tensor:
+        """[S, b, z x B C dt] -> [S, b, M], every sequence from an empty state."""
+        width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        gate, inputs, dt = projected.split((width, width + 2 * state, self.nheads_local_tp), dim=-1)
+        bias = self.conv1d.bias
+        mixed = F.silu(
+            causal_conv(
+                inputs.to(wide), self.conv1d.weight.flatten(1).to(wide), None if bias is None else bias.to(wide)
+            )
+        )
+        x, b, c = mixed.split((width, state, state), dim=-1)
+        x = x.unflatten(-1, (-1, self.headdim))
+        b, c = (part.unflatten(-1, (self.ngroups_local_tp, -1)) for part in (b, c))
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.dt_limit)
+        decay = -torch.exp(self.A_log.to(wide))
+        y = chunk_scan(x, dt, decay, b, c, chunk=min(self.chunk_size, projected.shape[0]))
+        y = y + x * self.D.to(wide).view(self.nheads_local_tp, -1)
+        y = y.flatten(-2).to(projected.dtype)
+        return self.norm(y, gate) if self.rmsnorm else gated_rms_norm(y, gate, None, 0.0, width)
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Shapes of one request's (convolution, SSM) state on this rank."""
+        return (self.conv1d.weight.shape[0], self.d_conv), (self.nheads_local_tp, self.headdim, self.d_state)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Checkpoint keys of megatron-core's MambaMixer: in_proj and conv1d in the parts that ranks hold each."""
+        width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+        keys = dict.fromkeys(("A_log", "dt_bias", "D"), 0)
+        sharded = mcore.sharded_tensors(self, prefix, keys, sharded_offsets, metadata, self.tp_group, recurse=False)
+        for name, module in self.named_children():
+            where = f"{prefix}{name}."
+            if module is self.conv1d:
+                axes = {"weight": 0, "bias": 0}
+                found = mcore.sharded_tensors(module, where, axes, sharded_offsets, metadata, self.tp_group)
+            else:
+                found = mcore.sharded_state_dict_default(
+                    module, where, sharded_offsets, metadata, tp_group=self.tp_group
+                )
+            sharded.update(found)
+        parts = {"z": width, "x": width, "B": state, "C": state, "dt": self.nheads_local_tp}
+        for key in ("weight", "bias"):
+            if f"{prefix}in_proj.{key}" in sharded:
+                _split(sharded, f"{prefix}in_proj.{key}", parts)
+            if f"{prefix}conv1d.{key}" in sharded:
+                _split(sharded, f"{prefix}conv1d.{key}", {part: parts[part] for part in "xBC"})
+        return sharded
+
+    def _set_shares(self, num_heads: int, num_groups: int) -> None:
+        """What of heads and groups is this rank's."""
+        ranks = self.tp_group.size()
+        _divided(num_heads, num_groups, "mamba heads", "mamba_num_groups")
+        self.nheads_local_tp = _divided(num_heads, ranks, "mamba heads", "tensor-parallel ranks")
+        self.ngroups_local_tp = _divided(num_groups, ranks, "mamba_num_groups", "tensor-parallel ranks")
+        self.d_inner_local_tp = self.nheads_local_tp * self.headdim
+
+    def _project_in(self, spec: Any, d_model: int, bias: bool) -> Any:
+        local = 2 * self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state + self.nheads_local_tp
+        return mcore.build_module(
+            spec,
+            d_model,
+            local * self.tp_group.size(),  # z x B C dt
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+        )
+
+    def _project_out(self, spec: Any, d_model: int, bias: bool) -> Any:
+        return mcore.build_module(
+            spec,
+            self.d_inner_local_tp * self.tp_group.size(),
+            d_model,
+            config=self.config,
+            init_method=self.config.output_layer_init_method,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+        )
+
+    def _convolution(self, conv_init: float | None, has_bias: bool) -> torch.nn.Conv1d:
+        """The convolution of this rank's channels; only its parameters are used."""
+        parts = (self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state)
+        ranks = self._ranks_drawn()
+        channels = ranks * sum(parts)
+        conv = torch.nn.Conv1d(
+            channels,
+            channels,
+            self.d_conv,
+            groups=channels,
+            padding=self.d_conv - 1,
+            bias=has_bias,
+            device=_device(self.config),
+            dtype=self.config.params_dtype,
+        )
+        if self.config.perform_initialization and conv_init is not None:
+            torch.nn.init.uniform_(conv.weight, -conv_init, conv_init)
+        elif self.config.perform_initialization:
+            torch.nn.init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
+        if ranks > 1:
+            conv.in_channels = conv.out_channels = conv.groups = sum(parts)
+            for key, whole in list(conv.named_parameters()):
+                pieces = whole.detach().split([ranks * part for part in parts])
+                mine = torch.cat([piece.chunk(ranks)[self.tp_group.rank()] for piece in pieces])
+                setattr(conv, key, torch.nn.Parameter(mine))
+        return conv
+
+    def _init_scan(
+        self, dt_range: tuple[float, float, float], decay_range: tuple[float, float], wide_skip: bool
+    ) -> None:
+        """dt_bias, A_log and D of this rank's heads, as megatron-core draws them; A_log and D are fp32 always."""
+        low, high, floor = dt_range
+        ranks, device = self._ranks_drawn(), _device(self.config)
+        heads = self.nheads_local_tp * ranks
+        rank = self.tp_group.rank() if ranks > 1 else 0
+        drawn = torch.rand(heads, device=device, dtype=self.config.params_dtype)
+        dt = torch.exp(drawn * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)
+        inverse = dt + torch.log(-torch.expm1(-dt))  # softplus(inverse) == dt
+        self.dt_bias = torch.nn.Parameter(inverse.chunk(ranks)[rank].clone())
+        decay = torch.ones(heads, dtype=torch.float32, device=device)
+        if self.config.perform_initialization:
+            decay.uniform_(*decay_range)
+        self.A_log = torch.nn.Parameter(torch.log(decay).chunk(ranks)[rank].clone())
+        self.D = torch.nn.Parameter(
+            torch.ones(self.d_inner_local_tp if wide_skip else self.nheads_local_tp, device=device)
+        )
+
+    def _gated_norm(self, norm_groups: int, epsilon: float) -> GatedRMSNorm:
+        ranks = self.tp_group.size()
+        local = _divided(norm_groups, ranks, "norm_groups", "tensor-parallel ranks")
+        return GatedRMSNorm(
+            self.d_inner_local_tp,
+            group_size=_divided(self.d_inner_local_tp, local, "channels of a rank", "norm groups"),
+            dtype=self.config.params_dtype,
+            device=_device(self.config),
+            tp_group=self.tp_group,
+            eps=epsilon,
+        )
+
+    def _ranks_drawn(self) -> int:
+        """Of how many ranks each rank draws the weights: all with CPU initialization, as megatron-core's linears do
+        (so that weights do not depend on the number of ranks), else its own."""
+        return self.tp_group.size() if self.config.use_cpu_initialization else 1
+
+
+class SlottedMambaMixer(PagedMixer, TorchMambaMixer):
+    """The mixer of `hybrid_spec`: trains as TorchMambaMixer, serves from state slots once adopted."""
+
+
+def _divided(whole: int, parts: int, what: str, by: str) -> int:
+    if whole % parts:
+        raise ConfigError(f"{whole} {what} cannot be divided by {parts} ({by})")
+    return whole // parts
+
+
+def _device(config: mcore.TransformerConfig) -> torch.device:
+    if config.use_cpu_initialization or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
+
+
+def _generator(config: mcore.TransformerConfig) -> Any:
+    """The generator of tensor-parallel weights, which each rank draws by itself; the global one on a CPU.
+
+    Weights that are going to be loaded need none: whoever loads a model to serve it has seeded no generators.
+    """
+    if config.use_cpu_initialization or not config.perform_initialization:
+        return nullcontext()
+    return mcore.get_cuda_rng_tracker().fork()
+
+
+def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:
+    """Lengths of the sequences laid end to end; tokens behind the last are one more, as in megatron-core."""
+    if projected.shape[1] != 1:
+        raise ModelError(f"packed sequences lie in one batch entry, got {projected.shape[1]}")
+    padded = getattr(packed, "cu_seqlens_q_padded", None)
+    starts = (packed.cu_seqlens_q if padded is None else padded).tolist()
+    starts.append(projected.shape[0])
+    return [end - start for start, end in itertools.pairwise(starts) if end > start]
+
+
+def _split(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:
+    """Replace a tensor by a factory that saves its parts under keys of their own: `key.z`, `key.x`, ..."""
+    whole = sharded[key]
+    blank = whole.without_data()
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+        changed = {"key": key, "data": tensor, "dtype": tensor.dtype, "replica_id": replica_id}
+        if flattened_range is not None:
+            changed["flattened_range"] = flattened_range
+        present = dataclasses.replace(blank, **changed)
+        out, start = [], 0
+        for part, size in parts.items():
+            for piece in present.narrow(0, start, size):
+                piece.key = f"{piece.key}.{part}"
+                out.append(piece)
+            start += size
+        return out
+
+    @torch.no_grad()
+    def merge(pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces))
+
+    sharded[key] = mcore.ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

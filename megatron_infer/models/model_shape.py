@@ -1,0 +1,118 @@
+"""What sizes depend on, read off a model whose layers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.sizing import DTYPE_BYTES, ExpertShape, StateShape
+from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.models.layer_plan import LayerPlan
+
+
+def model_shape(
+    model: Any,
+    layers: Sequence[LayerPlan],
+    vocab_size: int | None,
+    state_config: MambaInferenceStateConfig | None,
+) -> ModelShape:
+    """Raises AdoptionError where one cache could not hold all layers, and for dtypes that are not served."""
+    attends = _same_heads(layers)
+    dtype = _dtype(layers, model.config.params_dtype)
+    padded = model.vocab_size
+    if vocab_size is not None and not 0 < vocab_size <= padded:
+        raise AdoptionError("", f"vocab_size={vocab_size}, but the model's embedding has {padded} rows; lower it")
+    learned = getattr(getattr(model, "embedding", None), "position_embeddings", None)
+    name = str(dtype).removeprefix("torch.")
+    return ModelShape(
+        num_layers=len(layers),
+        num_attention_layers=sum(layer.attention is not None for layer in layers),
+        # One head of nothing where no layer attends: no key is ever stored.
+        num_query_heads=1 if attends is None else attends.num_kv_heads * attends.group_size,
+        num_kv_heads=1 if attends is None else attends.num_kv_heads,
+        head_dim=1 if attends is None else attends.head_dim,
+        hidden_size=model.config.hidden_size,
+        vocab_size=padded if vocab_size is None else vocab_size,
+        padded_vocab_size=padded,
+        # Rotary angles exist for any position, but the model was trained for max_sequence_length of them.
+        max_position=learned.weight.shape[0] if learned is not None else model.max_sequence_length,
+        kv_dtype_bytes=dtype.itemsize,
+        dtype=name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        state=_state(model, layers, state_config, default_dtype=name),
+        experts=ExpertShape.of(
+            lambda name: getattr(model.config, name, None), model.config.expert_tensor_parallel_size or 1
+        ),
+        is_stage=_is_stage(model),
+    )
+
+
+def _is_stage(model: Any) -> bool:
+    return not (model.pre_process and model.post_process)
+
+
+def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
+    first: AttendSpec | None = None
+    for layer in layers:
+        if layer.attention is None:
+            continue
+        spec = layer.attention.spec
+        first = spec if first is None else first
+        if (spec.num_kv_heads, spec.group_size, spec.head_dim) != (
+            first.num_kv_heads,
+            first.group_size,
+            first.head_dim,
+        ):
+            raise AdoptionError(f"{layer.name}.self_attention", "heads differ between layers: one cache holds them all")
+    return first
+
+
+def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
+    """Of the layers; `default` in a pipeline stage without any."""
+    dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise AdoptionError("decoder", f"weights are {names}; all float32 or all bfloat16 is supported")
+    return dtypes.pop()
+
+
+def _state(
+    model: Any, layers: Sequence[LayerPlan], config: MambaInferenceStateConfig | None, *, default_dtype: str
+) -> StateShape | None:
+    mixers = [(f"{layer.name}.mixer", layer.mixer.spec) for layer in layers if layer.mixer is not None]
+    if not mixers:
+        if config is not None and not _is_stage(model):
+            raise AdoptionError("", "a state config was given, but no layer of the model keeps a recurrent state")
+        return None
+    first = mixers[0][1]
+    conv, ssm = (first.num_channels, first.conv_width), (first.num_heads, first.head_dim, first.state_dim)
+    for name, spec in mixers:
+        if (spec.num_channels, spec.conv_width, spec.num_heads, spec.head_dim, spec.state_dim) != (*conv, *ssm):
+            raise AdoptionError(name, "state shapes differ between Mamba layers: one slot holds them all")
+    if config is not None:
+        given = (tuple(config.mamba_conv_states_shape), tuple(config.mamba_ssm_states_shape))
+        if given != (conv, ssm):
+            raise AdoptionError(mixers[0][0], f"keeps states of {conv} and {ssm}, the state config says {given}")
+        kinds = list(getattr(model.decoder, "layer_type_list", config.layer_type_list))
+        if kinds != list(config.layer_type_list):
+            raise AdoptionError(
+                "decoder", f"layers are {''.join(kinds)!r}, the state config says {''.join(config.layer_type_list)!r}"
+            )
+    return StateShape(
+        num_layers=len(mixers),
+        conv_shape=conv,
+        ssm_shape=ssm,
+        conv_dtype=_state_dtype(config, "conv_states_dtype", default_dtype),
+        ssm_dtype=_state_dtype(config, "ssm_states_dtype", "float32"),
+    )
+
+
+def _state_dtype(config: MambaInferenceStateConfig | None, field: str, default: str) -> str:
+    found = (None if config is None else getattr(config, field)) or default
+    if found not in DTYPE_BYTES:
+        raise AdoptionError("", f"{field}={found!r}; known are {', '.join(DTYPE_BYTES)}")
+    return found

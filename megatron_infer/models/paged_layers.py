@@ -1,0 +1,144 @@
+"""Paged self attention and decoder layer: megatron-core's own classes, with a second way through for inference.
+
+With no context, or with a context of megatron-core's own, these are the stock modules: same code, same parameters, same
+state-dict keys. With one of our steps they take the lean path. Specs name these classes; `adopt` gives them to live
+modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ModelError
+from megatron_infer.kernels.base import StepInputs
+from megatron_infer.models.fused_layers import FusedAttention, FusedBlock, FusedLayer
+from megatron_infer.models.mcore_compat import (
+    MambaLayer,
+    MLPLayer,
+    SelfAttention,
+    TransformerLayer,
+    moe_layer_classes,
+)
+
+SEQUENCE_PARALLEL = (
+    "megatron-core's own modules would split the step's tokens over ranks; turn it off around generation: "
+    "megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
+)
+"""Of no consequence to the lean path, in which every rank has all tokens."""
+
+
+def is_step(context: Any) -> bool:
+    """True for a StepInputs, False for None and for the contexts of megatron-core's own inference."""
+    return context is not None and hasattr(context, "attend")
+
+
+def require_inference(module: torch.nn.Module) -> None:
+    """Raise ModelError where a step would meet autograd or dropout: both would be wrong, and silently so."""
+    if module.training or torch.is_grad_enabled():
+        what = "the module is in training mode" if module.training else "autograd is recording"
+        raise ModelError(
+            f"{type(module).__name__} was given a step of inference while {what}; "
+            "call model.eval() and run under torch.inference_mode()"
+        )
+
+
+def _require_whole_step(module: Any) -> None:
+    """Raise ModelError where the caller's modules have split the step's tokens over ranks."""
+    if module.config.sequence_parallel:
+        raise ModelError(f"{type(module).__name__} was given a step with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+
+
+class PagedAttention:
+    """Mixed into self attention: with a step, queries attend to the paged cache."""
+
+    lean: FusedAttention | None = None
+    """Set by `adopt`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not is_step(inference_context):
+            return super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs
+            )
+        require_inference(self)  # type: ignore[arg-type]
+        _require_whole_step(self)
+        lean = bound(self.lean, self)
+        return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+
+
+class PagedSelfAttention(PagedAttention, SelfAttention):
+    """Stock self attention with the paged path for a step."""
+
+
+@functools.cache
+def paged_attention_class(attention: type) -> type:
+    """The paged subclass of a SelfAttention class; training runs the class's own forward."""
+    if attention is SelfAttention:
+        return PagedSelfAttention
+    return type(
+        f"Paged{attention.__name__}",
+        (PagedAttention, attention),
+        {"__doc__": attention.__doc__, "__module__": __name__},
+    )
+
+
+class PagedForward:
+    """Mixed into decoder layers: with a step, the lean body on [T, 1, D] hidden states."""
+
+    lean: FusedLayer | FusedBlock | None = None
+    """Set by `adopt`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        step: StepInputs | Any = kwargs.get("inference_context")
+        if not is_step(step):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        require_inference(self)  # type: ignore[arg-type]
+        _require_whole_step(self)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        # The lean body adds in place; the caller keeps what it passed in.
+        x_TD, residual_TD = bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)
+        return (x_TD + residual_TD).to(hidden_states.dtype).unsqueeze(1), kwargs.get("context")
+
+
+class PagedTransformerLayer(PagedForward, TransformerLayer):
+    """Stock transformer layer with the lean body for a step."""
+
+
+class PagedMLPLayer(PagedForward, MLPLayer):
+    """Stock MLP layer of a hybrid stack with the lean body for a step."""
+
+
+class PagedMambaLayer(PagedForward, MambaLayer):
+    """Stock Mamba layer with the lean body for a step."""
+
+
+PAGED_LAYERS: dict[type, type] = {
+    TransformerLayer: PagedTransformerLayer,
+    MLPLayer: PagedMLPLayer,
+    MambaLayer: PagedMambaLayer,
+} | {
+    layer: type(f"Paged{layer.__name__}", (PagedForward, layer), {"__doc__": layer.__doc__, "__module__": __name__})
+    for layer in moe_layer_classes()
+}
+"""Stock layer class -> ours."""
+
+
+def bound(lean: Any, module: Any) -> Any:
+    """What `adopt` gave the module; raises ModelError where it has not."""
+    if lean is None:
+        raise ModelError(
+            f"{type(module).__name__} was given a step of inference before megatron_infer.models.adopt.adopt(model) "
+            "was called; building by spec puts the classes in place, adopting binds them to the cache"
+        )
+    return lean

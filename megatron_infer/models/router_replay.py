@@ -1,0 +1,247 @@
+"""Router replay: a training forward that sends every token to the experts that generation sent it to.
+
+A token near the border between two experts may go to one in generation and to the other in training, and then its log
+probability is off by far more than rounding. With the recorded choice only the probabilities of the chosen experts are
+the trainer's own, and gradients flow through them (R3, arXiv:2510.11370).
+
+    with replay_routing(model, [sample.routing for sample in samples], sequences):
+        loss = model(tokens, positions, None, labels=labels); loss.backward()
+
+The choice goes in where megatron-core (0.16 and later) has a place for it, `TopKRouter.router_replay`; nothing of the
+model stays changed. Legend: S positions, B sequences of a forward, N = S * B tokens, E experts, K of them a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ModelError
+from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.models.mcore_compat import MoELayer, group_size
+
+_UNKNOWN = -1
+
+
+@contextlib.contextmanager
+def replay_routing(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    routing: Sequence[np.ndarray],
+    sequences: Sequence[Sequence[int]],
+) -> Iterator[None]:
+    """Within, each forward of the model's own modules over `sequences` goes to the experts in `routing`.
+
+    routing: of each sequence, [positions, layers, K] as CompletionOutput.routing has it: all its positions but the
+    last, or with it. Layers are those of `model`: of a pipeline stage pass the part that belongs to it.
+    sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence a row, padded at the end, or
+    [1, N] with the sequences one behind the other. Rows are known by their tokens and may be some of the sequences, in
+    another order, as `RolloutSession.score` runs them; of a later pipeline stage, which sees none, they are taken to be
+    all in order. What is not recorded (last positions, padding) is routed as ever.
+    Where activations are recomputed the backward belongs within, too. An engine of the model generates within as ever;
+    make it before, as adoption refuses modules with hooks.
+    Raises ModelError, with nothing changed, for arrays and models that do not fit, naming what does not.
+    """
+    routers = list(_routers(model))
+    targets = _Targets(routers, routing, sequences)
+    hooks: list[Any] = []
+    before = [router.router_replay for _, router in routers]
+    try:
+        for layer, (name, router) in enumerate(routers):
+            replay = _Replay(targets, layer, name)
+            hooks.append(router.register_forward_pre_hook(replay.on_forward, with_kwargs=True))
+            router.router_replay = replay
+        hooks += [
+            chunk.register_forward_pre_hook(targets.on_tokens, with_kwargs=True)
+            for chunk in map(unwrap, _chunks(model))
+            if chunk.pre_process
+        ]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for (_, router), replaced in zip(routers, before, strict=True):
+            router.router_replay = replaced
+
+
+class _Replay:
+    """What one router asks instead of taking the top k, in the shape of megatron-core's RouterReplay."""
+
+    def __init__(self, targets: _Targets, layer: int, name: str) -> None:
+        self._targets, self._layer, self._name = targets, layer, name
+        self._target_NK: Tensor | None = None
+
+    def on_forward(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["input"]
+        self._target_NK = self._targets.of(router, tuple(hidden.shape[:-1]), self._name)[:, self._layer]
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [N, K], experts [N, K]), the best first as top-k gives them: sums over them have the same bits."""
+        assert default_compute_topk is not None and self._target_NK is not None, f"{self._name} ran out of order"
+        with torch.no_grad():
+            own_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            target_NK = self._target_NK.to(scores.device)
+            chosen_NK = torch.where(target_NK == _UNKNOWN, own_NK, target_NK)
+            order_NK = scores.gather(1, chosen_NK).argsort(dim=1, descending=True, stable=True)
+            chosen_NK = chosen_NK.gather(1, order_NK)
+        return scores.gather(1, chosen_NK), chosen_NK
+
+
+class _Targets:
+    """The recorded experts, laid out as a forward has its tokens."""
+
+    def __init__(
+        self, routers: Sequence[tuple[str, Any]], routing: Sequence[np.ndarray], sequences: Sequence[Sequence[int]]
+    ) -> None:
+        if not routers:
+            raise ModelError("replay_routing: the model has no mixture-of-experts layers")
+        for name, router in routers:
+            _check_router(name, router)
+        if len(routing) != len(sequences) or not len(routing):
+            raise ModelError(f"replay_routing: {len(routing)} routing arrays of {len(sequences)} sequences")
+        router = routers[0][1]
+        self._arrays = [
+            _checked(i, array, len(sequence), len(routers), router.topk, router.config.num_moe_experts)
+            for i, (array, sequence) in enumerate(zip(routing, sequences, strict=True))
+        ]
+        self._sequences = [torch.tensor(list(sequence), dtype=torch.int64) for sequence in sequences]
+        self._lengths = [len(sequence) for sequence in sequences]
+        self._rows: tuple[int, ...] | None = None
+        """Which sequence each row of the forward under way has; None: one behind the other, or nobody knows."""
+        self._made: dict[tuple[int, int, tuple[int, ...] | None], Tensor] = {}
+
+    def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward begins."""
+        ids_BS = args[0] if args else kwargs.get("input_ids")
+        before, self._rows = self._rows, None
+        if ids_BS is None:
+            return
+        ids_BS = ids_BS.detach().cpu()
+        if not (len(ids_BS) == 1 and _begins(ids_BS[0], torch.cat(self._sequences))):
+            self._rows = tuple(self._row_of(row, ids_S) for row, ids_S in enumerate(ids_BS))
+        if self._made and before != self._rows and _recomputes(model):
+            raise ModelError(
+                "replay_routing: forwards over other rows than before, and their activations are recomputed in the "
+                "backward pass, which would not know whose they are; take one replay_routing for each forward and its "
+                "backward"
+            )
+
+    def _row_of(self, row: int, ids_S: Tensor) -> int:
+        """Which sequence a row begins with: its own if it can be, else the longest."""
+        known = [ids[: len(array)] for ids, array in zip(self._sequences, self._arrays, strict=True)]
+        if row < len(known) and _begins(ids_S, known[row]):
+            return row
+        fitting = [i for i, ids in enumerate(known) if _begins(ids_S, ids)]
+        if not fitting:
+            raise ModelError(
+                f"replay_routing: row {row} of the forward's tokens begins with none of the {len(self._lengths)} "
+                "sequences; run those, one a row and padded at the end, or one behind the other in one row"
+            )
+        return max(fitting, key=lambda i: self._lengths[i])
+
+    def of(self, router: Any, shape: tuple[int, ...], name: str) -> Tensor:
+        """int64 [N, layers, K] of a forward whose router gets [S, B, hidden], of this rank's share of S."""
+        local, size = shape[0], shape[1] if len(shape) > 1 else 1
+        parts, part = _sequence_parallel(router)
+        target_SBLK = self._laid_out(local * parts, size, name)
+        return target_SBLK[part * local : (part + 1) * local].flatten(0, 1)
+
+    def _laid_out(self, num_positions: int, size: int, name: str) -> Tensor:
+        key = num_positions, size, self._rows
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        starts = np.cumsum([0, *self._lengths[:-1]])
+        rows = self._rows is not None or size == len(self._arrays)
+        if self._rows is None and not (
+            max(self._lengths) <= num_positions if rows else size == 1 and sum(self._lengths) <= num_positions
+        ):
+            raise ModelError(
+                f"replay_routing: {name} was given {size} x {num_positions} tokens, and the routing is of "
+                f"{len(self._lengths)} sequences of {min(self._lengths)} to {max(self._lengths)}; run those, one a row "
+                "and padded at the end, or one behind the other in one row"
+            )
+        _, layers, top_k = self._arrays[0].shape
+        target = torch.full((num_positions, size, layers, top_k), _UNKNOWN, dtype=torch.int64)
+        for place, i in enumerate(self._rows if self._rows is not None else range(len(self._arrays))):
+            array, first, column = self._arrays[i], 0 if rows else int(starts[i]), place if rows else 0
+            target[first : first + len(array), column] = torch.from_numpy(array)
+        self._made[key] = target
+        return target
+
+
+def _begins(ids_S: Tensor, sequence: Tensor) -> bool:
+    return len(sequence) <= len(ids_S) and torch.equal(ids_S[: len(sequence)], sequence)
+
+
+def _recomputes(model: Any) -> bool:
+    return model.training and torch.is_grad_enabled() and model.config.recompute_granularity is not None
+
+
+def _chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """(name, router) of the model's mixture-of-experts layers, first to last."""
+    chunks = _chunks(model)
+    for number, chunk in enumerate(chunks):
+        prefix = f"chunk {number}: " if len(chunks) > 1 else ""
+        for i, layer in enumerate(unwrap(chunk).decoder.layers):
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoELayer):
+                yield f"{prefix}decoder.layers.{i}.mlp.router", mlp.router
+
+
+def _check_router(name: str, router: Any) -> None:
+    """Raise ModelError for a router that would not ask."""
+    reason = None
+    if not hasattr(router, "router_replay"):
+        reason = "this megatron-core has no place for a recorded choice; it has one from 0.16 on"
+    elif router.routing_type == "sinkhorn":
+        reason = "sinkhorn routing does not choose by top-k"
+    elif router.config.moe_router_fusion:
+        reason = "moe_router_fusion=True chooses inside a kernel; turn it off"
+    elif router.config.context_parallel_size > 1:
+        reason = "context_parallel_size > 1 deals positions out in an order of its own"
+    if reason is not None:
+        raise ModelError(f"replay_routing: {name}: {reason}")
+
+
+def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_experts: int) -> np.ndarray:
+    """The array as int64; raises ModelError when it is not of this sequence and model."""
+    found = np.asarray(array)
+    where = f"replay_routing: routing[{i}]"
+    if found.ndim != 3 or found.dtype.kind not in "ui":
+        raise ModelError(f"{where} is {found.dtype} of shape {found.shape}, not integers [positions, layers, top-k]")
+    if found.shape[1:] != (layers, top_k):
+        raise ModelError(
+            f"{where} has {found.shape[1]} layers of {found.shape[2]} experts, the model {layers} of {top_k}"
+        )
+    if len(found) not in (length - 1, length):
+        raise ModelError(f"{where} is of {len(found)} positions, its sequence has {length} tokens (the last may lack)")
+    ids: np.ndarray = found.astype(np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
+        raise ModelError(f"{where} names experts {ids.min()} to {ids.max()}, the model has 0 to {num_experts - 1}")
+    if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
+        raise ModelError(f"{where} sends a token to the same expert twice")
+    return ids
+
+
+def _sequence_parallel(router: Any) -> tuple[int, int]:
+    """(in how many parts positions are split over ranks, which of them is here)."""
+    group = getattr(router, "tp_group", None)
+    if not router.config.sequence_parallel or group is None or group_size(group) == 1:
+        return 1, 0
+    return group_size(group), group.rank()

@@ -1,0 +1,1 @@
+"""What a caller gets back: outputs, log probabilities, embeddings."""

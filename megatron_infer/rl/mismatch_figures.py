@@ -1,0 +1,233 @@
+"""How far rollout and trainer disagree, in numbers: what is measured, in which units, and when it is too much.
+
+With d = log p_train - log p_rollout of a token that the rollout drew, ratio = exp(d).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.metrics.core import Registry
+from megatron_infer.scheduler.request import VersionSpan
+
+BAND = (0.9, 1.1)
+"""Ratios inside are what clipped objectives take for no change."""
+LARGEST = 700.0
+"""exp() of more is no float."""
+
+
+def _figure(help: str, unit: str = "", default: float = 0.0) -> Any:
+    return field(default=default, metadata={"help": help, "unit": unit})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstToken:
+    """The token with the largest |d|."""
+
+    group_id: str
+    sample: int
+    """Of the group."""
+    position: int
+    """In the whole sequence, prompt included."""
+    token_id: int
+    rollout_logprob: float
+    train_logprob: float
+    spans: tuple[VersionSpan, ...]
+    """Of its sample: which weights drew what."""
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.group_id} sample {self.sample} position {self.position} token {self.token_id}: "
+            f"rollout {self.rollout_logprob:.5f}, train {self.train_logprob:.5f}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchFigures:
+    """Of the tokens of one window. Every number has a help text and a unit: see `described`."""
+
+    num_tokens: int = _figure("drawn tokens that were scored by the trainer's forward", "tokens", 0)
+    num_samples: int = _figure("samples they belong to", "samples", 0)
+    num_stale_tokens: int = _figure("tokens of chosen samples drawn by, or from keys of, other weights", "tokens", 0)
+    num_unscored: int = _figure("chosen samples without log probabilities to compare with", "samples", 0)
+    abs_diff_mean: float = _figure("mean of |log p_train - log p_rollout|", "nats")
+    abs_diff_max: float = _figure("largest |log p_train - log p_rollout|", "nats")
+    kl_k1: float = _figure("KL(rollout || train), estimator k1: mean of -d; noisy, unbiased", "nats")
+    kl_k3: float = _figure("KL(rollout || train), estimator k3: mean of exp(d) - 1 - d; never negative", "nats")
+    token_mult_prob_error: float = _figure("mean of exp(|d|); 1 where both agree, as NeMo-RL has it", "", 1.0)
+    ratio_mean: float = _figure("mean of exp(d); 1 for distributions that agree", "", 1.0)
+    share_outside: float = _figure("share of tokens with exp(d) outside 0.9 .. 1.1")
+    num_processed: int = _figure("tokens whose log probability behind the sampler was scored too", "tokens", 0)
+    processed_abs_diff_mean: float = _figure(
+        "mean difference of what the sampler drew from, times the temperature where that is below 1", "nats"
+    )
+    processed_abs_diff_max: float = _figure("the largest of them", "nats")
+    sampler_excess_mean: float = _figure("mean of those differences beyond |d| of the same token", "nats")
+    seconds: float = _figure("spent on scoring", "seconds")
+    weight_version: int = _figure("of the weights that both sides have", "", 0)
+    worst: WorstToken | None = None
+
+    @classmethod
+    def described(cls) -> Iterator[tuple[str, str, str]]:
+        """(name, unit, help) of every number."""
+        for entry in fields(cls):
+            if entry.metadata:
+                yield entry.name, entry.metadata["unit"], entry.metadata["help"]
+
+    def as_metrics(self, prefix: str = "mismatch/") -> dict[str, float]:
+        """Flat names and numbers for a metrics writer (see `WandbSink.write_mismatch`)."""
+        return {prefix + name: float(getattr(self, name)) for name, _, _ in self.described()}
+
+    def set_gauges(self, registry: Registry, prefix: str = "megatron_infer_mismatch_") -> None:
+        """Gauges of the latest window, for whoever exports a registry; a unit is the end of the name."""
+        for name, unit, help in self.described():
+            suffix = f"_{unit}" if unit and not name.endswith(unit) else ""
+            registry.gauge(f"{prefix}{name}{suffix}", help).set(float(getattr(self, name)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tokens} tokens: |d| mean {self.abs_diff_mean:.2e} max {self.abs_diff_max:.2e}, "
+            f"KL {self.kl_k3:.2e}, token_mult_prob_error {self.token_mult_prob_error:.6g}, "
+            f"{100 * self.share_outside:.1f} % outside {BAND[0]} .. {BAND[1]}"
+            + (f"; behind the sampler |d| mean {self.processed_abs_diff_mean:.2e}" if self.num_processed else "")
+            + (f"; worst: {self.worst}" if self.worst is not None else "")
+        )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over tokens: a window's figures without its tokens."""
+
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_outside: int = 0
+    num_processed: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("abs", "k1", "k3", "mult", "ratio"), 0.0))
+    processed_sum: float = 0.0
+    processed_max: float = 0.0
+    excess_sum: float = 0.0
+    excess_max: float = 0.0
+    worst: WorstToken | None = None
+    worst_diff: float = -1.0
+    others: dict[str, int] = field(default_factory=lambda: {"num_stale_tokens": 0, "num_unscored": 0})
+
+    def add(self, diff: float) -> bool:
+        """One token's d -> whether none was worse. What is not finite counts as the largest there is."""
+        diff = max(-LARGEST, min(LARGEST, diff)) if math.isfinite(diff) else LARGEST
+        ratio, sums = math.exp(diff), self.sums
+        self.num_tokens += 1
+        self.num_outside += not BAND[0] <= ratio <= BAND[1]
+        sums["abs"] += abs(diff)
+        sums["k1"] -= diff
+        sums["k3"] += math.expm1(diff) - diff
+        sums["mult"] += math.exp(abs(diff))
+        sums["ratio"] += ratio
+        if abs(diff) <= self.worst_diff:
+            return False
+        self.worst_diff = abs(diff)
+        return True
+
+    def add_processed(self, diff: float, raw: float) -> bool:
+        """The same of a log probability behind the sampler; raw: the token's d -> whether none exceeds it by more."""
+        size, known = (min(abs(x), LARGEST) if math.isfinite(x) else LARGEST for x in (diff, raw))
+        excess = max(size - known, 0.0)
+        self.num_processed += 1
+        self.processed_sum += size
+        self.processed_max = max(self.processed_max, size)
+        self.excess_sum += excess
+        is_worst = excess > self.excess_max
+        self.excess_max = max(self.excess_max, excess)
+        return is_worst
+
+    def figures(self, *, seconds: float, weight_version: int) -> MismatchFigures:
+        count = max(self.num_tokens, 1)
+        sums = self.sums if self.num_tokens else self.sums | {"mult": 1.0, "ratio": 1.0}
+        return MismatchFigures(
+            num_tokens=self.num_tokens,
+            num_samples=self.num_samples,
+            abs_diff_mean=sums["abs"] / count,
+            abs_diff_max=max(self.worst_diff, 0.0),
+            kl_k1=sums["k1"] / count,
+            kl_k3=sums["k3"] / count,
+            token_mult_prob_error=sums["mult"] / count,
+            ratio_mean=sums["ratio"] / count,
+            share_outside=self.num_outside / count,
+            num_processed=self.num_processed,
+            processed_abs_diff_mean=self.processed_sum / max(self.num_processed, 1),
+            processed_abs_diff_max=self.processed_max,
+            sampler_excess_mean=self.excess_sum / max(self.num_processed, 1),
+            seconds=seconds,
+            weight_version=weight_version,
+            worst=self.worst,
+            **self.others,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """The most that a window may show; None: any. Defaults are those of fp32, see `of`."""
+
+    abs_diff_mean: float | None = 1e-3
+    abs_diff_max: float | None = 0.05
+    kl_k3: float | None = 1e-4
+    token_mult_prob_error: float | None = 1.001
+    share_outside: float | None = 0.01
+    sampler_excess_mean: float | None = 1e-3
+    raises: bool = False
+    """Raise MismatchAlarm once the alarm has been told of."""
+    min_tokens: int = 1
+    """Windows of fewer tokens are not judged."""
+
+    def __post_init__(self) -> None:
+        for name in LIMITS:
+            limit = getattr(self, name)
+            least = 1.0 if name == "token_mult_prob_error" else 0.0
+            if limit is not None and not limit >= least:
+                raise ConfigError(f"Alarm.{name} is {limit}, it must be at least {least:g}; None never trips")
+
+    @classmethod
+    def of(cls, dtype: str, *, experts: bool = False, **changes: Any) -> Alarm:
+        """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below.
+
+        Half precision: single tokens may be far off where a token is unlikely; means may not. experts: an undecided
+        router (of a mixture-of-experts layer) may send some tokens elsewhere, and those are off by any amount,
+        which a mean of exp(|d|) makes the most of.
+        """
+        if dtype in ("float32", "float64"):
+            return replace(cls(), **changes)
+        half = cls(
+            abs_diff_mean=0.15 if experts else 0.06,
+            abs_diff_max=None,
+            kl_k3=0.05 if experts else 0.01,
+            token_mult_prob_error=2.0 if experts else 1.07,
+            share_outside=0.3 if experts else 0.2,
+            sampler_excess_mean=0.05,
+            min_tokens=32,
+        )
+        return replace(half, **changes)
+
+    def tripped(self, figures: MismatchFigures) -> dict[str, tuple[float, float]]:
+        """(figure, limit) of all that are above, by name."""
+        if figures.num_tokens < self.min_tokens:
+            return {}
+        pairs = {name: (float(getattr(figures, name)), getattr(self, name)) for name in LIMITS}
+        return {name: pair for name, pair in pairs.items() if pair[1] is not None and not pair[0] <= pair[1]}
+
+
+LIMITS = (
+    "abs_diff_mean",
+    "abs_diff_max",
+    "kl_k3",
+    "token_mult_prob_error",
+    "share_outside",
+    "sampler_excess_mean",
+)
+
+
+def told(over: Mapping[str, tuple[float, float]]) -> str:
+    """What tripped, in words."""
+    return ", ".join(f"{name} {figure:.4g} > {limit:g}" for name, (figure, limit) in over.items())

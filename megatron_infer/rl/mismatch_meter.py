@@ -1,0 +1,272 @@
+"""The mismatch meter: what the engine said of drawn tokens against what the trainer's forward says of them.
+
+    groups --share--> samples --stale tokens out--> session.score --d--> figures --limits--> alarm --place--> report
+                                                                            |
+                                                                  wandb, a metrics registry
+
+It can because both forwards are of one set of weights: whatever they disagree in beyond rounding is a fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import ConfigError, MismatchAlarm, unknown_name
+from megatron_infer.metrics.core import Registry
+from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, told
+from megatron_infer.rl.mismatch_layers import LayerSearch, Place, Suspect
+from megatron_infer.rl.mismatch_replay import only_temperature
+from megatron_infer.rl.samples import RolloutGroup, RolloutSample
+from megatron_infer.rl.session import RolloutSession
+
+AUTO = "auto"
+PROCESSED_EVERY = 4
+"""Of the chosen samples, one in so many is scored at its temperature, too (at temperature 1 that costs nothing)."""
+log = logging.getLogger("megatron_infer")
+
+
+class MismatchSink(Protocol):
+    """Takes a window's numbers; `metrics.wandb.WandbSink` is one."""
+
+    def write_mismatch(self, values: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchReport:
+    """One window."""
+
+    figures: MismatchFigures
+    over: dict[str, tuple[float, float]]
+    """Figures above their limits: name -> (figure, limit)."""
+    place: Place | None = None
+    """Where the forwards part, where something is above its limit."""
+
+    @property
+    def is_alarm(self) -> bool:
+        return bool(self.over)
+
+    def __str__(self) -> str:
+        text = f"rollout and trainer, weights {self.figures.weight_version}: {self.figures}"
+        if self.over:
+            text += f"; over the limit: {told(self.over)}"
+        return text if self.place is None else f"{text}; place: {self.place}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chosen:
+    """A sample to be scored."""
+
+    group: RolloutGroup
+    number: int
+    sample: RolloutSample
+    params: SamplingParams | None
+    fresh: list[int]
+    """Indices into its token_ids: drawn by the weights of now, from keys and values of them."""
+    raw: list[float]
+    train: dict[int, float]
+    """Position in the sequence -> the trainer's log probability."""
+
+
+class MismatchMeter:
+    """Re-scores a share of finished samples; says how far rollout and trainer are apart, and where they part.
+
+        meter = MismatchMeter(session)
+        with session.generating() as roll:
+            groups = roll.generate(prompts, params)
+            meter.observe(groups, params)
+
+    Call it before the weights change: what other weights drew cannot be compared, and is counted as stale.
+    """
+
+    def __init__(
+        self,
+        session: RolloutSession,
+        *,
+        share: float = 0.05,
+        alarm: Alarm | str | None = AUTO,
+        sinks: Sequence[MismatchSink] = (),
+        registry: Registry | None = None,
+        on_alarm: Callable[[MismatchReport], None] | None = None,
+        attribute: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """share: of finished samples, chosen by a hash of request id, sample and `seed`: on all ranks the same.
+
+        alarm: "auto": `Alarm.of` the model; None: none. registry: gets a gauge for every figure; None: the
+        one that is exported with the engine's own figures. on_alarm: is called before MismatchAlarm is raised, if the
+        alarm says so. attribute: search for the place of an alarm, which runs one sequence four times.
+        """
+        if not 0 < share <= 1:
+            raise ConfigError(f"share is {share}, it must be above 0 and at most 1 (all finished samples)")
+        parts = session.engine.parts
+        if isinstance(alarm, str):
+            if alarm != AUTO:
+                raise ConfigError(f"alarm: {unknown_name('value', alarm, [AUTO])}; 'auto', an Alarm, or None")
+            alarm = Alarm.of(parts.shape.dtype, experts=parts.runner.routing is not None)
+        self.share, self.alarm = share, alarm
+        self.last: MismatchReport | None = None
+        """Of the latest window that had something to compare."""
+        self.num_windows = self.num_tokens = self.num_alarms = 0
+        """Since the meter was made; tokens that were compared."""
+        self.seconds = 0.0
+        """Spent on scoring, likewise."""
+        self._session, self._sinks = session, tuple(sinks)
+        self._registry = session.engine.output_processor.meter.registry if registry is None else registry
+        self._on_alarm, self._seed = on_alarm, seed
+        self._search = LayerSearch(session) if attribute else None
+        self._num_chosen = 0
+
+    def observe(
+        self, groups: Sequence[RolloutGroup], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> MismatchReport | None:
+        """Look at finished groups, one window -> its report; None where no chosen token can be compared.
+
+        params: what they were drawn with (one, or one for each prompt of their call): then the distribution behind the
+        sampler is compared too, where only the temperature makes it. With several ranks all call it with the groups
+        that the rollout gave them. In any block, and outside. Raises MismatchAlarm if the alarm raises.
+        """
+        chosen = list(self._choose(groups, params))
+        if not chosen:
+            return None
+        tally, started = Tally(), time.perf_counter()
+        worst = self._compare(chosen, tally)
+        seconds = time.perf_counter() - started
+        figures = tally.figures(seconds=seconds, weight_version=self._session.weight_version)
+        self.seconds += seconds
+        if not figures.num_tokens:
+            log.info(
+                "mismatch meter: %d tokens are of other weights, %d samples have no log probabilities, none compared",
+                figures.num_stale_tokens,
+                figures.num_unscored,
+            )
+            return None
+        over = {} if self.alarm is None else self.alarm.tripped(figures)
+        report = MismatchReport(figures=figures, over=over)
+        if over and self._search is not None:
+            of_sampler = set(over) <= {"sampler_excess_mean"}
+            suspect = _suspect(worst[of_sampler], figures, of_sampler=of_sampler)
+            report = replace(report, place=self._search.place(suspect))
+        self._export(report)
+        return report
+
+    # ------------------------------------------------------------------ choosing
+
+    def _choose(
+        self, groups: Sequence[RolloutGroup], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[_Chosen]:
+        for group in groups:
+            how = params if params is None or isinstance(params, SamplingParams) else params[group.index]
+            for number, sample in enumerate(group.samples):
+                if sample.num_drawn and self._is_chosen(group.group_id, number):
+                    raw = sample.raw_logprobs or []
+                    yield _Chosen(
+                        group=group, number=number, sample=sample, params=how, fresh=[], raw=list(raw), train={}
+                    )
+
+    def _is_chosen(self, group_id: str, number: int) -> bool:
+        name = repr((group_id, number, self._seed)).encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < self.share * 2**64
+
+    # ------------------------------------------------------------------ comparing
+
+    def _compare(self, chosen: Sequence[_Chosen], tally: Tally) -> tuple[_Chosen | None, _Chosen | None]:
+        """-> the samples with the worst token, of the model's distribution and of that behind the sampler."""
+        parts = self._session.engine.parts
+        changed = parts.rank_group.any_rank(parts.guard.changed())
+        able = []
+        for one in chosen:
+            if len(one.raw) != len(one.sample.token_ids):
+                tally.others["num_unscored"] += 1
+                continue
+            one.fresh = [] if changed else _fresh(one.sample, self._session.weight_version)
+            tally.others["num_stale_tokens"] += one.sample.num_drawn - len(one.fresh)
+            if one.fresh:
+                able.append(one)
+        tally.num_samples = len(able)
+        worst = worst_behind = None
+        scores = self._session.score([one.sample.ids for one in able]) if able else []
+        for one, score in zip(able, scores, strict=True):
+            train, begin = score.tolist(), len(one.sample.prompt_ids)
+            one.train = {begin + place: train[begin + place - 1] for place in one.fresh}
+            for place in one.fresh:
+                if tally.add(one.train[begin + place] - one.raw[place]):
+                    worst, tally.worst = one, _worst(one, place)
+            if one.params is not None and only_temperature(one.params) and self._add_processed(one, train, tally):
+                worst_behind = one
+        return worst, worst_behind
+
+    def _add_processed(self, one: _Chosen, train: list[float], tally: Tally) -> bool:
+        """Compare what the sampler drew from -> whether no sample had a worse token."""
+        assert one.params is not None
+        temperature, begin = one.params.temperature, len(one.sample.prompt_ids)
+        if temperature != 1.0:
+            self._num_chosen += 1
+            if self._num_chosen % PROCESSED_EVERY != 1:
+                return False
+            train = self._session.score([one.sample.ids], temperature=temperature)[0].tolist()
+        is_worst = False
+        for place in one.fresh:
+            diff, raw = train[begin + place - 1] - one.sample.logprobs[place], one.train[begin + place] - one.raw[place]
+            is_worst |= tally.add_processed(diff * min(temperature, 1.0), raw)  # dividing by it magnifies rounding, too
+        return is_worst
+
+    # ------------------------------------------------------------------ telling
+
+    def _export(self, report: MismatchReport) -> None:
+        self.last = report
+        self.num_windows += 1
+        self.num_tokens += report.figures.num_tokens
+        report.figures.set_gauges(self._registry)
+        for sink in self._sinks:
+            sink.write_mismatch(report.figures.as_metrics())
+        if not report.is_alarm:
+            return
+        self.num_alarms += 1
+        log.warning("%s", report)
+        if self._on_alarm is not None:
+            self._on_alarm(report)
+        if self.alarm is not None and self.alarm.raises:
+            raise MismatchAlarm(str(report), report=report)
+
+
+def _fresh(sample: RolloutSample, version: int) -> list[int]:
+    """Indices of tokens that `version` drew from keys and values of its own. Without spans: of all drawn ones."""
+    drawn = [place for place, mask in enumerate(sample.loss_mask) if mask]
+    if not sample.spans:
+        return drawn
+    ages = zip(drawn, sample.staleness(version), sample.kv_staleness(version), strict=True)
+    return [place for place, age, kv_age in ages if age == kv_age == 0]
+
+
+def _worst(one: _Chosen, place: int) -> WorstToken:
+    position = len(one.sample.prompt_ids) + place
+    return WorstToken(
+        group_id=one.group.group_id,
+        sample=one.number,
+        position=position,
+        token_id=one.sample.token_ids[place],
+        rollout_logprob=one.raw[place],
+        train_logprob=one.train[position],
+        spans=tuple(one.sample.spans),
+    )
+
+
+def _suspect(one: _Chosen | None, figures: MismatchFigures, *, of_sampler: bool) -> Suspect:
+    assert one is not None, "an alarm without a token"
+    begin = len(one.sample.prompt_ids)
+    at = begin + one.fresh[0] if of_sampler or figures.worst is None else figures.worst.position
+    return Suspect(
+        ids=one.sample.ids,
+        prompt_len=begin,
+        position=at,
+        rollout={begin + place: one.raw[place] for place in one.fresh},
+        train=one.train,
+        params=one.params,
+        of_sampler=of_sampler,
+    )

@@ -1,0 +1,81 @@
+"""The ways in which a session's weights become others, each taken back as far as it wrote them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_infer.engine.controls import check_version
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError
+from megatron_infer.rl.update_report import UpdateReport
+from megatron_infer.rl.weights import WeightUpdate, as_source
+from megatron_infer.rl.weights.digest import model_checksum
+from megatron_infer.rl.weights.target import Target
+from megatron_infer.weights.change_guard import guarded_tensors
+
+
+class Colocated:
+    """The trainer has written them in place: nothing is copied, and there is nothing to take back."""
+
+    def __init__(
+        self, engine: DynamicInferenceEngine, *, version: int | None, running: str, checksum: bool = False
+    ) -> None:
+        """version: None for the next number."""
+        self._engine, self._version, self._running, self._checksum = engine, version, running, checksum
+
+    def run(self) -> UpdateReport:
+        started, parts = time.perf_counter(), self._engine.parts
+        version = parts.weight_version + 1 if self._version is None else self._version
+        self._engine.set_weight_version(version, self._running)
+        return UpdateReport(
+            version=version,
+            num_tensors=sum(1 for _ in guarded_tensors(parts.model)),
+            bytes_copied=0,
+            bytes_received=0,
+            checksum=model_checksum(Target.of(self._engine)) if self._checksum else None,
+            seconds=time.perf_counter() - started,
+        )
+
+    def roll_back(self) -> None:
+        """The weights are the trainer's; whoever wakes the engine has it look at them again."""
+
+
+class Written:
+    """They come from a source and are written over those that the model has."""
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        source: Any,
+        *,
+        version: int | None,
+        running: str,
+        checksum: bool = False,
+        undo: bool,
+    ) -> None:
+        """source: whatever `as_source` takes. undo: keep on the host what is overwritten."""
+        self._engine, self._source, self._version, self._running = engine, source, version, running
+        self._checksum, self._undo = checksum, undo
+        self._update: WeightUpdate | None = None
+
+    def run(self) -> UpdateReport:
+        check_version(0 if self._version is None else self._version, self._running)
+        with self._engine.parts.rank_group.together("opening the source of the weights"):
+            weights = as_source(self._source)
+        with WeightUpdate(self._engine, undo=self._undo) as update:
+            self._update = update
+            update.check(lambda: weights.check(update.target, strict=True))
+            try:
+                weights.write_into(update)
+            except (RankFailure, LockstepError, WeightUpdateError):
+                raise
+            except Exception as error:  # of the source: it does not say how far it had come
+                place = f"after {update.last}" if update.last else "before the first tensor"
+                raise WeightUpdateError(f"{type(error).__name__}: {error}, {place}", rank=update.target.rank) from error
+            return update.finish(self._version, running=self._running, checksum=self._checksum)
+
+    def roll_back(self) -> None:
+        """Without undo what was written stays."""
+        if self._update is not None and self._undo:
+            self._update.rollback()

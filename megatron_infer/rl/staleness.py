@@ -1,0 +1,163 @@
+"""How far generation may run ahead of training: which groups may begin, and which a training step may consume.
+
+With lag L and P groups a step, at most (L + 1) * P groups are begun and not consumed. Training step t consumes groups
+that were begun during steps t - L to t, and no others:
+
+    L = 1, P = 2    step 0: begins a b c d, consumes two of them      c d left, due at step 1 at the latest
+                    step 1: begins e f,     consumes c d              e f left, due at step 2
+
+Source: megatron/rl's generation lag; its automatic value is `automatic_lag`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_infer.errors import ConfigError, unknown_name
+
+
+class Granularity(str, Enum):
+    """Of what is begun or consumed at once. A group's samples always go together: they are one request."""
+
+    GROUP = "group"
+    BATCH = "batch"
+
+
+def automatic_lag(*, max_requests: int, samples_per_group: int, groups_per_step: int, data_parallel: int = 1) -> int:
+    """The lag at which everything under way just fills the engines: DP * max_requests / (G * P) - 1, at least 0.
+
+    Example: 2 engines of 128 requests, 8 samples, 16 groups a step: 256 / 128 - 1 = 1.
+    """
+    for name, value in (
+        ("max_requests", max_requests),
+        ("samples_per_group", samples_per_group),
+        ("groups_per_step", groups_per_step),
+        ("data_parallel", data_parallel),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, it must be 1 or more")
+    return max(0, data_parallel * max_requests // (samples_per_group * groups_per_step) - 1)
+
+
+@dataclass(slots=True)
+class StalenessSlot:
+    """A group that has been begun and not consumed."""
+
+    begun: int
+    """The training step during which."""
+    order: int
+    batch: int
+    """The training step that is to consume it, when whole batches are consumed."""
+    finished: bool = False
+
+
+class RolloutLag:
+    """The books of groups under way, by id; knows neither engine nor samples."""
+
+    def __init__(
+        self,
+        lag: int,
+        *,
+        groups_per_step: int,
+        submission: Granularity | str = Granularity.GROUP,
+        consumption: Granularity | str = Granularity.GROUP,
+    ) -> None:
+        """submission "batch": begin groups only when a whole batch may. consumption "group": a step takes whichever
+        groups have finished, as long as no other becomes too old for it; "batch": those begun together, in order."""
+        if not isinstance(lag, int) or isinstance(lag, bool) or lag < 0:
+            raise ConfigError(f"lag is {lag!r}, it must be an integer of 0 (no group outlives a step) or more")
+        if groups_per_step < 1:
+            raise ConfigError(f"groups_per_step is {groups_per_step}, it must be 1 or more")
+        self.lag, self.groups_per_step = lag, groups_per_step
+        self.submission = _granularity("submission", submission)
+        self.consumption = _granularity("consumption", consumption)
+        self.step = 0
+        """The training step that is to be served next."""
+        self._seats: dict[str, StalenessSlot] = {}
+        self._num_begun = 0
+        self._free: list[int] = []
+        """Batches that lost a group."""
+
+    @property
+    def num_outstanding(self) -> int:
+        """Begun and not consumed."""
+        return len(self._seats)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(seat.finished for seat in self._seats.values())
+
+    def room(self) -> int:
+        """How many groups may begin now."""
+        room = (self.lag + 1) * self.groups_per_step - len(self._seats)
+        if self.submission is Granularity.GROUP:
+            return room
+        # A batch that lost a group, or was cut short, is made whole at once.
+        missing = min(room, len(self._free) + -self._num_begun % self.groups_per_step)
+        return missing + (room - missing) // self.groups_per_step * self.groups_per_step
+
+    def begin(self, group_id: str) -> None:
+        """A group was submitted."""
+        assert group_id not in self._seats, f"group {group_id} has begun already"
+        assert len(self._seats) < (self.lag + 1) * self.groups_per_step, (
+            f"group {group_id} begins although {len(self._seats)} are outstanding"
+        )
+        if self._free:
+            batch = self._free.pop(0)
+        else:
+            batch, self._num_begun = self._num_begun // self.groups_per_step, self._num_begun + 1
+        order = max((seat.order for seat in self._seats.values()), default=-1) + 1
+        self._seats[group_id] = StalenessSlot(self.step, order, batch)
+
+    def finish(self, group_id: str) -> None:
+        self._seats[group_id].finished = True
+
+    def drop(self, group_id: str) -> None:
+        """A group will not be consumed; another may begin in its place."""
+        self._free.append(self._seats.pop(group_id).batch)
+        self._free.sort()
+
+    def take(self) -> list[str] | None:
+        """What the training step consumes, oldest first, or None while it has to wait for a group under way."""
+        chosen = self._of_batch() if self.consumption is Granularity.BATCH else self._any()
+        if chosen is None:
+            return None
+        for group_id in chosen:
+            del self._seats[group_id]
+        if self.consumption is Granularity.GROUP:
+            self._free = []  # batches are of no account
+        self.step += 1
+        return chosen
+
+    def _of_batch(self) -> list[str] | None:
+        batch = [group_id for group_id, seat in self._seats.items() if seat.batch == self.step]
+        if len(batch) < self.groups_per_step or not all(self._seats[group_id].finished for group_id in batch):
+            return None
+        return sorted(batch, key=self._age)
+
+    def _any(self) -> list[str] | None:
+        """Finished groups, oldest first; not if too many of those that stay would then be due at the same steps."""
+        finished = sorted((name for name, seat in self._seats.items() if seat.finished), key=self._age)
+        chosen = finished[: self.groups_per_step]
+        if len(chosen) < self.groups_per_step:
+            return None
+        stay = Counter(seat.begun + self.lag for name, seat in self._seats.items() if name not in chosen)
+        due = 0
+        for deadline in sorted(stay):
+            due += stay[deadline]
+            if due > (deadline - self.step) * self.groups_per_step:
+                return None
+        return chosen
+
+    def _age(self, group_id: str) -> tuple[int, int]:
+        seat = self._seats[group_id]
+        return seat.begun, seat.order
+
+
+def _granularity(name: str, value: Granularity | str) -> Granularity:
+    known = [choice.value for choice in Granularity]
+    if value not in known:
+        raise ConfigError(f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}")
+    return Granularity(value)

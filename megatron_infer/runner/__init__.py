@@ -1,0 +1,1 @@
+"""One step on one rank: step plan in, tokens out."""

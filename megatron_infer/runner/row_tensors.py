@@ -1,0 +1,87 @@
+"""What the device knows of each request row for as long as the request has it: its blocks and its tokens' ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.memory.device import Device
+from megatron_infer.runner.step_buffer import StepBuffer
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.step_plan import StepPlan
+
+
+class RowTensors:
+    """Block table and token pool of all request rows and, last, of the dummy row that padding belongs to."""
+
+    def __init__(
+        self, device: Device, *, max_requests: int, max_blocks: int, max_sequence_length: int, dummy_block: int
+    ) -> None:
+        self._device = device
+        self.dummy_row = max_requests
+        self.max_blocks, self.max_sequence_length = max_blocks, max_sequence_length
+        self.block_table = torch.full(
+            (max_requests + 1, max_blocks), dummy_block, dtype=torch.int32, device=device.torch
+        )
+        """int32 [rows + 1, blocks]."""
+        self.token_pool = torch.zeros((max_requests + 1, max_sequence_length), dtype=torch.int32, device=device.torch)
+        """int32 [rows + 1, positions]: token ids."""
+        self.flat_table, self.flat_pool = self.block_table.view(-1), self.token_pool.view(-1)
+
+    # ------------------------------------------------------------------ block table
+
+    def put_writes(self, writes: Sequence[tuple[int, int, int]], buffer: StepBuffer) -> int:
+        """Write (row, column, block) into the step's buffer -> how many; what has no room goes ahead."""
+        if not writes:
+            return 0
+        # A dict keeps the last of several writes to one place; a device scatter promises no order.
+        table = {row * self.max_blocks + column: block for row, column, block in writes}
+        at = np.fromiter(table.keys(), np.int64, len(table))
+        block = np.fromiter(table.values(), np.int32, len(table))
+        early = len(at) - len(buffer.host["write_at"])
+        if early > 0:
+            self.flat_table.index_copy_(0, self._device.stage(at[:early]), self._device.stage(block[:early]))
+            at, block = at[early:], block[early:]
+        buffer.host["write_at"][: len(at)] = at
+        buffer.host["write_block"][: len(at)] = block
+        return len(at)
+
+    def apply_writes(self, num_writes: int, buffer: StepBuffer) -> None:
+        """Bring the uploaded writes into the table."""
+        if num_writes:
+            at, block = buffer.mirror["write_at"][:num_writes], buffer.mirror["write_block"][:num_writes]
+            self.flat_table.index_copy_(0, at, block)
+
+    # ------------------------------------------------------------------ tokens
+
+    def admit(self, plan: StepPlan) -> None:
+        """Give newly admitted rows every token the host knows, cached prefix included (penalties count them)."""
+        admitted = [*plan.returned, *(piece.request for piece in plan.prefill if piece.first)]
+        if admitted:
+            self._put_tokens(admitted)
+        for piece in plan.prefill:
+            if piece.forks:
+                end = piece.start + piece.n
+                rows = np.fromiter((fork.lease.row for fork in piece.forks), np.int64, len(piece.forks))  # type: ignore[union-attr]
+                shared_1P = self.token_pool[piece.request.lease.row, :end].unsqueeze(0)  # type: ignore[union-attr]
+                # a copy: index_copy_ promises nothing of a source that it writes beside
+                self.token_pool[:, :end].index_copy_(0, self._device.stage(rows), shared_1P.repeat(len(rows), 1))
+
+    def _put_tokens(self, requests: Sequence[Request]) -> None:
+        """All tokens of all of them by one copy and one scatter."""
+        tokens = np.concatenate([np.array(request.tokens, dtype=np.int32) for request in requests])
+        rows = np.array([request.lease.row for request in requests], dtype=np.int64)  # type: ignore[union-attr]
+        lengths = np.array([len(request.tokens) for request in requests])
+        before = np.cumsum(lengths) - lengths
+        at = np.arange(len(tokens)) + np.repeat(rows * self.max_sequence_length - before, lengths)
+        bytes_B = self._device.stage(np.concatenate([at.view(np.uint8), tokens.view(np.uint8)]))
+        at_N, token_N = bytes_B[: at.nbytes].view(torch.int64), bytes_B[at.nbytes :].view(torch.int32)
+        self.flat_pool.index_copy_(0, at_N, token_N)
+
+    def store(self, row_S: Tensor, position_S: Tensor, token_S: Tensor) -> None:
+        """Put drawn tokens where the next step's gather finds them; all on the device already."""
+        at_S = torch.add(position_S, row_S.long(), alpha=self.max_sequence_length)
+        self.flat_pool.index_copy_(0, at_S, token_S.to(torch.int32))

@@ -1,0 +1,237 @@
+"""Drawing without a decision on the host: fixed shapes, parameters read on the device, fit for a captured graph.
+
+    RowParams --rows that changed--> RowMirror (device) --row_S--> edits, filters --> token --> token_pool[row, here]
+                                                   token_pool[row, : here] --^         `--> log probabilities, rank
+
+A step's graph is replayed with other rows, positions and parameters than it was captured with: which row is greedy and
+which is filtered, penalised or scored is therefore data. What is left to the host: grammar masks, which are made there,
+and lists of more than LISTED ids.
+Legend: S sampled positions, R request rows, V vocab, P positions of a row, N columns, I ids that a row lists.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.draw_columns import LISTED, Asks, Column, DrawRoom
+from megatron_infer.sampling.filters import DrawParams, DrawResult, draw_any, draw_sorted
+from megatron_infer.sampling.logprobs import processed, score
+from megatron_infer.sampling.rng import GAMMA, MIX_FIRST, MIX_SECOND, mix
+from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags, RowParams
+from megatron_infer.sampling.upload import Upload
+
+OUTSIDE = RowFlags.GRAMMAR
+"""What no captured draw does."""
+
+
+class RowMirror:
+    """What a draw needs of `RowParams`, on the device at one address; brought up to date between steps.
+
+    Only rows that changed travel: one staged array and one scatter, another of each for ids that they list, nothing
+    where nothing changed. Lists have a fixed room of LISTED ids a row, so that no graph ever loses their address.
+    """
+
+    def __init__(self, params: RowParams, stage: Upload, *, is_processed: bool = False) -> None:
+        """is_processed: `logprobs` asks for the distribution that a token was drawn from, not the model's."""
+        self._params, self._stage, self._version, self._is_processed = params, stage, 0, is_processed
+        num_rows = len(params.flags)
+        start = np.zeros((len(Column), num_rows), dtype=np.int64)
+        neutral = ((Column.TOP_K, params.vocab_size), (Column.TOP_P, 1.0), (Column.TEMPERATURE, 1.0))
+        for column, value in neutral:
+            start[column] = np.float64(value).view(np.int64)
+        self.columns_NR = stage(start)
+        """int64: `Column`."""
+        self.lists_RI = stage(np.zeros((num_rows, LISTED), dtype=np.int64))
+        """int64 [R, LISTED]: the ids that a row lists, each below the fp32 bits of its bias."""
+
+    @property
+    def values_NR(self) -> Tensor:
+        """The columns read as float64."""
+        return self.columns_NR.view(torch.float64)
+
+    def refresh(self) -> None:
+        """Take over what changed since the last call; ordered on the current stream, never inside a capture.
+
+        One that was interrupted is done again by the next.
+        """
+        params = self._params
+        version = params.version
+        if version == self._version:
+            return
+        changed = np.flatnonzero(params.changed_at > self._version)
+        packed = np.zeros((1 + len(Column), len(changed)), dtype=np.int64)
+        packed[0] = changed
+        columns, values = packed[1:], packed[1:].view(np.float64)
+        temperature, top_k, top_p, min_p, repetition, presence, frequency, prompt_len = params.table[:, changed]
+        drawn = (params.flags[changed] & RowFlags.DRAW) != 0
+        values[Column.INVERSE] = np.where(drawn, 1.0 / np.maximum(temperature, GREEDY_BELOW), 0.0)
+        values[Column.TEMPERATURE] = np.where(drawn, temperature, 1.0)
+        values[Column.TOP_K], values[Column.TOP_P], values[Column.MIN_P] = top_k, top_p, min_p
+        values[Column.REPETITION], values[Column.PRESENCE] = repetition, presence
+        values[Column.FREQUENCY], columns[Column.PROMPT_LEN] = frequency, prompt_len.astype(np.int64)
+        columns[Column.STREAM] = mix(params.seed[changed]).view(np.int64)
+        columns[Column.ASKS] = self._asks(params.flags[changed])
+        columns[Column.MIN_TOTAL] = params.min_total[changed]
+        listed = self._lists(changed, columns)
+        staged = self._stage(packed)
+        self.columns_NR.index_copy_(1, staged[0], staged[1:])
+        if listed:
+            at, entries = self._stage(np.concatenate(listed, axis=1))
+            self.lists_RI.view(-1).index_copy_(0, at, entries)
+        self._version = version
+
+    def _asks(self, flags: np.ndarray) -> np.ndarray:
+        pairs = [(RowFlags.PENALTY, Asks.PENALTY), (RowFlags.EDIT, Asks.EDIT), (RowFlags.MIN_TOKENS, Asks.MIN_TOKENS)]
+        pairs.append((RowFlags.SAMPLED, Asks.RAW | Asks.OWN))
+        pairs.append((RowFlags.LOGPROBS, Asks.OWN | Asks.OWN_RANK if self._is_processed else Asks.RAW | Asks.RANK))
+        asks = np.zeros(len(flags), dtype=np.int64)
+        for want, ask in pairs:
+            asks |= np.where(flags & want, int(ask), 0)
+        return asks
+
+    def _lists(self, changed: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
+        """[place in lists_RI, entry] of rows that list ids; fills in where each kind ends."""
+        listed = []
+        for place, row in enumerate(changed.tolist()):
+            extras = self._params.extras.get(row)
+            if extras is None:
+                continue
+            if num_listed(extras) > LISTED:
+                columns[Column.ASKS, place] &= ~int(Asks.EDIT | Asks.MIN_TOKENS)
+                continue
+            if extras.allowed_ids is not None:
+                columns[Column.ASKS, place] |= Asks.ALLOWED
+            ascending = np.argsort(extras.bias_ids)
+            values = extras.bias_values[ascending].view(np.int32).astype(np.int64) << 32
+            allowed = () if extras.allowed_ids is None else extras.allowed_ids
+            parts = (extras.bias_ids[ascending] | values, allowed, extras.bad_ids, extras.stop_ids)
+            columns[Column.BIASED : Column.STOP + 1, place] = np.cumsum([len(part) for part in parts])
+            entries = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+            listed.append(np.stack([row * LISTED + np.arange(len(entries)), entries]))
+        return listed
+
+
+def num_listed(extras: RowExtras) -> int:
+    """Ids in all the lists of a row."""
+    allowed = 0 if extras.allowed_ids is None else len(extras.allowed_ids)
+    return len(extras.bias_ids) + allowed + len(extras.bad_ids) + len(extras.stop_ids)
+
+
+def why_outside(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> str | None:
+    """Why these rows, of which flags[i] are in force, cannot be drawn by `static_draw`; None: they can."""
+    wants = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+    if wants & OUTSIDE:
+        return "structured output"
+    if wants & (RowFlags.EDIT | RowFlags.MIN_TOKENS):
+        for row in rows[(flags & (RowFlags.EDIT | RowFlags.MIN_TOKENS)) != 0].tolist():
+            if num_listed(params.extras[row]) > LISTED:
+                return f"a list of more than {LISTED:,} ids"
+    return None
+
+
+def uniform_of(stream_S: Tensor, position_S: Tensor) -> Tensor:
+    """`rng.uniform` on the device, from Column.STREAM and int64 positions -> float64, bit for bit."""
+    mixed = stream_S + (position_S + 1) * _signed(GAMMA)
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(MIX_FIRST)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(MIX_SECOND)
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def static_draw(
+    logits_SV: Tensor, mirror: RowMirror, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
+) -> None:
+    """The tokens that `Sampler.sample` draws, and what is told of them; the pool gets them.
+
+    Every row is edited, sorted in full, drawn in every way and scored, of which its parameters keep what it wants: it
+    is the reference and the way of devices without kernels, not the fast one.
+    """
+    row_S, position_S = row_S.long(), position_S.long()
+    columns_NS = mirror.columns_NR.index_select(1, row_S)
+    values_NS = columns_NS.view(torch.float64)
+    lists_SI = mirror.lists_RI.index_select(0, row_S)
+    inverse, top_k, top_p, min_p = values_NS[:4]
+    greedy = inverse == 0.0
+    uniform_S = uniform_of(columns_NS[Column.STREAM], position_S)
+    shape = DrawParams(
+        columns_5M=torch.stack([inverse.masked_fill(greedy, 1.0), top_k, top_p, min_p, uniform_S]),
+        candidates=logits_SV.shape[1],
+        needs_mass=True,
+    )
+    vocab = logits_SV.shape[1]
+    work_SV = edited(logits_SV.float(), columns_NS, lists_SI, token_pool.index_select(0, row_S), position_S)
+    filtered = ((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)) & ~greedy
+    free, kept = draw_any(work_SV, shape), draw_sorted(work_SV, shape)
+    assert kept.cut_logit_M is not None and kept.cut_id_M is not None
+    token = torch.where(greedy, work_SV.argmax(-1), torch.where(filtered, kept.token_M, free.token_M))
+    bad_S = ~free.top_M.isfinite()
+    token_S = token.masked_fill(bad_S, 0)
+    put_drawn(token_pool, row_S, position_S, token_S)
+    cut = DrawResult(token_S, free.top_M)
+    cut.cut_logit_M = torch.where(filtered, kept.cut_logit_M, -torch.inf)
+    cut.cut_id_M = torch.where(filtered, kept.cut_id_M, vocab)
+    raw, rank, *_ = score(logits_SV, token_S, 0)
+    own, own_rank, *_ = score(processed(work_SV, values_NS[Column.TEMPERATURE], cut), token_S, 0)
+    of_own = (columns_NS[Column.ASKS] & Asks.OWN_RANK) != 0
+    found = {"tokens": token_S, "bad": bad_S, "raw": raw, "own": own, "rank": torch.where(of_own, own_rank, rank)}
+    found |= {"top": cut.top_M, "cut_logit": cut.cut_logit_M, "cut_id": cut.cut_id_M}
+    for name, value in found.items():
+        getattr(out, name).copy_(value)
+    out.mass.zero_()
+
+
+def edited(work_SV: Tensor, columns_NS: Tensor, lists_SI: Tensor, tokens_SP: Tensor, position_S: Tensor) -> Tensor:
+    """fp32 logits after bias, allowed, bad and masked stop ids, and penalties -> fp32 [S, V].
+
+    What `penalties.TokenEdits` and `Penalties` do, in their order and with their rounding.
+    """
+    rows, vocab = work_SV.shape
+    asks_S1, ends = columns_NS[Column.ASKS].unsqueeze(1), columns_NS[Column.BIASED : Column.STOP + 1].unsqueeze(-1)
+    is_edit = (asks_S1 & Asks.EDIT) != 0
+    is_early = ((asks_S1 & Asks.MIN_TOKENS) != 0) & (position_S < columns_NS[Column.MIN_TOTAL]).unsqueeze(1)
+    at_I = torch.arange(lists_SI.shape[1], device=work_SV.device)
+    nobody = torch.full_like(lists_SI, vocab)  # one column more takes what is nobody's
+
+    def ids(first: Tensor | int, end: Tensor, wanted: Tensor) -> Tensor:
+        return torch.where((at_I >= first) & (at_I < end) & wanted, lists_SI & 0xFFFFFFFF, nobody)
+
+    def marked(ids_SI: Tensor) -> Tensor:
+        return torch.zeros(rows, vocab + 1, device=work_SV.device).scatter_(1, ids_SI, 1.0)[:, :vocab] > 0
+
+    wide = torch.nn.functional.pad(work_SV, (0, 1))
+    biased = ids(0, ends[0], is_edit)
+    bias = (lists_SI >> 32).to(torch.int32).view(torch.float32)
+    work_SV = wide.scatter_(1, biased, wide.gather(1, biased) + bias)[:, :vocab].contiguous()
+    forbidden = ((asks_S1 & Asks.ALLOWED) != 0) & is_edit & ~marked(ids(ends[0], ends[1], is_edit))
+    forbidden |= marked(ids(ends[1], ends[2], is_edit)) | marked(ids(ends[2], ends[3], is_early))
+    work_SV.masked_fill_(forbidden, -torch.inf)
+
+    repetition, presence, frequency = (
+        columns_NS.view(torch.float64)[column].float().unsqueeze(1)
+        for column in (Column.REPETITION, Column.PRESENCE, Column.FREQUENCY)
+    )
+    at_P = torch.arange(tokens_SP.shape[1], device=work_SV.device)
+    inside = (at_P < position_S.unsqueeze(1)) & ((asks_S1 & Asks.PENALTY) != 0)
+    token_SP = torch.where(inside, tokens_SP.long(), vocab)
+    drawn = (inside & (at_P >= columns_NS[Column.PROMPT_LEN].unsqueeze(1))).float()
+    counts = torch.zeros(rows, vocab + 1, device=work_SV.device).scatter_add_(1, token_SP, drawn)[:, :vocab]
+    seen = marked(token_SP)
+    work_SV = torch.where(seen, torch.where(work_SV > 0, work_SV / repetition, work_SV * repetition), work_SV)
+    return torch.where(counts > 0, work_SV - frequency * counts - presence, work_SV)
+
+
+def put_drawn(token_pool: Tensor, row_S: Tensor, position_S: Tensor, token_S: Tensor) -> None:
+    """token_pool[row, position] = token; rows of padding all write to the dummy row."""
+    at = row_S.long() * token_pool.shape[1] + position_S.long()
+    token_pool.view(-1).index_copy_(0, at, token_S.to(token_pool.dtype))
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count as of unsigned numbers."""
+    return (x >> count) & ((1 << (64 - count)) - 1)

@@ -1,1 +1,0 @@
-"""What runs next: requests, plans and the scheduler. Pure Python; knows ints, never tensors."""

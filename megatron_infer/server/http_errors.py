@@ -1,0 +1,118 @@
+"""What goes wrong with a call, as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from megatron_infer.coordinator import protocol
+from megatron_infer.errors import (
+    InferenceError,
+    ModelError,
+    PromptTooLong,
+    RequestError,
+    UnknownRequest,
+    WrongState,
+    unknown_name,
+)
+
+RETRY_AFTER_S = 2
+
+
+class ApiError(InferenceError):
+    """An answer other than 2xx."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def kind(self) -> str:
+        known = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
+        if self.status in (429, 503):
+            return "overloaded_error" if self.status == 503 else "rate_limit_error"
+        return known.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def context_overflow(limit: int, num_prompt: int, num_asked: int, *, field: str = "prompt") -> ApiError:
+    """A prompt, with the answer that was asked for, that has no room."""
+    asked = f"you requested {num_prompt + num_asked:,} tokens ({num_prompt:,} in the prompt, {num_asked:,} to generate)"
+    if num_prompt >= limit:
+        asked = f"your prompt has {num_prompt:,} tokens, and one more must fit"
+    message = f"This model's maximum context length is {limit:,} tokens. However, {asked}. Shorten it."
+    return bad_request(message, field if num_prompt >= limit else "max_tokens", "context_length_exceeded")
+
+
+def api_error_of(error: BaseException) -> ApiError:
+    """The answer to a call that failed with `error`. What is no error of ours says nothing of its inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, protocol.Overloaded):
+        retry = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(429, str(error), code="queue_full", headers=retry)
+    if isinstance(error, PromptTooLong):
+        return bad_request(f"This model's maximum context length is exceeded: {error}", None, "context_length_exceeded")
+    if isinstance(error, RequestError | NotImplementedError):
+        return bad_request(str(error), _named_field(str(error)))
+    if isinstance(error, protocol.MessageTooLarge):
+        return ApiError(413, str(error), code="too_large")
+    if isinstance(error, WrongState):
+        return ApiError(409, str(error), code="wrong_state")
+    if isinstance(error, UnknownRequest):
+        return ApiError(404, str(error), code="unknown_request")
+    if isinstance(error, protocol.ConnectionLost | protocol.ReplicaLost | protocol.AccessRefused):
+        return unavailable(f"no engine answers: {error}", "engine_unavailable")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the time allowed for this request is over (request_timeout_s)", code="timeout")
+    if isinstance(error, ModelError):
+        return bad_request(str(error))
+    if isinstance(error, InferenceError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, "the server failed; its log has the reason under this request's id", code="internal_error")
+
+
+def _named_field(message: str) -> str | None:
+    """The field that an error of the engine begins with."""
+    found = re.match(r"([a-z_]+)(?:\[.*?\])?(?: is | holds | has | maps |: )", message)
+    return found[1] if found else None
+
+
+def of_validation(error: Exception, body: Any, hints: dict[str, str]) -> ApiError:
+    """The answer to a body that its type refuses. hints: field that is not served -> what to say of it."""
+    if not isinstance(error, msgspec.ValidationError):
+        return bad_request(f"the body is not valid JSON: {error}", None, "invalid_json")
+    text, _, place = str(error).partition(" - at `")
+    text = text.replace(" | null`", "`")
+    path = place.rstrip("`").removeprefix("$").lstrip(".") or None
+    unknown = re.match(r"Object contains unknown field `(.*)`", text)
+    if unknown and path is None:
+        name = unknown[1]
+        known = [field.encode_name for field in msgspec.structs.fields(body)]
+        message = hints.get(name) or f"{unknown_name('field', name, known)}; it would have no effect, remove it"
+        return bad_request(message, name, "unsupported_field" if name in hints else "unknown_field")
+    missing = re.match(r"Object missing required field `(.*)`", text)
+    if missing and path is None:
+        return bad_request(f"{missing[1]}: it must be given", missing[1], "missing_field")
+    return bad_request(f"{path}: {text}" if path else text, path, "invalid_value")

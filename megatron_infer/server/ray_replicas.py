@@ -1,0 +1,431 @@
+"""Replicas as Ray actors, for those who run Ray: it finds the machines, starts the engines there, and starts them anew.
+
+    with RayReplicas("smollm2", 4, resources={"CPU": 8}) as replicas:
+        outputs = replicas.generate(prompts, SamplingParams(max_tokens=64))
+
+    driver      RayReplicas: coordinator (a thread), client
+                   |    |    requests, tokens and commands: ZMQ, with a key of this run
+    Ray actors  Replica Replica ...           placed and restarted by Ray; each has an engine of one process
+
+Ray carries none of these requests. They pass through the coordinator as they do without Ray, so that routing by prefix,
+streams, commands with deadlines, and what becomes of a dead replica's requests are the same in both worlds.
+
+    serve.run(serve_application("smollm2", 2, resources={"CPU": 8}), route_prefix="/generate")
+
+is for those whose requests come in by Ray Serve: its proxy, its choice of a replica, its scaling; no coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.errors import ConfigError, InferenceError
+
+if TYPE_CHECKING:
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.coordinator.client import Encoder, Prompt
+    from megatron_infer.coordinator.peers import CoordinatorOptions
+    from megatron_infer.coordinator.protocol import Answer
+    from megatron_infer.outputs.request_output import RequestOutput
+
+log = logging.getLogger("megatron_infer.ray")
+
+INSTALL = 'pip install "megatron-infer[ray]"'
+INSTALL_SERVE = 'pip install "ray[serve]"'
+_WATCH_S = 0.5
+
+Model = str | Callable[[], Any]
+"""A model's name, or a function that makes an engine or an LLM; the function travels to the actors by Ray's pickle."""
+
+
+class RayMissing(InferenceError, ImportError):
+    """Ray, or what its replicas need besides, is not installed."""
+
+
+class ReplicasLost(InferenceError, RuntimeError):
+    """No actor could be started, or every one has died more often than Ray was told to start it anew."""
+
+
+class RayReplicas:
+    """Replicas of one engine as Ray actors, and everything a client of theirs can ask for.
+
+    The driver must be on a node of the cluster (no ray:// address): the actors connect to it. Ray is initialised as by
+    `ray.init()` unless it is already; it is not shut down at the end. A request of an actor that dies goes on
+    elsewhere with the tokens it has; the actor is started anew up to `max_restarts` times and joins again.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_replicas: int,
+        *,
+        config: InferenceConfig | Mapping[str, Any] | None = None,
+        model_options: Mapping[str, Any] | None = None,
+        resources: Mapping[str, float] | None = None,
+        coordinator: CoordinatorOptions | None = None,
+        tokenizer: Encoder | None = None,
+        max_restarts: int = 3,
+        start_timeout_s: float = 600.0,
+        host: str | None = None,
+    ) -> None:
+        """config and model_options (dtype, threads, ...) are LLM's, for a model given by name.
+
+        resources: of each replica, in Ray's words, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. As many
+        threads as it has CPUs compute. tokenizer: makes token ids of texts in the driver, so that they can be routed
+        by prefix. host: the driver's address for the actors; None is its node's in Ray. Returns when all replicas
+        serve. Raises RayMissing, ConfigError, and ReplicasLost when they do not start in start_timeout_s seconds.
+        """
+        self._ray = require_ray()
+        from megatron_infer.coordinator.client import AsyncInferenceClient
+        from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions, running
+
+        options = _llm_options(model, config, model_options)
+        if num_replicas < 1:
+            raise ConfigError(f"num_replicas is {num_replicas}, it must be at least 1")
+        if max_restarts < 0:
+            raise ConfigError(f"max_restarts is {max_restarts}, it must be at least 0")
+        coordinator = CoordinatorOptions() if coordinator is None else coordinator
+        if coordinator.key is None:
+            coordinator = dataclasses.replace(coordinator, key=secrets.token_bytes(32))
+        if not self._ray.is_initialized():
+            self._ray.init()
+        if host is None:
+            host = self._ray.util.get_node_ip_address()
+        self._resources = dict({"CPU": 1} if resources is None else resources)
+        self._max_restarts = max_restarts
+        self._closing = threading.Event()
+        self._lost = ""
+        self._stack = contextlib.ExitStack()
+        try:
+            served = self._stack.enter_context(running(Coordinator(f"tcp://{_bracketed(host)}:0", coordinator)))
+            self.access: dict[str, Any] = {"address": served.address, "key": coordinator.key}
+            self._async_client = AsyncInferenceClient(**self.access, name="ray driver", tokenizer=tokenizer)
+            self._client = self._async_client.blocking
+            self._stack.callback(self._client.close)
+            make = self._ray.remote(_Home).options(max_restarts=max_restarts, **_actor_options(self._resources))
+            self._homes = [make.remote(model, options, self.access, f"ray-{i}") for i in range(num_replicas)]
+            self._stack.callback(self._kill_all)
+            self._lifelines: dict[Any, int] = {home.serve.remote(): i for i, home in enumerate(self._homes)}
+            self._await_all(start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="megatron-infer-ray", daemon=True)
+        self._stack.callback(self._watcher.join)
+        self._watcher.start()
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to the end -> outputs in their order."""
+        with self._telling_why():
+            return self._client.generate(prompts, params)
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as it grows, each with all so far. Closing the iterator aborts the request."""
+        with self._telling_why():
+            stream: Any = self._async_client.stream(prompt, params)
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
+
+    # ------------------------------------------------------------------ all replicas together
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, Answer]:
+        """Every replica's answer by its name, as with all commands below. Raises ControlFailed, which has them, unless
+        all did it in time."""
+        return self._control("pause", timeout_s, mode=mode)
+
+    def unpause(self, *, timeout_s: float | None = None) -> dict[str, Answer]:
+        return self._control("unpause", timeout_s)
+
+    def suspend(
+        self, mode: str | None = None, tags: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Answer]:
+        return self._control("suspend", timeout_s, mode=mode, tags=tags)
+
+    def resume(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> dict[str, Answer]:
+        return self._control("resume", timeout_s, tags=tags)
+
+    def set_weight_version(
+        self, version: int, running: str = "keep", *, timeout_s: float | None = None
+    ) -> dict[str, Answer]:
+        return self._control("set_weight_version", timeout_s, version=version, running=running)
+
+    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> dict[str, Answer]:
+        return self._control("reset_prefix_cache", timeout_s)
+
+    def _control(self, command: str, timeout_s: float | None, **args: Any) -> dict[str, Answer]:
+        with self._telling_why():
+            return self._client.control(command, timeout_s=timeout_s, **args)
+
+    def stats(self) -> dict[str, Any]:
+        """The coordinator's counters, and every replica as it stands."""
+        with self._telling_why():
+            return self._client.stats()
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Ray's handles, `ray-0` first."""
+        return tuple(self._homes)
+
+    # ------------------------------------------------------------------ from start to end
+
+    def shutdown(self) -> None:
+        """Kill the actors and end the coordinator; whoever waits for a request gets ConnectionLost."""
+        self._closing.set()
+        self._stack.close()
+
+    def __enter__(self) -> RayReplicas:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _await_all(self, timeout_s: float) -> None:
+        deadline, total = time.monotonic() + timeout_s, len(self._homes)
+        while True:
+            num_serving = len(self._client.stats()["replicas"])
+            if num_serving >= total:
+                return
+            ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
+            if ended:
+                error = self._why(ended[0])
+                raise ReplicasLost(f"ray-{self._lifelines[ended[0]]} did not start: {error}") from error
+            if time.monotonic() > deadline:
+                raise ReplicasLost(
+                    f"{num_serving} of {total} replicas serve after {timeout_s:g} s (start_timeout_s); does the "
+                    f"cluster have {self._resources} free for each (`ray status`), and can its nodes reach "
+                    f"{self.access['address']}?"
+                )
+
+    def _watch(self) -> None:
+        """Let restarted actors serve again; when none is left, fail what waits."""
+        budgets = [self._max_restarts] * len(self._homes)
+        began = [time.monotonic()] * len(self._homes)
+        while not self._closing.is_set() and self._lifelines:
+            ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
+            for lifeline in ended:
+                index, error = self._lifelines.pop(lifeline), self._why(lifeline)
+                if self._closing.is_set():
+                    return
+                returns = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # as Ray says, from death on
+                if not returns and not budgets[index]:
+                    log.error("ray-%d has died for good: %s", index, error)
+                    self._lost = f"every replica has died; the last was ray-{index}: {error}"
+                    continue
+                if not returns:  # in some versions the call that death cut short says no more than that it died
+                    budgets[index] -= 1
+                if time.monotonic() - began[index] > 10 * _WATCH_S:
+                    log.warning("ray-%d has died and is started again: %s", index, error)
+                began[index] = time.monotonic()
+                self._closing.wait(_WATCH_S)
+                self._lifelines[self._homes[index].serve.remote()] = index
+        if not self._closing.is_set():
+            self._client.close()
+
+    def _why(self, lifeline: Any) -> BaseException:
+        try:
+            self._ray.get(lifeline)
+        except Exception as error:  # Ray's, with the actor's own inside
+            return error
+        return InferenceError("it was told to stop")
+
+    def _kill_all(self) -> None:
+        for home in self._homes:
+            self._ray.kill(home, no_restart=True)
+
+    @contextlib.contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        from megatron_infer.coordinator.protocol import ConnectionLost
+
+        try:
+            yield
+        except ConnectionLost as error:
+            if self._lost and not self._closing.is_set():
+                raise ReplicasLost(self._lost) from error
+            raise
+
+
+class _Home:
+    """The actor: one engine, where Ray has put it."""
+
+    def __init__(self, model: Model, options: dict[str, Any], access: dict[str, Any], name: str) -> None:
+        from megatron_infer.coordinator.replica import Replica
+        from megatron_infer.rl.remote_weights import RemoteWeights
+
+        engine = _engine_of(model, options)
+        commands = RemoteWeights(engine).commands()
+        self._replica = Replica(engine, access["address"], key=access["key"], name=name, commands=commands)
+
+    def serve(self) -> None:
+        """For life. An engine that has failed takes its process along: Ray starts another."""
+        from megatron_infer.coordinator.protocol import AccessRefused
+
+        try:
+            self._replica.run()
+        except AccessRefused:
+            raise
+        except BaseException:
+            log.exception("the engine has failed")
+            os._exit(1)
+
+
+def serve_application(
+    model: Model,
+    num_replicas: int = 1,
+    *,
+    config: InferenceConfig | Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    resources: Mapping[str, float] | None = None,
+    **deployment: Any,
+) -> Any:
+    """A Ray Serve application, each of whose replicas has an engine of one process; give it to `serve.run`.
+
+    POST {"prompt": text or token ids, "params": {"max_tokens": 64, ...}, "stream": false} gives {"prompt_token_ids",
+    "outputs": [{"index", "text", "token_ids", "finish_reason"}]}; with "stream" such a line for each piece of news,
+    with what is new in it. A wrong request is 400 and {"error"}. Python code calls `handle.generate.remote(prompt,
+    params)` for the same. What a replica was at when it died fails (500): repeating it is the caller's.
+
+    A function as `model` makes an LLM. deployment: options of `serve.deployment` (max_ongoing_requests, ...); Serve's
+    default of 5 requests at a time a replica would leave most rows empty, so it is 256 here.
+    """
+    require_ray()
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise RayMissing(f"Ray Serve needs {error.name}, which is not installed: {INSTALL_SERVE}") from error
+    options = _llm_options(model, config, model_options)
+    actor = _actor_options({"CPU": 1} if resources is None else resources)
+    settings = {"name": "megatron_infer", "max_ongoing_requests": 256} | deployment
+    made = serve.deployment(_Answerer).options(num_replicas=num_replicas, ray_actor_options=actor, **settings)
+    return made.bind(model, options)
+
+
+class _Answerer:
+    """What Serve runs."""
+
+    def __init__(self, model: Model, options: dict[str, Any]) -> None:
+        from megatron_infer.entrypoints.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM(model, **options) if isinstance(model, str) else AsyncLLM(model())
+
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        from megatron_infer.errors import RequestError
+
+        try:
+            prompt, params, stream = _asked_in(await request.json())
+            outputs = self._outputs(prompt, params, stream=stream)
+            first = await anext(outputs)  # whatever is wrong with the request shows here
+        except (RequestError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        if not stream:
+            return first
+
+        async def lines() -> AsyncIterator[str]:
+            async with contextlib.aclosing(outputs):
+                yield json.dumps(first) + "\n"
+                async for output in outputs:
+                    yield json.dumps(output) + "\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def generate(self, prompt: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """For a DeploymentHandle."""
+        prompt, checked, _ = _asked_in({"prompt": prompt, "params": params})
+        async with contextlib.aclosing(self._outputs(prompt, checked, stream=False)) as outputs:
+            return await anext(outputs)
+
+    async def _outputs(self, prompt: Any, params: SamplingParams, *, stream: bool) -> AsyncGenerator[dict[str, Any]]:
+        news: Any = self._llm.generate(prompt, params, stream="delta" if stream else "final")
+        async with contextlib.aclosing(news):
+            async for output in news:
+                yield _in_json(output)
+
+    async def check_health(self) -> None:
+        """Raises EngineStopped, upon which Serve replaces this replica, when the engine has failed."""
+        from megatron_infer.errors import UnknownRequest
+
+        with contextlib.suppress(UnknownRequest):
+            await self._llm.abort("")  # no request has this id; but the engine's thread must have looked
+
+
+def _asked_in(body: Any) -> tuple[Any, SamplingParams, bool]:
+    """Raises RequestError."""
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.errors import RequestError, unknown_name
+
+    if not isinstance(body, dict) or "prompt" not in body:
+        raise RequestError('a request is {"prompt": text or token ids, "params": {...}, "stream": false}')
+    for name in body:
+        if name not in ("prompt", "params", "stream"):
+            raise RequestError(unknown_name("field", name, ("prompt", "params", "stream")))
+    return body["prompt"], SamplingParams.from_dict(dict(body.get("params") or {})), bool(body.get("stream", False))
+
+
+def _in_json(output: RequestOutput) -> dict[str, Any]:
+    outputs = [
+        {"index": one.index, "text": one.text, "token_ids": list(one.token_ids), "finish_reason": one.finish_reason}
+        for one in output.outputs
+    ]
+    error = {} if output.error is None else {"error": str(output.error)}
+    return {"prompt_token_ids": list(output.prompt_token_ids), "outputs": outputs, **error}
+
+
+def require_ray() -> Any:
+    """The module `ray`. Raises RayMissing, which says how to get it."""
+    try:
+        import msgspec  # noqa: F401
+        import ray
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise RayMissing(f"replicas on Ray need {error.name}, which is not installed: {INSTALL}") from error
+    return ray
+
+
+def _llm_options(
+    model: Model, config: InferenceConfig | Mapping[str, Any] | None, model_options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """LLM's keywords."""
+    if isinstance(model, str):
+        return {**(model_options or {}), "config": config}
+    if config is not None or model_options:
+        raise ConfigError("config and model_options are for a model given by name; a function makes its engine itself")
+    return {}
+
+
+def _engine_of(model: Model, options: dict[str, Any]) -> Any:
+    if isinstance(model, str):
+        from megatron_infer.entrypoints.llm import LLM
+
+        return LLM(model, **options).engine
+    made = model()
+    return getattr(made, "engine", made)
+
+
+def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    custom = dict(resources)
+    return {
+        "num_cpus": custom.pop("CPU", 0),
+        "num_gpus": custom.pop("GPU", 0),
+        "resources": custom,
+    }
+
+
+def _bracketed(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host

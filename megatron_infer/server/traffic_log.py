@@ -1,0 +1,76 @@
+"""Keeps generation calls in a file, with their times, so that `megatron-infer bench-serve --replay` repeats them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from megatron_infer.errors import ConfigError
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class TrafficLog:
+    """An ASGI application around another: a line of JSON for each generation call that was answered 200.
+
+    {"at": seconds since the server came up, "path": ..., "body": ..., "seconds": ..., "first_s": ..., "complete": ...}.
+    Of headers nothing is written; a call that was refused is not, either: it may hold anything.
+    """
+
+    def __init__(self, inner: Any, path: str) -> None:
+        """Appends to the file, made for its owner alone. Raises ConfigError when it cannot be written."""
+        self._inner, self._began = inner, time.monotonic()
+        try:
+            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"record: cannot write {path}: {error.strerror}") from None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            await self._inner(scope, receive, send)
+            return
+        call = _Recorded(receive, send)
+        try:
+            await self._inner(scope, call.receive, call.send)
+        finally:
+            if call.status == 200:
+                self._write(scope["path"], call)
+
+    def _write(self, path: str, call: _Recorded) -> None:
+        line = {
+            "at": round(call.began - self._began, 6),
+            "path": path,
+            "body": msgspec.json.decode(b"".join(call.parts)),
+            "seconds": round(time.monotonic() - call.began, 6),
+            "first_s": None if call.first is None else round(call.first - call.began, 6),
+            "complete": call.complete,
+        }
+        self._file.write(msgspec.json.encode(line) + b"\n")  # one write: lines of calls that end together do not mix
+
+
+class _Recorded:
+    def __init__(self, receive: Any, send: Any) -> None:
+        self._receive, self._send = receive, send
+        self.began = time.monotonic()
+        self.parts: list[bytes] = []
+        self.status = 0
+        self.first: float | None = None
+        self.complete = False
+
+    async def receive(self) -> Any:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self.parts.append(message.get("body", b""))
+        return message
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif self.first is None:
+            self.first = time.monotonic()
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
+        await self._send(message)

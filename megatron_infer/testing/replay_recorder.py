@@ -1,0 +1,221 @@
+"""A stand-in for a CUDA graph where there is no GPU: notes every call that reaches a kernel, and repeats exactly those.
+
+What a captured graph cannot do, it refuses; what a captured graph gets wrong, it gets wrong:
+* numbers of Python are those of the capture: a length, an offset or a flag of the host that leaks in shows as a wrong
+  answer in the next step;
+* asking the device for a value (`.item()`, `nonzero`, a comparison on the host) raises GraphRefused;
+* reading memory that the host made for this run alone (`torch.tensor`, `torch.from_numpy`) raises it, too: a replay
+  would read it long after it is gone.
+Collectives of gloo are repeated like other calls, and waited for. It does not reuse the memory of what is dead and
+keeps no streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_infer.cuda_graphs.graph_pool import GraphRefused
+from megatron_infer.kernels.triton.launch import listening
+
+ASKING = frozenset(
+    {
+        "aten::item",  # composite operations stay whole under inference mode
+        "aten::_local_scalar_dense",
+        "aten::argwhere",
+        "aten::where",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::nonzero",
+        "aten::nonzero_numpy",
+        "aten::masked_select",
+        "aten::bincount",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::allclose",
+        "aten::_assert_async",
+    }
+)
+"""Operations whose result, or the shape of it, has to reach the host first (`where` of one argument alone)."""
+READING = frozenset(
+    {
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.__array__,
+    }
+)
+"""Methods that read a tensor on the host; on a CPU some do it without an operation."""
+UNDEFINED = ("aten::empty", "aten::new_empty")
+"""Their result means nothing yet: repeating them would only hide that somebody reads it."""
+
+
+class ReplayRecorder:
+    """Captures a run by two: once to see which memory it reads that is there before it, once to note its calls."""
+
+    name = "replay (stand-in on a CPU)"
+    collectives = ("gloo",)
+    holds_compiled = False  # compiled code calls its kernels past torch's dispatcher
+
+    def reserve(self, num_bytes: int) -> None:
+        """Each run takes its own."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        run()
+
+    def capture(self, run: Callable[[], None]) -> Tape:
+        warm_up = Tape(None)
+        with warm_up.recording():
+            run()
+        tape = Tape(warm_up)
+        with tape.recording():
+            run()
+        return tape
+
+    def reset(self) -> None:
+        """Nothing is shared between tapes."""
+
+
+class Tape:
+    """The calls of one run, with the very tensors that they had."""
+
+    def __init__(self, warm_up: Tape | None) -> None:
+        self._calls: list[Callable[[], None]] = []
+        self._given: dict[int, Tensor] = {}
+        """Storage -> a tensor of it that keeps it alive: memory that was there before the run."""
+        self._made: dict[int, Tensor] = {}
+        self._known = None if warm_up is None else warm_up._given
+
+    def recording(self) -> _Recording:
+        return _Recording(self)
+
+    def replay(self) -> None:
+        for call in self._calls:
+            call()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of everything that the run made."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    # ------------------------------------------------------------------ while it is recorded
+
+    def take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name
+        self.check(name, args)
+        inputs = self.see(name, (args, kwargs))
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
+        fresh = [place for place, leaf in enumerate(outputs) if _storage(leaf) not in inputs]
+        for place in fresh:
+            self._made[_storage(outputs[place])] = outputs[place]
+        is_collective = name.startswith("c10d::")
+        if name.startswith(UNDEFINED) or not (fresh or func._schema.is_mutable or is_collective):
+            return out  # views: they see what is in the memory by then
+
+        def again() -> None:
+            leaves = tree_leaves(func(*args, **kwargs))
+            if is_collective:
+                leaves.pop().wait()
+            results = [leaf for leaf in leaves if _has_memory(leaf)]
+            for place in fresh:
+                outputs[place].copy_(results[place])
+
+        self._calls.append(again)
+        return out
+
+    def take_launch(
+        self, launch: Any, kernel: Any, grid: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
+        self.see(getattr(kernel, "__name__", "a kernel"), args)
+        self._calls.append(lambda: launch(kernel, grid, *args, **options))
+
+    def see(self, name: str, arguments: Any) -> set[int]:
+        """Note which memory a call is given -> storages."""
+        storages = set()
+        for tensor in _tensors(arguments):
+            storage = _storage(tensor)
+            storages.add(storage)
+            if storage in self._made or storage in self._given:
+                continue
+            if self._known is not None and storage not in self._known:
+                raise GraphRefused(
+                    f"{name} reads {tuple(tensor.shape)} {tensor.dtype} of memory that is made anew for each run, on "
+                    "the host; a replay would find the content of the capture, or nothing"
+                )
+            self._given[storage] = tensor
+        return storages
+
+    def check(self, name: str, args: Any) -> None:
+        if asks(name, args):
+            raise GraphRefused(f"{name} asks the device for a value while a graph is captured")
+
+
+class _NoReading(TorchFunctionMode):
+    """Refuses what reads tensors on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READING:
+            raise GraphRefused(f"Tensor.{func.__name__} asks the device for a value while a graph is captured")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recording(TorchDispatchMode):
+    """Every operation of torch and every launch of a Triton kernel goes to the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._others = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        self._others.enter_context(listening(self._tape.take_launch))
+        self._others.enter_context(_NoReading())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._others.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.take(func, args, kwargs or {})
+
+
+def asks(name: str, args: Any) -> bool:
+    """Whether a call of this operation has to know what the device has computed."""
+    if name == "aten::index" or name.startswith("aten::index_put"):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "aten::repeat_interleave":
+        return len(args) < 2 or isinstance(args[1], Tensor)
+    return name in ASKING and (name != "aten::where" or len(args) == 1)
+
+
+def _tensors(arguments: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(arguments):
+        if _has_memory(leaf):
+            yield leaf
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_mkldnn
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

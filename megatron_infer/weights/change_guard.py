@@ -1,0 +1,175 @@
+"""Noticing that live weights changed under the engine, however they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.quantised import is_quantised, memory_of, parts_of
+
+
+def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
+    """What a model computes with and training may change: parameters, and the buffers that checkpoints hold (a
+    router's bias, say)."""
+    modules = _modules_of(model)
+    yield from {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What `model.modules()` gives, in its order, in a tenth of its time: a switch asks several times."""
+    found: dict[int, torch.nn.Module] = {}
+    stack: list[torch.nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            stack += reversed(module._modules.values())
+    return list(found.values())
+
+
+class OffloadedWeights:
+    """Live weights put away on the host and taken back, in the same tensors: nobody's reference goes stale.
+
+    For an engine that owns its model on a device. Storages shrink to nothing meanwhile; addresses change.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, pinned: bool) -> None:
+        self._tensors, self._pinned = tensors, pinned
+        self._shelf: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host; 0 while the weights are in place."""
+        return sum(kept.numel() for _, kept in self._shelf)
+
+    @torch.no_grad()
+    def offload(self, tick: Callable[[str], None]) -> None:
+        """Copy all to the host, then free the device; an error before that leaves everything in place."""
+        assert not self._shelf, "the weights are laid up already"
+        parts = (part for tensor in self._tensors() for part in memory_of(tensor))
+        storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
+        offloaded = []
+        for place, storage in enumerate(storages.values()):
+            tick(f"copying weights to the host, {place} of {len(storages)}")
+            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+            kept.copy_(_bytes_of(storage))
+            offloaded.append((storage, kept))
+        self._shelf = offloaded  # first: whatever comes between, `take_down` brings all of them back
+        for storage, _ in offloaded:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def reload(self, tick: Callable[[str], None]) -> None:
+        """Bring them back; an error (no memory) leaves them on the host and the device free."""
+        done = []
+        try:
+            for place, (storage, kept) in enumerate(self._shelf):
+                tick(f"copying weights back, {place} of {len(self._shelf)}")
+                storage.resize_(kept.numel())
+                done.append(storage)
+                _bytes_of(storage).copy_(kept)
+        except BaseException:
+            for storage in done:
+                storage.resize_(0)
+            raise
+        self._shelf = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+_NOTHING_READ: Mapping[int, int] = {}
+_VERSION, _POINTER = attrgetter("_version"), Tensor.data_ptr
+
+
+class WeightGuard:
+    """Compares weights with what they were when last accepted.
+
+    Four ways a live weight changes, and what tells: an in-place operation bumps `_version`; a re-pointed parameter
+    moves `data_ptr`; writing through `.data` (as Megatron's mixed-precision optimizers do) does neither and only the
+    content tells; a replaced parameter object is another member of `weights()`. `moved` sees the first two and is
+    cheap enough for every step; `changed` sees all and reads all weights once, about what a decode step reads.
+    A weight that is kept quantised tells its version itself, its codes and scales where they lie and what they hold.
+    """
+
+    def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
+        """checksum: a scalar tensor where the device has yet to compute it; all of them are waited for at once."""
+        self._all, self._checksum = weights, checksum
+        self._weights: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        """Of the weights; but for quantised ones these are the weights."""
+        self._has_quantised = False
+        self._versioned: list[Tensor] = []
+        self._versions: list[int] = []
+        self._pointers: list[int] = []
+        self._sums: list[int] = []
+        self.accept()
+
+    def accept(self, read: Mapping[int, int] = _NOTHING_READ) -> None:
+        """Take the present weights as known; interrupted, it has accepted nothing. read: see `changed`."""
+        weights = self._present()
+        parts = _parts(weights)
+        # Tensors made under inference_mode carry no version counter; their pointer and content still tell.
+        counted = {id(one): one for one in (*weights, *parts)}.values()
+        versioned = [one for one in counted if not one.is_inference()]
+        versions, pointers = list(map(_VERSION, versioned)), list(map(_POINTER, parts))
+        sums = self._content(parts, read)
+        self._weights, self._parts, self._versioned = weights, parts, versioned
+        self._has_quantised = any(map(is_quantised, weights))
+        self._versions, self._pointers, self._sums = versions, pointers, sums
+
+    def invalidate(self) -> None:
+        """Until the next `accept` the weights count as moved: what is derived from them may be of two kinds."""
+        self._pointers = []
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """Checksums of the accepted weights' content, in order."""
+        return tuple(self._sums)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the accepted weights, in order."""
+        return tuple(self._pointers)
+
+    def moved(self) -> bool:
+        """True when a weight was updated in place or re-pointed since `accept`."""
+        return (
+            list(map(_VERSION, self._versioned)) != self._versions
+            or list(map(_POINTER, _parts(self._weights) if self._has_quantised else self._parts)) != self._pointers
+        )
+
+    def changed(self, read: Mapping[int, int] = _NOTHING_READ) -> bool:
+        """True when any weight differs from what was accepted, however it was written.
+
+        read: checksums by id of weights that somebody has just read: they are not read again.
+        """
+        weights = self._present()
+        if list(map(id, weights)) != list(map(id, self._weights)):
+            return True
+        if list(map(id, _parts(weights))) != list(map(id, self._parts)):
+            return True
+        return self.moved() or self._content(self._parts, read) != self._sums
+
+    def _present(self) -> list[Tensor]:
+        return list({id(weight): weight for weight in self._all()}.values())
+
+    @torch.no_grad()
+    def _content(self, weights: Iterable[Tensor], read: Mapping[int, int]) -> list[int]:
+        known = ((weight, read.get(id(weight))) for weight in weights)
+        sums = [self._checksum(weight) if checksum is None else checksum for weight, checksum in known]
+        computed = [one for one in sums if isinstance(one, Tensor)]
+        values = iter(torch.stack(computed).tolist() if computed else ())
+        return [next(values) if isinstance(one, Tensor) else one for one in sums]
+
+
+def _parts(weights: Iterable[Tensor]) -> list[Tensor]:
+    return [part for weight in weights for part in parts_of(weight)]
