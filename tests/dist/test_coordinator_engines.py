@@ -189,7 +189,7 @@ class Elsewhere:
         self._engine = engine
 
     def __getattr__(self, name):
-        if name in ("ledger", "continue_request"):
+        if name in ("output_processor", "continue_request"):
             raise AttributeError(name)
         return getattr(self._engine, name)
 

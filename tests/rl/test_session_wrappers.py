@@ -92,7 +92,7 @@ def test_an_optimizer_that_finds_no_room_comes_back_with_the_next_try(monkeypatc
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     assert alone.step(0) == ours.step(0)
     with pytest.raises(MemoryError, match="no room"), session.generating():
-        monkeypatch.setattr(OffloadedWeights, "take_down", no_room)
+        monkeypatch.setattr(OffloadedWeights, "reload", no_room)
     assert session.optimizer_bytes > 0 and ours.model.training
     monkeypatch.undo()
     with session.training():

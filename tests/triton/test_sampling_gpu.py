@@ -162,6 +162,6 @@ def on_cpu(part):
     for one in fields(part):
         value = getattr(part, one.name)
         moved[one.name] = value.cpu() if isinstance(value, torch.Tensor) else value
-        if one.name in ("logprobs", "carried") and value is not None:
+        if one.name in ("logprobs", "token_details") and value is not None:
             moved[one.name] = on_cpu(value)
     return replace(part, **moved)
