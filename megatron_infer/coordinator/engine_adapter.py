@@ -279,7 +279,7 @@ def params_of(run: protocol.Run) -> SamplingParams:
 
 def _is_one_process(engine: Any) -> bool:
     """Whether its books are this process's alone: ranks in lockstep are told of whole requests only."""
-    return hasattr(engine, "ledger") and getattr(engine, "relay", None) is None
+    return hasattr(engine, "output_processor") and getattr(engine, "relay", None) is None
 
 
 def _carried(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
