@@ -67,6 +67,7 @@ PATH = (
     "scheduler",
     "context.dynamic_context",
     "context.leases",
+    "context.copies",
     "context.block_pool",
     "context.prefix_hash",
     "context.row_pool",
@@ -78,10 +79,11 @@ OPTIONAL = (
     "cuda_graphs",
     "parallel",
     "durable",
+    "context.build",
     "context.swap",
-    "context.swap_slots",
     "context.state_cache",
     "context.state_slots",
+    "context.prefix_events",
 )
 """What an engine may do without; no module of `PATH` imports it, but for annotations."""
 HOMES: dict[str, tuple[str, ...]] = {
@@ -116,16 +118,12 @@ PURE = (
 """Importable with torch and numpy absent."""
 IMPURE_ROOTS = ("torch", "numpy", "megatron")
 NOT_YET = (
-    "class-size: DynamicInferenceContext",
-    "class-size: StateBook",
     "class-size: DynamicInferenceEngine",
     "class-size: StateStore",
     "class-size: StageRunner",
     "class-size: EchoEngine",
     "class-attributes: EchoEngine",
-    "path: context.dynamic_context",
     "path: runner.model_runner",
-    "path: scheduler.preemption",
     "order: cuda_graphs.",
     "order: durable.",
     "order: sampling",

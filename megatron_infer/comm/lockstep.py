@@ -337,7 +337,8 @@ def describe(plan: StepPlan) -> list[list[Any]]:
                 piece.captures,
             ]
         )
-    return [*lines, ["copies", plan.copies, plan.state_copies, [request.id for request in plan.returned]]]
+    copies = [(copy.kind.value, *copy[1:]) for copy in (*plan.copies_before, *plan.copies_after)]
+    return [*lines, ["copies", copies, [request.id for request in plan.returned]]]
 
 
 def _first_difference(plans: Sequence[list[list[Any]]]) -> str:

@@ -1,1 +1,1 @@
-"""Which request holds which rows, blocks and state slots, and the prefix cache. Ids only: tensors are in `memory`."""
+"""Which sequence holds which rows, blocks and state slots, and the prefix cache. Ids only: tensors are in `memory`."""

@@ -1,4 +1,4 @@
-"""Block ids: who holds how many references, which block holds which content, which is reused next."""
+"""Block ids: their references, the content each holds, and which is reused next."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class BlockPool:
                           |  +-- publish(digest)           |
                           +------------- share ------------+ (a hit);  alloc with no blank left reclaims the oldest
 
-    A digest names one block and a block has at most one digest. Beside it stands the preimage it was made from: a block
-    is found by its digest and taken only if the preimages are equal, so that a collision is a miss and no more. Callers
-    unref a sequence's blocks last to first, and whoever holds a block holds its predecessors, so a block is always
-    forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `prefix`).
+    A digest names one block and a block has at most one digest. The preimage it was made from is kept beside it: a
+    block is found by its digest and taken only if the preimages are equal, so that a collision is a miss and no more.
+    Callers unref a sequence's blocks last to first, and a lease on a block holds its predecessors too, so a block is
+    always forgotten before its predecessor, and a digest in a preimage never changes its meaning (see `prefix_hash`).
     """
 
     def __init__(self, num_blocks: int, *, keep_cached: bool, on_forget: Callable[[int], None] | None = None) -> None:
-        """on_forget: called with a block that loses its content, but for `forget_all`."""
+        """on_forget: called with each block that loses its content, except by `forget_all`."""
         assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
         self.num_blocks = num_blocks
         self.keep_cached = keep_cached
         self._on_forget = on_forget
-        self.changes: PrefixEvents | None = None
-        """Told of content that becomes findable and of content that is forgotten; None: nobody asks."""
+        self.events: PrefixEvents | None = None
+        """Called for content that becomes findable and for content that is forgotten; None: not collected."""
         self._refs = [0] * num_blocks
         self._blank = list(range(num_blocks))[::-1]
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `alloc` can hand out, free but cached ones included."""
+        """Blocks that `alloc` can give out, cached ones without a reference included."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -113,8 +113,8 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
             self._preimage_of[block] = preimage
-            if self.changes is not None:
-                self.changes.published(digest)
+            if self.events is not None:
+                self.events.published(digest)
             return block
         return owner if self._preimage_of[owner] == preimage else None
 
@@ -124,9 +124,9 @@ class BlockPool:
         return block if block is not None and self._preimage_of[block] == preimage else None
 
     def run_of(self, digests: list[bytes]) -> list[int]:
-        """The blocks these stand for, to the first that stands for none; whether the content is equal, `lookup` knows.
+        """The blocks these stand for, to the first that stands for none; only `lookup` compares the content.
 
-        Many at once: this is asked about the same long prompt with every chunk of it.
+        Many at once, because every chunk of a long prompt asks again.
         """
         blocks: list[int] = list(map(self._block_of.get, digests))  # type: ignore[arg-type]
         return blocks[: blocks.index(None)] if None in blocks else blocks  # type: ignore[arg-type]
@@ -151,8 +151,8 @@ class BlockPool:
         self._block_of.clear()
         self._digest_of.clear()
         self._preimage_of.clear()
-        if self.changes is not None:
-            self.changes.reset()
+        if self.events is not None:
+            self.events.reset()
         return num_cached
 
     def forget_free(self) -> int:
@@ -171,8 +171,8 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         digest = self._digest_of.pop(block)
         del self._block_of[digest], self._preimage_of[block]
-        if self.changes is not None:
-            self.changes.forgotten(digest)
+        if self.events is not None:
+            self.events.forgotten(digest)
         if self._on_forget is not None:
             self._on_forget(block)
 

@@ -1,57 +1,62 @@
-"""Which sequence holds which rows, blocks and host slots, and what they share. Knows ids, never requests or tensors."""
+"""Which sequence holds which rows and blocks, and which blocks they share. Knows ids, never requests or tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megatron_infer.context.leases import Lease
-from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, parent_of, preimage_of
-from megatron_infer.context.state_cache import StateBook
-from megatron_infer.context.state_slots import StateSlots
-from megatron_infer.context.swap_slots import SwapSlots
+from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.copies import Copy, CopyKind
+from megatron_infer.context.leases import Lease, check_leases, find_published
+from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, preimage_of
+from megatron_infer.context.row_pool import RowPool
 
-__all__ = ["DynamicInferenceContext", "Lease"]
+if TYPE_CHECKING:
+    from megatron_infer.context.state_cache import StateCache
+    from megatron_infer.context.swap import Swap, SwappedSequence
 
 
-class DynamicInferenceContext(StateBook):
+class DynamicInferenceContext:
     """Issues and takes back leases on rows and blocks; every call either succeeds whole or changes nothing.
 
     A block with several references is full and is never written again. `num_blocks` excludes the dummy block.
-
-    With recurrent state a row is also a state slot: slots 0 .. num_rows - 1 are the rows', num_rows is a dummy for
-    padding, then come the snapshots. A prefix is then hit as far as blocks are found and a snapshot lies behind them;
-    it is copied to the row's own slot before the step, so that no two sequences ever compute in one slot.
+    `context.build.build_context` makes one with the parts that a model and its configuration need.
     """
 
     def __init__(
         self,
+        pool: BlockPool,
+        rows: RowPool,
         *,
-        num_blocks: int,
         block_size: int,
-        num_rows: int,
         max_blocks_per_row: int,
-        prefix_caching: bool = False,
-        keep_cached: bool = False,
-        num_host_slots: int = 0,
-        recurrent: bool = False,
-        num_snapshots: int = 0,
-        num_host_states: int = 0,
+        prefix_caching: bool,
+        states: StateCache | None,
+        swap: Swap | None,
+        copies: list[Copy],
     ) -> None:
-        self.snapshots = StateSlots(num_rows + 1, num_snapshots) if num_snapshots and prefix_caching else None
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_rows=num_rows,
-            max_blocks_per_row=max_blocks_per_row,
-            keep_cached=prefix_caching and keep_cached,
-            on_forget=None if self.snapshots is None else self.snapshots.forget,
-        )
-        assert recurrent or not (num_snapshots or num_host_states), "states of a model that keeps none"
-        self.prefix_caching = prefix_caching
-        self.recurrent = recurrent
-        self._moves = []
-        if num_host_slots:
-            self.host = SwapSlots(num_host_slots, num_states=num_host_states, journal=self._moves.append)
+        """states: None for a model without recurrent states. swap: None without host memory for evicted sequences.
+        copies: the journal that both write to."""
+        assert block_size >= 1 and max_blocks_per_row >= 1, f"block_size {block_size}, per row {max_blocks_per_row}"
+        self.pool, self._rows, self._copies = pool, rows, copies
+        self.num_blocks, self.num_rows = pool.num_blocks, rows.count
+        self.block_size, self.max_blocks_per_row, self.prefix_caching = block_size, max_blocks_per_row, prefix_caching
+        self.states, self.swap = states, swap
+        self._leases: dict[int, Lease] = {}
+        self._table_writes: list[tuple[int, int, int]] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_free_rows(self) -> int:
+        return self._rows.num_free
+
+    @property
+    def max_stored_tokens(self) -> int:
+        """Tokens the largest sequence can keep when it is alone."""
+        return min(self.num_blocks, self.max_blocks_per_row) * self.block_size
 
     def admit(self, tokens: Sequence[int], *, root: bytes, use_cache: bool = True) -> Lease | None:
         """A lease on a free row with the longest cached prefix of `tokens`; None when no row is free.
@@ -64,37 +69,45 @@ class DynamicInferenceContext(StateBook):
         if row is None:
             return None
         lease = Lease(row=row, blocks=[], capacity=0, cached=0, digests=[], root=root)
+        if self.states is not None:
+            self.states.admit(lease, len(tokens))
         if use_cache:
-            blocks = self._find(lease, tokens)
+            lease.blocks = blocks = self._find(lease, tokens)
             for block in blocks:
                 self.pool.share(block)
-            lease.blocks = blocks
             lease.capacity = lease.cached = len(blocks) * self.block_size
-        if self.snapshots is not None:
-            lease.keep_at.add((len(tokens) - 1) // self.block_size * self.block_size)
         self._issue(lease)
         return lease
 
-    def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
-        """Move to published blocks behind those `lease` has published -> how many of `tokens` are now taken care of.
+    def extend(self, lease: Lease, num_tokens: int) -> bool:
+        """Grow `lease` until it can hold `num_tokens` tokens; all or nothing.
 
-        planned: leading tokens whose computation is planned; the result is that or more, and never all of `tokens`.
-        An own block that is planned in part or whole is replaced too: a step in flight still writes and reads the old
-        one, and whoever gets that next writes after it.
+        Returns False and changes nothing if the pool lacks blocks (the caller pauses or evicts).
         """
-        first = len(lease.digests)
-        found = self._find(lease, tokens, beyond=planned)
-        for column, block in enumerate(found, start=first):
-            self._move(lease, column, block)
-            self._name_state(lease, column)
-        return max(planned, (first + len(found)) * self.block_size)
+        missing = num_tokens - lease.capacity
+        if missing <= 0:
+            return True
+        size = self.block_size
+        need = -(-missing // size)
+        new = self.pool.try_alloc(need)
+        if new is None:
+            return False
+        blocks, row = lease.blocks, lease.row
+        column = len(blocks)
+        assert column + need <= self.max_blocks_per_row, f"{num_tokens} tokens need more than {self.max_blocks_per_row}"
+        for block in new:
+            self._table_writes.append((row, column, block))
+            column += 1
+        blocks += new
+        lease.capacity += need * size
+        return True
 
-    def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, tuple[int, int] | None] | None:
+    def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, list[Copy]] | None:
         """A second lease on the first `num_tokens` tokens of `lease`: full blocks are shared, a partial tail is not.
 
-        Returns the new lease and the (source, destination) copy of the tail block, which must happen once the source
-        holds those tokens and before the new lease is used; None in its place when the tail is full. Returns None and
-        changes nothing when a row or the tail's block is lacking.
+        Returns the new lease and the copies of the tail block, if there is one, and of the row's recurrent state: they
+        must happen once the source holds those tokens and before the new lease is used. Returns None and changes
+        nothing when a row or the tail's block is lacking.
         """
         assert num_tokens <= lease.capacity, f"fork at {num_tokens} tokens of a lease that holds {lease.capacity}"
         num_full, tail = divmod(num_tokens, self.block_size)
@@ -106,10 +119,12 @@ class DynamicInferenceContext(StateBook):
         blocks = lease.blocks[:num_full]
         for block in blocks:
             self.pool.share(block)
-        copy = None
+        copies: list[Copy] = []
         if tail:
-            copy = (lease.blocks[num_full], self.pool.alloc(1)[0])
-            blocks.append(copy[1])
+            blocks += self.pool.alloc(1)
+            copies.append(Copy(CopyKind.BLOCK, lease.blocks[num_full], blocks[-1]))
+        if self.states is not None:
+            copies.append(Copy(CopyKind.STATE, lease.row, row))
         child = Lease(
             row=row,
             blocks=blocks,
@@ -117,33 +132,81 @@ class DynamicInferenceContext(StateBook):
             cached=num_tokens,
             digests=lease.digests[:num_full],
             root=lease.root,
+            publishes=lease.publishes,
         )
         self._issue(child)
-        return child, copy
+        return child, copies
+
+    def release(self, lease: Lease) -> None:
+        """Take back the row and one reference to every block, last block first (see `BlockPool`)."""
+        assert self._leases.get(lease.row) is lease, f"release of a lease on row {lease.row} that is not held"
+        del self._leases[lease.row]
+        if self.states is not None:
+            self.states.release(lease)
+        unref = self.pool.unref
+        for block in reversed(lease.blocks):
+            unref(block)
+        self._rows.release(lease.row)
+
+    def swap_out(self, lease: Lease, num_tokens: int) -> SwappedSequence | None:
+        """Move the first `num_tokens` tokens of `lease`, all of them computed, to the host and release the lease.
+
+        None, and nothing changes, when the host has no room. No step of the lease may be in flight.
+        """
+        swapped = None if self.swap is None else self.swap.store(lease, num_tokens)
+        if swapped is not None:
+            self.release(lease)
+        return swapped
+
+    def swap_in(self, swapped: SwappedSequence, *, capacity: int, headroom: int = 0) -> Lease | None:
+        """A lease that holds what `swapped` held, with room for `capacity` tokens; its host slots are free again.
+
+        None, and nothing changes, without a free row or when fewer than `headroom` blocks would be left.
+        """
+        assert self.swap is not None and capacity <= self.max_blocks_per_row * self.block_size, f"{capacity} tokens"
+        lease = self.swap.load(swapped, capacity=capacity, headroom=headroom)
+        if lease is not None:
+            self._issue(lease)
+        return lease
+
+    def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
+        """Move to published blocks behind those `lease` has published -> how many of `tokens` are planned or found now.
+
+        planned: leading tokens whose computation is planned; the result is that or more, and never all of `tokens`.
+        An own block that is planned in part or whole is replaced too: a step in flight still writes and reads the old
+        one, and the lease that gets it next writes to it after that.
+        """
+        first = len(lease.digests)
+        found = self._find(lease, tokens, beyond=planned)
+        for column, block in enumerate(found, start=first):
+            self._move(lease, column, block)
+            if self.states is not None:
+                self.states.attach(lease, column)
+        return max(planned, (first + len(found)) * self.block_size)
 
     def publish_planned(self, lease: Lease, tokens: Sequence[int], planned: int) -> None:
         """Publish the full blocks among the first `planned` tokens, which are computed by the step being planned.
 
         Sound because steps run in the order they were planned, and within one all keys and values are written before
-        any row attends: whoever finds such a block reads it in that step or later. Stops at content that another block
-        has: the step writes to this lease's own block, so only `commit` can move it.
+        any row attends: a lease that finds such a block reads it in that step or later. Stops at content that another
+        block has: the step writes to this lease's own block, so only `publish_computed` can move it.
         """
-        pool, size, digests = self.pool, self.block_size, lease.digests
-        if not self.prefix_caching:
+        if not lease.publishes or not self.prefix_caching:
             return
-        for column in range(len(digests), planned // size if lease.root else 0):
-            prev = digests[-1] if digests else lease.root
-            preimage = preimage_of(prev, tokens[column * size : (column + 1) * size])
+        pool, size, digests = self.pool, self.block_size, lease.digests
+        for column in range(len(digests), planned // size):
+            preimage = preimage_of(digests[-1] if digests else lease.root, tokens[column * size : (column + 1) * size])
             digest = digest_of(preimage)
             owner = pool.publish(lease.blocks[column], digest, preimage)
             if owner is None:
-                lease.root = b""
+                lease.publishes = False
             if owner != lease.blocks[column]:
                 return
             digests.append(digest)
-            self._name_state(lease, column)
+            if self.states is not None:
+                self.states.attach(lease, column)
 
-    def commit(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
+    def publish_computed(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks among the first `computed` tokens, whose keys and values are in the cache by now.
 
         Does nothing without prefix caching. Where another block already holds the same content, the lease moves to
@@ -151,100 +214,104 @@ class DynamicInferenceContext(StateBook):
         before still read the old block, and later writes to it come after them.
         """
         assert computed <= len(tokens), f"{computed} tokens computed, {len(tokens)} known"
-        digests, root = lease.digests, lease.root
-        if not root or not self.prefix_caching:
+        if not lease.publishes or not self.prefix_caching:
             return
-        size = self.block_size
+        size, digests = self.block_size, lease.digests
         for column in range(len(digests), computed // size):
-            preimage = preimage_of(digests[-1] if digests else root, tokens[column * size : (column + 1) * size])
+            preimage = preimage_of(digests[-1] if digests else lease.root, tokens[column * size : (column + 1) * size])
             digest = digest_of(preimage)
             owner = self.pool.publish(lease.blocks[column], digest, preimage)
-            if owner is None:  # what follows could not be told from what follows that other content
-                lease.root = b""
+            if owner is None:  # what follows has the digests of what follows that other content
+                lease.publishes = False
                 return
             digests.append(digest)
             if owner != lease.blocks[column]:
                 self._move(lease, column, owner)
-            self._name_state(lease, column)
+            if self.states is not None:
+                self.states.attach(lease, column)
 
-    def release(self, lease: Lease) -> None:
-        """Take back the row, one reference to every block, and states that no block stands for."""
-        self._give_back_unnamed(lease)
-        super().release(lease)
+    def stop_publishing(self) -> None:
+        """The weights changed: leases and swapped sequences keep what they hold and publish no more."""
+        for lease in self._leases.values():
+            lease.publishes = False
+        if self.states is not None:
+            self.states.forget_all()
+        if self.swap is not None:
+            self.swap.forget_contents()
 
     def forget_all(self) -> int:
         """Nothing computed or planned so far is ever matched again -> free blocks that were cached.
 
-        Whoever holds a lease goes on and publishes no more: its chain hangs on digests that may get another meaning.
+        Leases keep what they hold and publish no more: their chains hang on digests that may get another meaning.
         """
-        for lease in self._leases.values():
-            lease.root = b""
-            self._give_back_unnamed(lease)
-        if self.host is not None:
-            self.host.forget_contents()
-        self.forget_states()
+        if self.states is not None:
+            self.states.release_pending()
+        self.stop_publishing()
         return self.pool.forget_all()
 
     def forget_free(self) -> int:
         """Drop cached content that no lease holds -> blocks dropped; what leases hold can still be hit."""
         return self.pool.forget_free()
 
-    def check(self) -> None:
-        """Assert that rows, blocks, digests and host slots agree with the leases issued and with each other."""
-        super().check()
-        self._check_chains()
-        if self.host is not None:
-            self.host.check(self.block_size)
-        if self.snapshots is not None:
-            unnamed = [slot for lease in self._leases.values() for slot in lease.unnamed.values()]
-            self.snapshots.check(unnamed, self.pool.contents().keys())
+    def held_blocks(self) -> list[int]:
+        """Every block some lease holds, once, in order."""
+        return self.pool.held()
 
-    def _check_chains(self) -> None:
-        """Assert that the block before a published one is published, and that leases hold what their digests name."""
-        contents = self.pool.contents()
-        digests = {digest for digest, _ in contents.values()}
-        parents = {block: parent_of(preimage, self.block_size) for block, (_, preimage) in contents.items()}
-        orphans = [block for block, parent in parents.items() if parent is not None and parent not in digests]
-        assert not orphans, f"blocks {orphans} are published, the blocks they follow are not"
-        for row, lease in self._leases.items():
-            named = [contents[b][0] if b in contents else b"" for b in lease.blocks[: len(lease.digests)]]
-            assert not lease.root or named == lease.digests, f"row {row}: its digests name other blocks than it holds"
+    def held_state_slots(self) -> list[int]:
+        """Every state slot whose content a sequence may go on from: of rows, and of the cache behind held blocks."""
+        return [] if self.states is None else sorted([*self._leases, *self.states.held_slots()])
+
+    def take_table_writes(self) -> list[tuple[int, int, int]]:
+        """(row, column, block) writes since the last call, in order: apply them all and the block tables are right.
+
+        Entries behind a sequence's last block are stale: readers go by its length.
+        """
+        writes, self._table_writes = self._table_writes, []
+        return writes
+
+    def repeat_table_writes(self) -> None:
+        """Journal every lease's blocks again: the reader may have lost the writes it took."""
+        self._table_writes = []
+        for lease in self._leases.values():
+            self._journal(lease)
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """Swaps and state loads since the last call: carry them out in order before the next forward."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
+
+    def check(self) -> None:
+        """Assert that references, rows, digests, states and host slots agree with the leases and with each other."""
+        check_leases(
+            self._leases, self.pool, self._rows, block_size=self.block_size, max_blocks_per_row=self.max_blocks_per_row
+        )
+        if self.swap is not None:
+            self.swap.check()
+        if self.states is not None:
+            self.states.check(self._leases)
 
     def _find(self, lease: Lease, tokens: Sequence[int], *, beyond: int = 0) -> list[int]:
-        """Published blocks that go on where the digests of `lease` end, which grow by theirs; never the last token.
+        """Published blocks that continue the digests of `lease`, which grow by theirs; never the last token.
 
-        With recurrent state only as far as a snapshot behind more than `beyond` tokens: nothing without one.
+        With recurrent states only as far as one is kept behind more than `beyond` tokens: none without.
         """
-        digests, root, size = lease.digests, lease.root, self.block_size
-        if not root or not self.prefix_caching or (self.recurrent and self.snapshots is None):
+        if not lease.publishes or not self.prefix_caching:
             return []
-        first = len(digests)
-        before = lease.hashed[first:]
-        blocks = self.pool.run_of(before)
-        digests += before[: len(blocks)]
-        num_again = len(blocks)
-        if num_again == len(before):
-            for start in range(len(digests) * size, len(tokens) - size, size):
-                preimage = preimage_of(digests[-1] if digests else root, tokens[start : start + size])
-                digest = digest_of(preimage)
-                block = self.pool.lookup(digest, preimage)
-                if block is None:
-                    break
-                blocks.append(block)
-                digests.append(digest)
-        if self.snapshots is not None and blocks:
-            self._stop_at_snapshot(lease, blocks, self.snapshots, first=first, beyond=beyond)
-            if num_again and blocks:
-                self._trust(lease, tokens, blocks, first=first)
-        return blocks
+        if self.states is not None:
+            return self.states.find(lease, tokens, beyond=beyond)
+        return find_published(self.pool, lease, tokens, self.block_size)
 
-    def _trust(self, lease: Lease, tokens: Sequence[int], blocks: list[int], *, first: int) -> None:
-        """Take blocks found by their digests alone only if all their preimages are equal too."""
-        digests, size = lease.digests, self.block_size
-        for column in range(first, len(digests)):
-            prev = digests[column - 1] if column else lease.root
-            preimage = preimage_of(prev, tokens[column * size : (column + 1) * size])
-            if self.pool.lookup(digests[column], preimage) is None:
-                del blocks[:], digests[first:]
-                lease.begins_behind = None
-                return
+    def _issue(self, lease: Lease) -> None:
+        self._leases[lease.row] = lease
+        self._journal(lease)
+
+    def _move(self, lease: Lease, column: int, block: int) -> None:
+        """Hold `block` at `column` in place of the block there."""
+        self.pool.share(block)
+        self.pool.unref(lease.blocks[column])
+        lease.blocks[column] = block
+        self._table_writes.append((lease.row, column, block))
+
+    def _journal(self, lease: Lease) -> None:
+        self._table_writes.extend((lease.row, column, block) for column, block in enumerate(lease.blocks))

@@ -1,4 +1,4 @@
-"""What others are told of a block pool: which content can be found since the last look, and which no longer."""
+"""Collects which content of a block pool has become findable, and which no longer is, for a router of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_infer.context.block_pool import BlockPool
 
 MAX_CHANGES = 1 << 16
-"""Changes kept between two looks; beyond, the next look gets the pool's whole content instead."""
+"""Changes kept between two reports; beyond, the next report is the pool's whole content instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,20 +18,20 @@ class PrefixReport:
     """Apply in this order: reset, forgotten, published."""
 
     reset: bool
-    """Nothing told before holds any more."""
+    """Nothing reported before holds any more."""
     published: Sequence[bytes]
     """Digests, parents before children."""
     forgotten: Sequence[bytes]
 
 
 class PrefixEvents:
-    """Set as `BlockPool.changes`, it collects what the pool publishes and forgets; only the net effect is kept."""
+    """Sets itself as `BlockPool.events` and collects what the pool publishes and forgets; keeps the net effect."""
 
     def __init__(self, pool: BlockPool, *, limit: int = MAX_CHANGES) -> None:
         self._pool, self._limit = pool, limit
         self._findable: dict[bytes, bool] = {}
         self._reset = self._overflowed = False
-        pool.changes = self
+        pool.events = self
 
     def published(self, digest: bytes) -> None:
         self._note(digest, True)
@@ -44,7 +44,7 @@ class PrefixEvents:
         self._reset, self._overflowed = True, False
 
     def everything(self) -> PrefixReport:
-        """The pool's whole content, for a reader who knows nothing yet."""
+        """The pool's whole content, for a reader that knows nothing yet."""
         self._findable.clear()
         self._reset = self._overflowed = False
         return PrefixReport(reset=True, published=self._pool.digests(), forgotten=())

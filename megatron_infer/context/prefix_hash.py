@@ -1,11 +1,11 @@
-"""What names a block: everything its keys and values depend on, in full, and a digest of it to find the block by.
+"""Names of blocks: all that a block's keys and values depend on (the preimage), and its digest to find the block by.
 
     root ----+                    digest --+
              +- preimage -> digest         +- preimage -> digest ...
     tokens --+                    tokens --+
 
 A digest only finds; the preimage decides. By induction over the chain two blocks with equal preimages follow the same
-tokens under the same root, as long as a digest in a preimage stands for one preimage: `BlockPool` keeps one block to a
+tokens under the same root, as long as a digest in a preimage stands for one preimage: `BlockPool` keeps one block per
 digest and forgets children before their parent.
 """
 

@@ -1,13 +1,13 @@
-"""Numbered places that are handed out one at a time: request rows."""
+"""Numbered places that are given out one at a time: request rows, host places of recurrent states."""
 
 from __future__ import annotations
 
 
 class RowPool:
-    """Hands out the numbers 0 .. count-1, each to one owner at a time; low numbers first while none was returned."""
+    """Gives out the numbers 0 .. count-1, each to one owner at a time; low numbers first while none was released."""
 
     def __init__(self, count: int) -> None:
-        assert count >= 1, f"a pool of {count} slots"
+        assert count >= 1, f"a pool of {count} rows"
         self.count = count
         self._free = list(range(count))[::-1]
         self._taken = [False] * count
@@ -20,18 +20,18 @@ class RowPool:
         """A free number, or None when all are taken."""
         if not self._free:
             return None
-        slot = self._free.pop()
-        self._taken[slot] = True
-        return slot
+        row = self._free.pop()
+        self._taken[row] = True
+        return row
 
-    def give_back(self, slot: int) -> None:
-        assert self._taken[slot], f"slot {slot} was given back but is free"
-        self._taken[slot] = False
-        self._free.append(slot)
+    def release(self, row: int) -> None:
+        assert self._taken[row], f"row {row} was released but is free"
+        self._taken[row] = False
+        self._free.append(row)
 
     def check(self, held: list[int]) -> None:
         """Assert that exactly the numbers in `held` are taken."""
-        assert len(set(held)) == len(held), f"a slot is held twice: {sorted(held)}"
-        taken = [slot for slot, is_taken in enumerate(self._taken) if is_taken]
-        assert sorted(held) == taken, f"slots held {sorted(held)} != slots taken {taken}"
+        assert len(set(held)) == len(held), f"a row is held twice: {sorted(held)}"
+        taken = [row for row, is_taken in enumerate(self._taken) if is_taken]
+        assert sorted(held) == taken, f"rows held {sorted(held)} != rows taken {taken}"
         assert sorted(self._free + taken) == list(range(self.count)), f"free {sorted(self._free)}, taken {taken}"

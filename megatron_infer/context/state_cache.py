@@ -1,130 +1,214 @@
-"""Recurrent states of rows and of the prefix cache: when one is kept, found, loaded."""
+"""Recurrent states in the prefix cache: where one is kept, how far a hit may go with it, when it is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from megatron_infer.context.leases import Lease
+from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.copies import Copy, CopyKind
+from megatron_infer.context.leases import Lease, find_published
 from megatron_infer.context.prefix_hash import preimage_of
 from megatron_infer.context.state_slots import StateSlots
-from megatron_infer.context.swap import SwapBook
 
 
-class StateBook(SwapBook):
-    """Leases whose rows have a recurrent state, which snapshots can be made of."""
+@dataclass(slots=True)
+class _LeaseStates:
+    """What one lease wants of the cache and has given it."""
 
-    snapshots: StateSlots | None = None
-    """None: no prefix of a sequence with recurrent state is ever hit."""
+    load_from: int | None = None
+    """Published block whose state the row goes on from, until that is loaded."""
+    gains_by_waiting: bool = False
+    """The step being planned writes a state that lets it skip more."""
+    hashed: list[bytes] = field(default_factory=list)
+    """The lease's digests when they were last cut back, so that a prompt in chunks is not hashed to its end by each."""
+    keep_at: set[int] = field(default_factory=set)
+    """Positions, multiples of block_size, behind which a state is to be kept."""
+    pending: dict[int, int] = field(default_factory=dict)
+    """Position -> slot that holds (or will hold) the state there, while the block before it is not published."""
+    decoded: set[int] = field(default_factory=set)
+    """Positions of `pending` that were reached by decoding."""
+    decoded_block: int | None = None
+    """Block behind which the last such state is cached."""
+
+
+class StateCache:
+    """States of a recurrent model that prompts go on from: a hit ends at the last block that has one behind it.
+
+    The state is copied to the row's own slot before the step, so that no two sequences ever compute in one slot.
+    Without slots (count 0) no prefix of the model is ever hit.
+    """
+
+    def __init__(self, slots: StateSlots, pool: BlockPool, *, block_size: int, journal: list[Copy]) -> None:
+        """pool: tells `slots` of blocks that lose their content. journal: where copies of states are added."""
+        self.slots = slots
+        self._pool, self._block_size, self._journal = pool, block_size, journal
+        self._of: defaultdict[int, _LeaseStates] = defaultdict(_LeaseStates)
+        """By row."""
+
+    # ------------------------------------------------------------------ leases
+
+    def admit(self, lease: Lease, num_tokens: int) -> None:
+        """Keep the state behind the last full block of a prompt of `num_tokens` that a hit can end at."""
+        self._of[lease.row].keep_at.add((num_tokens - 1) // self._block_size * self._block_size)
+
+    def release(self, lease: Lease) -> None:
+        """The lease ends: give back states whose blocks were not published."""
+        self._release_pending(self._of.pop(lease.row, None))
+
+    def find(self, lease: Lease, tokens: Sequence[int], *, beyond: int) -> list[int]:
+        """Published blocks that continue the digests of `lease` to the last one with a state behind it.
+
+        None where that is not behind more than `beyond` tokens. The digests of `lease` grow by those of the blocks.
+        """
+        if not self.slots.count:
+            return []
+        digests, first, size = lease.digests, len(lease.digests), self._block_size
+        before = self._of[lease.row].hashed[first:]
+        blocks = self._pool.run_of(before)
+        num_again = len(blocks)
+        digests += before[:num_again]
+        if num_again == len(before):
+            blocks += find_published(self._pool, lease, tokens, size)
+        if not blocks:
+            return blocks
+        self._stop_at_state(lease, blocks, first=first, beyond=beyond)
+        if num_again and not self._has_content(lease, tokens, first=first):
+            del digests[first:]
+            self._of[lease.row].load_from = None
+            return []
+        return blocks
+
+    def gains_by_waiting(self, lease: Lease) -> bool:
+        """Whether the step being planned writes a state that lets the prompt of `lease` skip more."""
+        return self._of[lease.row].gains_by_waiting
+
+    def load(self, lease: Lease) -> bool:
+        """Journal the copy of the state that `find` ended at into the row's own slot -> whether there is one."""
+        states = self._of[lease.row]
+        if states.load_from is None:
+            return False
+        self._journal.append(Copy(CopyKind.STATE, self.slots.load(states.load_from), lease.row))
+        states.load_from = None
+        return True
+
+    # ------------------------------------------------------------------ keeping
 
     def begin_step(self) -> None:
         """A step is planned from here on; what the one before writes can be read now."""
-        if self.snapshots is not None:
-            self.snapshots.begin_step()
+        self.slots.begin_step()
 
-    def load_state(self, lease: Lease) -> None:
-        """Journal the way of the snapshot that `admit` or `catch_up` found into the row's own slot, if they did."""
-        if lease.begins_behind is not None:
-            assert self.snapshots is not None
-            self._moves.append(("state copy", lease.row, self.snapshots.use(lease.begins_behind)))
-            lease.begins_behind = None
-
-    def keep_states(self, lease: Lease, tokens: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
+    def keep(self, lease: Lease, tokens: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
         """(position, slot) of the states to keep while tokens start .. end - 1 are computed; `end` itself may be one.
 
-        They are found by plans of later steps, as soon as their block is published: where another lease has done that,
-        who needs it waits for it from now on, and nobody keeps a second one.
+        Plans of later steps find them as soon as their block is published. Where another lease has published it with a
+        state no second one is kept: leases that need it wait for that one.
         """
         kept: list[tuple[int, int]] = []
-        snapshots = self.snapshots
-        if snapshots is None or not lease.root:
+        if not lease.publishes:
             return kept
-        for position in sorted(lease.keep_at):
+        states = self._of[lease.row]
+        for position in sorted(states.keep_at):
             if not start < position <= end:
                 continue
             block = self._published(lease, tokens, position)
-            if block is not None and snapshots.any_behind((block,)):
+            if block is not None and self.slots.any_behind((block,)):
                 continue
-            slot = snapshots.take(reclaim=True)
+            slot = self.slots.take(evict=True)
             if slot is None:
                 continue
             kept.append((position, slot))
             if block is None:
-                lease.unnamed[position] = slot
+                states.pending[position] = slot
             else:
-                snapshots.name(slot, block, first_to_go=False)
+                self.slots.attach(slot, block, evict_first=False)
         return kept
 
-    def keep_drawn_state(self, lease: Lease, position: int) -> None:
+    def keep_decoded(self, lease: Lease, position: int) -> None:
         """Keep the state that the row has before the step being planned, if a slot is free: it lies behind `position`.
 
-        One a sequence, so that an answer is found again without pushing prompts out: the one before goes when this
-        one's block is published.
+        One a sequence, so that an answer is found by the next turn without evicting prompts: the one before goes when
+        this one's block is published.
         """
-        if self.snapshots is None or not lease.root or position in lease.unnamed:
+        states = self._of[lease.row]
+        if not lease.publishes or position in states.pending:
             return
-        slot = self.snapshots.take(reclaim=False)
+        slot = self.slots.take(evict=False)
         if slot is not None:
-            self._moves.append(("state copy", slot, lease.row))
-            lease.unnamed[position] = slot
-            lease.drawn.add(position)
-            if len(lease.digests) * self.block_size >= position:
-                self._name_state(lease, position // self.block_size - 1)
+            self._journal.append(Copy(CopyKind.STATE, lease.row, slot))
+            states.pending[position] = slot
+            states.decoded.add(position)
+            if len(lease.digests) * self._block_size >= position:
+                self.attach(lease, position // self._block_size - 1)
 
-    def forget_states(self) -> None:
-        """Give up every state kept behind a block: nobody will look for those blocks again."""
-        if self.snapshots is not None:
-            self.snapshots.forget_all()
-
-    def held_state_slots(self) -> list[int]:
-        """Every state slot with content that somebody may go on from: of rows, and snapshots behind held blocks."""
-        if not self.recurrent:
-            return []
-        snapshots = self.snapshots.slots_of(set(self.pool.held())) if self.snapshots is not None else []
-        return sorted([*self._leases, *snapshots])
-
-    def _published(self, lease: Lease, tokens: Sequence[int], position: int) -> int | None:
-        """The block of others, found by `lease` before, that ends at `position`."""
-        column = position // self.block_size - 1
-        if column >= len(lease.hashed):
-            return None
-        prev = lease.hashed[column - 1] if column else lease.root
-        preimage = preimage_of(prev, tokens[column * self.block_size : position])
-        return self.pool.lookup(lease.hashed[column], preimage)
-
-    def _give_back_unnamed(self, lease: Lease) -> None:
-        """No block will be published for the states that `lease` has kept."""
-        for slot in lease.unnamed.values():
-            self.snapshots.give_back(slot)  # type: ignore[union-attr]
-        lease.unnamed = {}
-
-    def _stop_at_snapshot(
-        self, lease: Lease, blocks: list[int], snapshots: StateSlots, *, first: int, beyond: int
-    ) -> None:
-        """Cut found blocks behind the last one with a state; where they go on, others may: a state is wanted there."""
-        size, num_found = self.block_size, len(blocks)
-        num_usable, lease.waits = 0, False
-        if snapshots.any_behind(blocks):
-            num_usable = next((n for n in range(num_found, 0, -1) if snapshots.is_ready(blocks[n - 1])), 0)
-            lease.waits = any(map(snapshots.is_coming, blocks[num_usable:]))
-        if (first + num_usable) * size <= beyond:
-            num_usable = 0
-        lease.begins_behind = blocks[num_usable - 1] if num_usable else None
-        if num_usable < num_found:
-            lease.keep_at.add((first + num_found) * size)
-            lease.hashed = list(lease.digests)
-        del blocks[num_usable:], lease.digests[first + num_usable :]
-
-    def _name_state(self, lease: Lease, column: int) -> None:
+    def attach(self, lease: Lease, column: int) -> None:
         """The block at `column` is published: a state kept for its end can be found from now on."""
-        position, block = (column + 1) * self.block_size, lease.blocks[column]
-        slot = lease.unnamed.pop(position, None)
+        states, position, block = self._of[lease.row], (column + 1) * self._block_size, lease.blocks[column]
+        slot = states.pending.pop(position, None)
         if slot is None:
             return
-        assert self.snapshots is not None
-        drawn = position in lease.drawn
-        named = self.snapshots.name(slot, block, first_to_go=drawn)
-        if drawn and named:
-            lease.drawn.discard(position)
-            if lease.drawn_block is not None:
-                self.snapshots.forget_unused(lease.drawn_block)
-            lease.drawn_block = block
+        decoded = position in states.decoded
+        if self.slots.attach(slot, block, evict_first=decoded) and decoded:
+            states.decoded.discard(position)
+            if states.decoded_block is not None:
+                self.slots.forget_unused(states.decoded_block)
+            states.decoded_block = block
+
+    def forget_all(self) -> None:
+        """Drop every state cached behind a block: no request looks for those blocks any more."""
+        self.slots.forget_all()
+
+    def release_pending(self) -> None:
+        """No block will be published for the states that leases have kept."""
+        for states in self._of.values():
+            self._release_pending(states)
+
+    def held_slots(self) -> list[int]:
+        """Slots of states behind blocks that leases hold, and of states whose block is not published yet."""
+        return self.slots.slots_of(set(self._pool.held()))
+
+    def check(self, rows: Collection[int]) -> None:
+        """Assert that only leases, on these rows, keep states, and that slots agree with them and with the blocks."""
+        assert self._of.keys() <= set(rows), f"states of rows {sorted(self._of)}, leases on {sorted(rows)}"
+        pending = [slot for states in self._of.values() for slot in states.pending.values()]
+        self.slots.check(pending, self._pool.contents().keys())
+
+    # ------------------------------------------------------------------ parts
+
+    def _published(self, lease: Lease, tokens: Sequence[int], position: int) -> int | None:
+        """The block of another lease, found by `lease` before, that ends at `position`."""
+        hashed, size = self._of[lease.row].hashed, self._block_size
+        column = position // size - 1
+        if column >= len(hashed):
+            return None
+        prev = hashed[column - 1] if column else lease.root
+        return self._pool.lookup(hashed[column], preimage_of(prev, tokens[column * size : position]))
+
+    def _stop_at_state(self, lease: Lease, blocks: list[int], *, first: int, beyond: int) -> None:
+        """Cut found blocks behind the last one with a state; where they end is where other prompts part: keep one."""
+        states, slots, size, num_found = self._of[lease.row], self.slots, self._block_size, len(blocks)
+        num_usable, states.gains_by_waiting = 0, False
+        if slots.any_behind(blocks):
+            num_usable = next((n for n in range(num_found, 0, -1) if slots.is_ready(blocks[n - 1])), 0)
+            states.gains_by_waiting = any(map(slots.is_coming, blocks[num_usable:]))
+        if (first + num_usable) * size <= beyond:
+            num_usable = 0
+        states.load_from = blocks[num_usable - 1] if num_usable else None
+        if num_usable < num_found:
+            states.keep_at.add((first + num_found) * size)
+            states.hashed = list(lease.digests)
+        del blocks[num_usable:], lease.digests[first + num_usable :]
+
+    def _has_content(self, lease: Lease, tokens: Sequence[int], *, first: int) -> bool:
+        """Whether blocks found by their digests alone hold these tokens: all their preimages are equal."""
+        return all(
+            self._pool.lookup(lease.digests[column], lease.preimage(column, tokens, self._block_size)) is not None
+            for column in range(first, len(lease.digests))
+        )
+
+    def _release_pending(self, states: _LeaseStates | None) -> None:
+        if states is not None:
+            for slot in states.pending.values():
+                self.slots.release(slot)
+            states.pending = {}

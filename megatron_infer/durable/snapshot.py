@@ -126,7 +126,7 @@ class Archive:
 
         def make(names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             requests = _open_requests(self._output_processor.groups)
-            memory = collect(requests, store, attends=attends, recurrent=parts.context.recurrent)
+            memory = collect(requests, store, attends=attends, recurrent=parts.context.states is not None)
             if parts.rank_group.groups.is_leader:
                 return self.contents(undelivered, finished, memory=memory, part_names=names)
             name = names[parts.rank_group.groups.engine_rank - 1]

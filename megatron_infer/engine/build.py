@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from megatron_infer.config.inference import (
 )
 from megatron_infer.config.sizing import GIB, host_places
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
+from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of
 from megatron_infer.engine.build_graphs import step_graphs
@@ -120,21 +121,21 @@ class Assembly:
 
     def forward(self, plan: StepPlan) -> InFlightStep:
         """Launch a step: what the context has journaled since the last one, then the forward."""
-        context = self.context
-        flight = self.runner.forward(plan, context.take_table_writes(), context.take_moves())
-        blocks, states = context.take_freed_slots(), context.take_freed_states()
-        if blocks or states:  # after the moves of the steps launched so far
-            self.runner.then(partial(self._free_host, blocks, states))
+        flight = self.runner.forward(plan, self.context.take_table_writes())
+        if self.context.swap is not None:
+            blocks, states = self.context.swap.take_freed()
+            if blocks or states:  # after the copies of the steps launched so far
+                self.runner.then(partial(self._free_host, blocks, states))
         return flight
 
     def finish_moves(self) -> None:
         """Carry out copies between pool and host that no step has launched yet.
 
-        When that fails nobody knows what has arrived: everyone is computed anew.
+        When that fails it is unknown what has arrived: all requests are recomputed.
         """
         try:
             with self.rank_group.together("moving blocks"):
-                self.runner.store.run_moves(self.context.take_moves())
+                self.runner.store.run_copies(self.context.take_copies())
         except BaseException:
             self.scheduler.requeue_all()
             raise
@@ -143,9 +144,10 @@ class Assembly:
 
     def free_host_slots(self) -> None:
         """Give back host memory of evicted requests that came back or ended."""
-        self._free_host(self.context.take_freed_slots(), self.context.take_freed_states())
+        if self.context.swap is not None:
+            self._free_host(*self.context.swap.take_freed())
 
-    def _free_host(self, blocks: Sequence[int], states: Sequence[int]) -> None:
+    def _free_host(self, blocks: Iterable[int], states: Iterable[int]) -> None:
         self.runner.store.free_host_slots(blocks)
         self.runner.store.free_host_states(states)
 
@@ -322,16 +324,6 @@ def assemble(
         rank_group=rank_group,
     )
     parts.context = make_context(config, agreed)
-    parts.scheduler = Scheduler(
-        parts.context,
-        max_tokens=sizes.max_tokens,
-        chunked_prefill=config.enable_chunked_prefill,
-        paused_block_limit=sizes.paused_block_limit,
-        root=parts.root(),
-        preemption=config.preemption_mode,
-        num_micro_batches=num_micro_batches_of(groups, config),
-        on_event=on_event,
-    )
     link = None
     if groups.pp is not None:
         link = StageLink(
@@ -340,11 +332,24 @@ def assemble(
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=rank_group.check_alive)
     register_derived(parts)
     warm_up(parts)
-    if parts.context.host is not None:
+    costs, graphs = None, parts.runner.graphs
+    if parts.context.swap is not None:
         if groups.is_leader:
             parts.speeds = CostMeter(parts.runner.store)
         prices = None if parts.speeds is None else asdict(parts.speeds.costs)
-        parts.scheduler.preemption.costs = CostModel(**rank_group.from_leader("prices of evictions", prices))
+        costs = CostModel(**rank_group.from_leader("prices of evictions", prices))
+    parts.scheduler = Scheduler(
+        parts.context,
+        max_tokens=sizes.max_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        paused_block_limit=sizes.paused_block_limit,
+        root=parts.root(),
+        preemption=config.preemption_mode,
+        costs=costs,
+        num_micro_batches=num_micro_batches_of(groups, config),
+        prefill_room=graphs.pool.index.prefill_room if graphs is not None and config.cuda_graph_all_prefills else None,
+        on_event=on_event,
+    )
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -387,9 +392,9 @@ def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int
 
 
 def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:
-    """The books of the cache."""
+    """Which sequence holds which rows, blocks and state slots."""
     sizes, (num_host_slots, num_host_states) = agreed.sizes, agreed.host
-    return DynamicInferenceContext(
+    return build_context(
         num_blocks=sizes.num_usable_blocks,
         block_size=config.block_size_tokens,
         num_rows=sizes.max_requests,
@@ -398,7 +403,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         num_host_slots=num_host_slots,
         recurrent=agreed.recurrent,
-        num_snapshots=sizes.num_snapshot_slots,
+        num_cached_states=sizes.num_snapshot_slots,
         num_host_states=num_host_states,
     )
 
@@ -438,7 +443,7 @@ def register_derived(parts: Assembly) -> None:
             )
         )
     parts.derived.refresh()
-    connect_graphs(parts)
+    parts.show_weights_to_graphs()
 
 
 def warm_up(parts: Assembly) -> None:
@@ -452,13 +457,6 @@ def warm_up(parts: Assembly) -> None:
         most = parts.sizes.max_tokens
         parts.runner.warm_up(most, [count for count in adopted.token_counts(chosen.ops) if count <= most])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
-
-
-def connect_graphs(parts: Assembly) -> None:
-    """What graphs have to know of the weights, and the scheduler of graphs."""
-    parts.show_weights_to_graphs()
-    if parts.runner.graphs is not None and parts.config.cuda_graph_all_prefills:
-        parts.scheduler.prompts.room = parts.runner.graphs.pool.index.prefill_room
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:

@@ -73,9 +73,11 @@ def held_blocks(requests: Iterable[Request]) -> set[int]:
 
 def state_slots(context: DynamicInferenceContext) -> dict[str, int]:
     """Recurrent-state slots: of rows, and of the prefix cache; all 0 for a model that keeps no state."""
-    if not context.recurrent:
+    if context.states is None:
         return {}
-    free, snapshots = context.num_free_rows, context.snapshots
-    cached = 0 if snapshots is None else snapshots.num_kept
-    spare = 0 if snapshots is None else snapshots.count - cached
-    return {"state_slots_used": context.num_rows - free, "state_slots_cached": cached, "state_slots_free": free + spare}
+    free, slots = context.num_free_rows, context.states.slots
+    return {
+        "state_slots_used": context.num_rows - free,
+        "state_slots_cached": slots.num_cached,
+        "state_slots_free": free + slots.count - slots.num_cached,
+    }

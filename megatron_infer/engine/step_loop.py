@@ -129,7 +129,7 @@ class StepLoop:
 
     def take_costs(self, costs: CostModel) -> None:
         """The next step decides on evictions with these prices."""
-        self.parts.scheduler.preemption.costs = costs
+        self.parts.scheduler.set_costs(costs)
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one, and make blocks hold what the books say.
@@ -216,10 +216,12 @@ class StepLoop:
             self._commit(outputs)
         return self.parts.input_processor.grammars.masks(plan.sampled) if self.parts.runner.draws else None
 
-    def _complete(self, asked: Sequence[Request]) -> list[Request]:
-        """Structured output whose last token was drawn, or that went wrong: it ends -> those."""
+    def _complete(self, took: Sequence[Request]) -> list[Request]:
+        """Structured output that took its last token, or that went wrong: it ends -> those."""
         ended: list[Request] = []
-        for request in asked:
+        for request in took:
+            if request.params.structured is None:
+                continue
             reason: FinishReason | None = None
             try:
                 if self.parts.input_processor.grammars.advance(request):
@@ -252,12 +254,11 @@ class StepLoop:
             for request in broken:
                 self.output_processor.set_error(request, nothing_to_draw(request))
                 scheduler.finish(request, FinishReason.ERROR)
-            alive = self.output_processor.alive(plan)
-            asked = structured_of(plan) if self.output_processor.num_structured else ()
-            ended = scheduler.commit(plan, drawn.result)
-            if asked:
-                ended = [*ended, *self._complete(asked)]
-            outputs.extend(self.output_processor.take(plan, drawn, alive, (*ended, *broken), scheduler))
+            committed = scheduler.commit(plan, drawn.result)
+            ended = committed.ended
+            if self.output_processor.num_structured:
+                ended = [*ended, *self._complete([plan.sampled[index] for index in committed.taken])]
+            outputs.extend(self.output_processor.take(plan, drawn, committed.taken, (*ended, *broken), scheduler))
 
     def _read(self, flight: InFlightStep) -> RunnerOutput:
         """What the step drew. With several ranks a failure is everyone's, or ends the engine."""
@@ -308,11 +309,6 @@ def needs_host_tokens(plan: StepPlan) -> bool:
         if request.params.structured is not None and len(request.tokens) <= start:
             return True
     return False
-
-
-def structured_of(plan: StepPlan) -> list[Request]:
-    """Who takes a token of structured output from the step; ask before the scheduler commits."""
-    return [one for one in plan.sampled if one.params.structured is not None and one.finish_reason is None]
 
 
 def nothing_to_draw(request: Request) -> FailedStep:

@@ -1,6 +1,6 @@
 """What the pools hold: read, written and moved, as long as they have memory. `memory.store` says when that is.
 
-pool  <-- run_moves -->  host slots: blocks and states of evicted requests while the pool is in use
+pool  <-- run_copies -->  host slots: blocks and states of evicted requests while the pool is in use
 
 While a restore is under way everything here comes, on the device, behind all of it; a step alone asks layer by layer
 (see `arrival`).
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_infer.context.swap_slots import Move
+from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import StateReleased
 from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.memory.copy_pipeline import CopyPipeline
@@ -108,20 +108,30 @@ class PoolContent:
 
     # ------------------------------------------------------------------ moving
 
-    def run_moves(self, moves: Sequence[Move]) -> None:
-        """Copy blocks and states to host slots and back, and states to other states' slots, with the result of doing
-        one move after the other.
+    def run_copies(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks and states within the pools, to host slots and back, with the result of doing one copy after the
+        other. Blocks or states that only other pipeline stages keep are left out.
 
         On CUDA they are enqueued on the current stream and nothing waits. Raises MemoryError when the host has no
         room within num_host_slots and num_host_states.
         """
-        if not moves:
+        if not copies:
             return
         self._check_held()
-        for kind, group in _groups(moves):
-            pool = self._states if kind.startswith("state") else self._blocks
-            if pool is not None:  # None: blocks or states that only other pipeline stages keep
-                _run(pool, kind, group)
+        for kind, group in _groups(copies):
+            pool = self._blocks if kind in _OF_BLOCKS else self._states
+            if pool is None:
+                continue
+            if kind is CopyKind.BLOCK:
+                self._copy_blocks(group)
+            elif kind is CopyKind.STATE:
+                pool.copy((copy.source, copy.destination) for copy in group)
+            elif kind in _OUT:  # by host slot: neighbours are copied as one
+                group.sort(key=lambda copy: copy.destination)
+                pool.swap_out([copy.source for copy in group], [copy.destination for copy in group])
+            else:
+                group.sort(key=lambda copy: copy.source)
+                pool.swap_in([copy.destination for copy in group], [copy.source for copy in group])
 
     def free_host_slots(self, slots: Iterable[int]) -> None:
         """Drop the blocks these slots hold; slots that were never written are fine."""
@@ -155,12 +165,10 @@ class PoolContent:
         assert self._blocks is not None, "blocks of a model without attention layers hold nothing"
         self._blocks.write(blocks, movable(content))
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer; destinations are fresh, so order does not matter."""
-        if not pairs or self._blocks is None:
-            return
+    def _copy_blocks(self, copies: Sequence[Copy]) -> None:
+        """Copy whole blocks in every layer; no destination comes twice or is a source, so order does not matter."""
         cache = movable(self.kv_cache)
-        index = device_index(self._pipeline, [number for pair in pairs for number in pair])
+        index = device_index(self._pipeline, [place for copy in copies for place in copy[1:]])
         cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
 
     def read_states(self, slots: Sequence[int]) -> Tensor:
@@ -172,11 +180,6 @@ class PoolContent:
         pool = self._state_pool()
         assert content.shape == (len(slots), pool.place_bytes), f"{tuple(content.shape)}, slots of {pool.place_bytes:,}"
         pool.write(slots, content.contiguous().view(torch.int64))
-
-    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states (source slot, destination slot), one after the other; nothing in a pipeline stage without any."""
-        if pairs and self._states is not None:
-            self._state_pool().copy(pairs)
 
     def _check_held(self) -> None:
         """The pools have memory, and whoever uses it now on the device finds all that is to come back."""
@@ -191,17 +194,6 @@ class PoolContent:
         return self._states
 
 
-def _run(pool: PoolMemory, kind: str, group: list[Move]) -> None:
-    """Carry out a group of `_groups`."""
-    if kind == "state copy":
-        pool.copy((source, destination) for _, destination, source in group)
-        return
-    # No target comes twice in a group, so its order is free: by slot, neighbours are copied as one.
-    group.sort(key=lambda move: move[2])
-    swap = pool.swap_out if kind.endswith("out") else pool.swap_in
-    swap([place for _, place, _ in group], [slot for _, _, slot in group])
-
-
 def _away(pools: Sequence[PoolMemory]) -> StateReleased:
     kept = ", ".join(f"{pool.num_kept:,} {pool.noun}" for pool in pools)
     return StateReleased(
@@ -209,20 +201,24 @@ def _away(pools: Sequence[PoolMemory]) -> StateReleased:
     )
 
 
-def _groups(moves: Sequence[Move]) -> Iterator[tuple[str, list[Move]]]:
-    """Cut moves into runs of one kind, (kind, moves), in which no target comes twice: order within one does not matter.
+def _groups(copies: Sequence[Copy]) -> Iterator[tuple[CopyKind, list[Copy]]]:
+    """Cut copies into runs of one kind, (kind, copies), in which no copy depends on one before: their order is free.
 
-    State copies are the exception: they read and write the same pool, so a run of them is done in its order.
+    Copies within the state pool are done one after the other, so a run of them is not cut.
     """
-    group: list[Move] = []
+    group: list[Copy] = []
     targets: set[int] = set()
-    for move in moves:
-        kind, place, slot = move
-        target = slot if kind.endswith("out") else place
-        if group and (group[0][0] != kind or (target in targets and kind != "state copy")):
-            yield group[0][0], group
+    for copy in copies:
+        kind, source, destination = copy
+        depends = destination in targets or (kind is CopyKind.BLOCK and source in targets)
+        if group and (group[0].kind is not kind or (depends and kind is not CopyKind.STATE)):
+            yield group[0].kind, group
             group, targets = [], set()
-        group.append(move)
-        targets.add(target)
+        group.append(copy)
+        targets.add(destination)
     if group:
-        yield group[0][0], group
+        yield group[0].kind, group
+
+
+_OF_BLOCKS = (CopyKind.BLOCK, CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)
+_OUT = (CopyKind.BLOCK_OUT, CopyKind.STATE_OUT)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from megatron_infer.comm.stage_link import BrokenOff, Message, OrderedThread, StageLink, is_broken_off, is_of_collective
-from megatron_infer.context.swap_slots import Move
 from megatron_infer.cuda_graphs.padded_step import asks_routing
 from megatron_infer.kernels.base import RoutingShape
 from megatron_infer.runner.batch import Batch
@@ -113,11 +112,9 @@ class StageRunner(ModelRunner):
         self._routing_before, self.routing = self._all_routing()
         """Mixture-of-experts layers of the stages before; what is gathered up to this stage (None: nothing)."""
 
-    def forward(
-        self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()
-    ) -> InFlightStep:
+    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> InFlightStep:
         flight = InFlightStageStep(plan=plan, on_wait=self._on_wait, alone_s=self._alone_s)
-        flight.computed = self._lane.submit(partial(self._compute, flight, table_writes, moves))
+        flight.computed = self._lane.submit(partial(self._compute, flight, table_writes))
         if plan.returned:  # such a request may be gone before the lane gets here: nothing of it is in flight
             flight.computed.exception()
         return flight
@@ -163,9 +160,7 @@ class StageRunner(ModelRunner):
             flight.batch.routing_TLK = flight.routed_TLK[:, self._routing_before :]
 
     @torch.inference_mode()
-    def _compute(
-        self, flight: InFlightStageStep, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
-    ) -> None:
+    def _compute(self, flight: InFlightStageStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
         """This stage's part of a step; whatever happens, one message is taken in and one handed on.
 
         Whether a stage before failed, this one does not look: it computes with zeros then, into blocks and states that
@@ -174,7 +169,7 @@ class StageRunner(ModelRunner):
         link, residual_TD = self.link, None
         num_tokens = self._num_sent(flight.plan)
         try:
-            self._set_out(flight, table_writes, moves)
+            self._set_out(flight, table_writes)
         except Exception as error:
             self._note_failure(flight, error)
         asks = self._asks_routing(flight.plan)

@@ -131,14 +131,13 @@ class OutputProcessor:
             member[0].error = error
             member[0].event("FAIL", message=str(error))
 
-    def alive(self, plan: StepPlan) -> list[bool]:
-        """Which of plan.sampled still take a token; ask before the scheduler commits. Empty when nobody watches."""
-        return [request.finish_reason is None for request in plan.sampled] if self._watched else []
-
     def take(
-        self, plan: StepPlan, drawn: RunnerOutput, alive: list[bool], ended: Iterable[Request], scheduler: Scheduler
+        self, plan: StepPlan, drawn: RunnerOutput, taken: Sequence[int], ended: Iterable[Request], scheduler: Scheduler
     ) -> list[RequestOutput]:
-        """A committed step -> outputs with news. Stop strings found here end their request in the scheduler."""
+        """A committed step -> outputs with news. Stop strings found here end their request in the scheduler.
+
+        taken: indices into plan.sampled whose requests took their tokens.
+        """
         if drawn.prompt_scores:
             self._take_prompt_scores(drawn.prompt_scores)
         for pooled in drawn.pooled:
@@ -148,12 +147,12 @@ class OutputProcessor:
         touched: dict[str, RequestState] = {}
         if self._watched:
             if drawn.logprobs is not None:
-                self._take_logprobs(plan, drawn, alive)
+                self._take_logprobs(plan, drawn, taken)
             if drawn.token_details is not None:
-                self._take_token_details(plan, drawn.token_details, alive)
+                self._take_token_details(plan, drawn.token_details, taken)
             if drawn.routing is not None:
                 self._take_routing(plan, drawn.routing)
-            self._take_tokens(plan, alive, touched, scheduler)
+            self._take_tokens(plan, taken, touched, scheduler)
         return self.close(ended, touched)
 
     def _count(self, plan: StepPlan, ended: Sequence[Request]) -> None:
@@ -195,10 +194,10 @@ class OutputProcessor:
         return outputs
 
     def _take_tokens(
-        self, plan: StepPlan, alive: list[bool], touched: dict[str, RequestState], scheduler: Scheduler
+        self, plan: StepPlan, taken: Sequence[int], touched: dict[str, RequestState], scheduler: Scheduler
     ) -> None:
-        for request, was_alive in zip(plan.sampled, alive, strict=True):
-            if not was_alive or request.id not in self._watched:
+        for request in map(plan.sampled.__getitem__, taken):
+            if request.id not in self._watched:
                 continue
             group, sample = self._members[request.id]
             if self._token_events:
@@ -211,12 +210,12 @@ class OutputProcessor:
                     request.finish_reason, request.stop_reason = FinishReason.STOP, matched
             touched[group.id] = group
 
-    def _take_logprobs(self, plan: StepPlan, drawn: RunnerOutput, alive: list[bool]) -> None:
+    def _take_logprobs(self, plan: StepPlan, drawn: RunnerOutput, taken: Sequence[int]) -> None:
         batch = drawn.logprobs
         assert batch is not None
         columns = (batch.index, batch.token_logprob, batch.token_rank, batch.counts, batch.top_ids, batch.top_logprobs)
         for place, logprob, rank, count, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-            if not alive[place]:
+            if place not in taken:
                 continue
             request = plan.sampled[place]
             group, sample = self._members[request.id]
@@ -225,11 +224,11 @@ class OutputProcessor:
             codec = self._codec_of(group)
             sample.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, ids[:count], values[:count]))
 
-    def _take_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, alive: list[bool]) -> None:
+    def _take_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, taken: Sequence[int]) -> None:
         bits_BY = batch.bits_BY.numpy()
         columns = (batch.index, batch.raw, batch.processed, batch.support)
         for place, raw, processed, told in zip(*(column.tolist() for column in columns), strict=True):
-            if not alive[place]:
+            if place not in taken:
                 continue
             request = plan.sampled[place]
             token_details = self._members[request.id][1].token_details

@@ -258,7 +258,7 @@ def _step(
         raise NoRoom("the cache ran out of blocks during a replay; let requests finish first")
     tokens: tuple[int, ...] = ()
     try:
-        flight = runner.forward(plan, parts.context.take_table_writes(), parts.context.take_moves())
+        flight = runner.forward(plan, parts.context.take_table_writes())
         parts.free_host_slots()
         if plan.sampled:
             tokens = (ids[len(request.tokens)],)

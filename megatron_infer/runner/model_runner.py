@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.context.swap_slots import Move
 from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.kernels.base import Ops, PagedModel, RoutingShape
 from megatron_infer.memory.device import Device
@@ -51,12 +50,10 @@ class ModelRunner:
         """What requests can be told of their tokens' experts; None: nothing."""
 
     @torch.inference_mode()
-    def forward(
-        self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move] = ()
-    ) -> InFlightStep:
-        """Enqueue the moves between device and host, then the step's forward; logits exist only where one draws."""
+    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> InFlightStep:
+        """Enqueue the copies before the step, then its forward; logits exist only where one draws."""
         flight = InFlightStep(plan=plan)
-        self._set_out(flight, table_writes, moves)
+        self._set_out(flight, table_writes)
         if flight.shape is None:
             self._arrive(flight, self._model.hidden(flight.batch))
         else:
@@ -92,12 +89,10 @@ class ModelRunner:
         """What the step will be padded to, on all ranks alike."""
         return None if self.graphs is None else self.graphs.shape_of(plan)
 
-    def _set_out(
-        self, flight: InFlightStep, table_writes: Sequence[tuple[int, int, int]], moves: Sequence[Move]
-    ) -> None:
+    def _set_out(self, flight: InFlightStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
         """What comes before the layers."""
         self._set_rows(flight.plan)
-        self.store.run_moves(moves)
+        self.store.run_copies(flight.plan.copies_before)
         if self.graphs is not None:
             flight.shape = self.graphs.ready(flight.plan)
         flight.batch = self.builder.build(flight.plan, table_writes, shape=flight.shape)
@@ -110,8 +105,7 @@ class ModelRunner:
         hidden_TD: None of a padded step that only decodes.
         """
         plan, batch = flight.plan, flight.batch
-        self.store.copy_blocks(plan.copies)
-        self.store.copy_states(plan.state_copies)
+        self.store.run_copies(plan.copies_after)
         if not scores:
             return
         if flight.replayed is not None:

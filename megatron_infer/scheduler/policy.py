@@ -1,4 +1,4 @@
-"""Who is admitted, how much of a prompt a step computes, who gives way: plain functions of numbers and requests."""
+"""How much of a prompt a step computes, when a request is admitted, what an eviction costs: plain functions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def stored_tokens(max_total: int) -> int:
 
 
 def chunk_size(remaining: int, left: int, *, max_tokens: int, chunked: bool) -> int:
-    """Tokens of a prompt to compute in this step, `remaining` of it being left to do; 0: it waits for a later step.
+    """Tokens of a prompt to compute in this step, `remaining` of it being left; 0: it waits for a later step.
 
-    left: what the step may still take of its budget of `max_tokens`. Without chunking a prompt is computed whole;
+    left: what the step has left of its budget of `max_tokens`. Without chunking a prompt is computed whole;
     one that is larger than any step (recomputed with its output after an eviction) is chunked all the same.
     """
     if remaining <= left:
@@ -40,42 +40,41 @@ def chunk_size(remaining: int, left: int, *, max_tokens: int, chunked: bool) -> 
 
 
 MIN_SHARE_TOKENS = 64
-"""Prompt tokens that one of several micro-batches takes at least: below it a forward costs what it costs."""
+"""Prompt tokens that one of several micro-batches takes at least: a forward of fewer takes as long."""
 
-
-SHARES_PER_GROUP = 2
-"""Shares into which prompts that wait are cut, a pipeline stage: while the first and the last of them are computed some
-stages have nothing to do, so more of them waste less, and cost more forwards."""
+SHARES_PER_MICRO_BATCH = 2
+"""Shares for each micro-batch into which waiting prompts are cut: while the first and the last of them are computed
+some pipeline stages have nothing to do, so more of them waste less, and cost more forwards."""
 
 
 def decode_share(num_decoding: int, num_idle: int, *, num_micro_batches: int, num_in_flight: int) -> int:
-    """Requests that the next of `num_groups` micro-batches decodes, `num_in_flight` others being under way.
+    """Requests that the next of `num_micro_batches` decodes, `num_in_flight` others being in flight.
 
-    What is idle is divided over the micro-batches that are not, within an even share of all, so that groups which came
-    about by chance even out. Example: 7 in 3 groups, none in flight -> 3; then 4 idle, 1 in flight -> 2; then 2.
+    Idle requests are divided over the micro-batches not in flight, within an even share of all requests, so that
+    uneven micro-batches even out. Example: 7 in 3 of them, none in flight -> 3; then 4 idle, 1 in flight -> 2; then 2.
     """
     fewest, most = num_decoding // num_micro_batches, -(-num_decoding // num_micro_batches)
     return min(most, max(fewest, -(-num_idle // max(1, num_micro_batches - num_in_flight))))
 
 
 def prompt_share(num_tokens: int, num_micro_batches: int) -> int:
-    """Prompt tokens one of `num_groups` micro-batches takes of `num_tokens` that wait. Example: 1,000 of 2 -> 250."""
-    return max(MIN_SHARE_TOKENS, -(-num_tokens // (num_micro_batches * SHARES_PER_GROUP)))
+    """Prompt tokens that one micro-batch takes of `num_tokens` that wait. Example: 1,000 tokens, 2 of them -> 250."""
+    return max(MIN_SHARE_TOKENS, -(-num_tokens // (num_micro_batches * SHARES_PER_MICRO_BATCH)))
 
 
 def admission_headroom(num_live: int, num_blocks: int) -> int:
     """Free blocks an admission must leave to `num_live` admitted requests, so that it does not evict at once.
 
     A running request takes a block every block_size steps; one block for every eighth of them, at most 1/16 of the
-    pool, lets them go on for about two steps in block_size of 16 before anyone pauses. Nobody live: none, so that
-    whatever fits the pool is admitted in the end.
+    pool, lets them continue for about two steps in block_size of 16 before one pauses. None live: 0, so that every
+    request that fits the pool is admitted in the end.
     """
     return min(-(-num_live // 8), num_blocks // 16)
 
 
-def is_prefill(request: Request, *, leads: bool) -> bool:
-    """Whether it goes on in a slice: a prompt to its last token, a leader, or several known tokens to compute."""
-    return leads or request.scheduled < request.prompt_len or len(request.tokens) - request.scheduled > 1
+def is_prefill(request: Request, *, is_leader: bool) -> bool:
+    """Whether it continues with a chunk: a prompt to its last token, a leader, or several known tokens to compute."""
+    return is_leader or request.scheduled < request.prompt_len or len(request.tokens) - request.scheduled > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class CostModel:
     copy_s_per_block: float = 8e-5
     """Seconds to copy a block between device and host, one way (2 MiB at 25 GB/s)."""
     copy_s_per_state: float = 0.0
-    """The same of a request's recurrent state; 0 for a model that keeps none."""
+    """The same for a request's recurrent state; 0 for a model without."""
 
     def recompute_s(self, num_tokens: int) -> float:
         return num_tokens * self.prefill_s_per_token
@@ -98,9 +97,9 @@ class CostModel:
 
 
 def eviction_price(seconds: float, *, num_gained: int, num_evictions: int, steps_paused: int) -> float:
-    """What a block costs when a request is evicted that takes `seconds` to come back and leaves `num_gained` of use.
+    """Price of one block: evicting a request that takes `seconds` to come back leaves `num_gained` blocks of use.
 
-    It rises with every earlier eviction and with the time the request is paused by now, so that the load spreads.
+    It rises with every earlier eviction and with the time the request has been paused, so that the load spreads.
     Example: 0.8 s for 4 blocks is 0.2 s a block, and 0.4 s for the same request after one eviction.
     """
     return seconds / num_gained * (1 + num_evictions) * (1 + steps_paused / PATIENCE_STEPS)

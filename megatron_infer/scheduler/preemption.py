@@ -1,16 +1,19 @@
-"""What happens when KV blocks run out: who gets the next one, who pauses, who gives its memory back and how."""
+"""What happens when KV blocks run out: which requests pause, which are evicted, and how they get their memory back."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.context.swap_slots import SwappedSequence
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.request import Request, Status
+from megatron_infer.scheduler.request import Request, Status, sort_key_of
 from megatron_infer.scheduler.running_set import RunningSet
-from megatron_infer.scheduler.waiting_queue import WaitingQueue, sort_key_of
+from megatron_infer.scheduler.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from megatron_infer.context.swap import SwappedSequence
 
 
 def needs_block(request: Request) -> bool:
@@ -25,23 +28,23 @@ def is_ending(request: Request) -> bool:
 
 
 class PreemptionPolicy:
-    """Decides once per step, before decode requests are planned, who has to do without a block.
+    """Decides once per step, before decode requests are planned, which of them do without a block.
 
-    Free blocks go to those who need one, oldest first. Who gets none pauses and keeps what it has, as long as all of
-    them keep no more than `paused_block_limit` blocks. Past that, live requests are evicted, cheapest first by
-    `policy.eviction_price`, until the stuck are served or within the limit. A victim with a step in flight pauses now
-    and is evicted after its commit, if that is still needed. An evicted request waits again: its tokens are computed
-    anew, or its keys and values come back from the host, and it goes on where it was.
+    Free blocks go to requests that need one, oldest first. A request that gets none pauses and keeps what it has, as
+    long as all paused ones keep no more than `paused_block_limit` blocks. Past that, live requests are evicted,
+    cheapest first by `policy.eviction_price`, until the stuck ones have a block or are within the limit. A victim with
+    a step in flight pauses now and is evicted after its commit, if that is still needed. An evicted request waits
+    again: its tokens are recomputed, or its keys and values come back from the host, and it continues where it was.
 
-    Older is whose rank is smaller: of two priorities the smaller number, of the same priority who came first. Of those
-    who may be evicted the ones of the largest priority go first, and then by price.
+    Older means a smaller `sort_key`: the smaller priority number, or the earlier arrival within a priority. Among the
+    requests that may be evicted those of the largest priority number go first, and then by price.
 
-    Nobody starves but behind smaller priorities. The oldest live request is never evicted, keeps its blocks and gets
-    the first free one; alone it fits the pool, and when all are stuck another is evicted: so it finishes, and the next
-    is the oldest. Take the oldest unfinished request R. While it is live it is the oldest of the live, and finishes.
-    While it waits, it stands in the line before all that were never evicted; at most MAX_OVERTAKEN are admitted past
-    it, then nobody is, the live ones finish one after the other, and R fits at the latest when the pool is empty. Once
-    R is done the same holds for the next, so every request finishes.
+    No request starves but behind smaller priorities. The oldest live request is never evicted, keeps its blocks and
+    gets the first free one; alone it fits the pool, and when all are stuck another is evicted: so it finishes, and the
+    next is the oldest. Take the oldest unfinished request R. While it is live it is the oldest of the live, and
+    finishes. While it waits, it is queued before all that were never evicted; at most MAX_OVERTAKEN are admitted past
+    it, then none is, the live ones finish one after the other, and R fits at the latest when the pool is empty. Once R
+    is done the same holds for the next, so every request finishes.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class PreemptionPolicy:
         *,
         paused_block_limit: int,
         preemption: PreemptionMode,
+        costs: policy.CostModel,
     ) -> None:
-        self.costs = policy.CostModel()
+        self.costs = costs
         self.swapped: dict[Request, SwappedSequence] = {}
         """Waiting requests whose keys and values are on the host."""
         self.paused_block_limit = paused_block_limit
@@ -61,16 +65,16 @@ class PreemptionPolicy:
         self._context = context
         self._queue = queue
         self._running_set = running_set
-        self._doomed: list[Request] = []
+        self._evict_next: list[Request] = []
         """Victims that were paused because a step of theirs was in flight."""
         self._paused_since: dict[Request, int] = {}
 
     # ------------------------------------------------------------------ once per step
 
-    def settle(self) -> None:
+    def make_room(self) -> None:
         """Afterwards every decoding request has room for its next token, or the pool a block for each that has not.
 
-        Nobody stays paused beside a free block, so that an admission takes nothing from the paused.
+        No request stays paused beside a free block, so that an admission takes nothing from the paused.
         """
         context, running_set = self._context, self._running_set
         needy = [request for request in running_set.decoding if needs_block(request)]
@@ -78,27 +82,28 @@ class PreemptionPolicy:
             return
         # A pause that something else ended (a requeue, a failed step) is over: the next one counts from its own start.
         self._paused_since = {r: since for r, since in self._paused_since.items() if r.status is Status.PAUSED}
-        doomed, self._doomed = {request for request in self._doomed if request.status is Status.PAUSED}, []
-        stuck = self._serve([*needy, *(request for request in running_set.paused if request not in doomed)])
+        chosen, self._evict_next = {request for request in self._evict_next if request.status is Status.PAUSED}, []
+        stuck = self._grow([*needy, *(request for request in running_set.paused if request not in chosen)])
         if self._num_blocks(stuck) > self.paused_block_limit:
-            stuck = self._relieve(stuck, doomed)
+            stuck = self._evict_for(stuck, chosen)
         for request in stuck:
             if request.status is Status.RUNNING:
                 running_set.pause(request)
-        # A block that is still free is nobody's but theirs who pause; without one only former victims may go on as they
-        # are: this step's must stay paused until they are idle.
-        self._serve(running_set.paused if context.num_free_blocks else [r for r in doomed if r.status is Status.PAUSED])
+        # A block that is still free belongs to the paused; without one only victims of the step before may resume as
+        # they are: this step's must stay paused until they are idle.
+        former = [request for request in chosen if request.status is Status.PAUSED]
+        self._grow(running_set.paused if context.num_free_blocks else former)
         now = running_set.stats.steps
         self._paused_since = {request: self._paused_since.get(request, now) for request in running_set.paused}
 
     def break_deadlock(self) -> None:
-        """Evict one of the paused, who all wait for blocks of each other; one that frees nothing if all are such."""
+        """Evict one of the paused, which all wait for blocks of each other; one that frees nothing if all are such."""
         victims = self._victims((), num_needed=1) or sorted(self._running_set.paused, key=sort_key_of)[:0:-1]
         assert victims, f"alone, {self._running_set.paused[0].id!r} does not fit the pool"
         self.evict(victims[0])
 
-    def _serve(self, needy: Iterable[Request]) -> list[Request]:
-        """Give everyone room for the next token, oldest first, and let the paused go on with it -> those without."""
+    def _grow(self, needy: Iterable[Request]) -> list[Request]:
+        """Give each request room for its next token, oldest first, and resume the paused -> those left without."""
         stuck = []
         for request in sorted(needy, key=sort_key_of):
             assert request.lease is not None
@@ -106,33 +111,33 @@ class PreemptionPolicy:
             if not self._context.extend(request.lease, end):
                 stuck.append(request)
             elif request.status is Status.PAUSED:
-                self._running_set.resume(request, leads=self._queue.leads(request))
+                self._running_set.resume(request, is_leader=self._queue.is_leader(request))
         return stuck
 
-    def _relieve(self, stuck: list[Request], doomed: Collection[Request]) -> list[Request]:
-        """Take memory from the cheapest until `stuck` are served or may stay paused -> those of them who are stuck."""
-        live, count = self._running_set.live(), self._context.num_exclusive_blocks
-        coming = sum(count(request.lease) for request in live if request.lease and is_ending(request))
-        for victim in self._victims(doomed, num_needed=len(stuck)):
+    def _evict_for(self, stuck: list[Request], chosen: Collection[Request]) -> list[Request]:
+        """Evict the cheapest until `stuck` have room or may stay paused -> those of them that still lack a block."""
+        live, count = self._running_set.live(), self._context.pool.num_exclusive
+        coming = sum(count(request.lease.blocks) for request in live if request.lease and is_ending(request))
+        for victim in self._victims(chosen, num_needed=len(stuck)):
             if len(stuck) <= coming or self._num_blocks(stuck) <= self.paused_block_limit:
                 break
             if victim in stuck:
                 stuck.remove(victim)
             if not victim.in_flight:
                 self.evict(victim)
-                stuck = self._serve(stuck)
+                stuck = self._grow(stuck)
                 continue
             assert victim.lease is not None
-            coming += count(victim.lease)
+            coming += count(victim.lease.blocks)
             if victim.status is Status.RUNNING:
                 self._running_set.pause(victim)
-            self._doomed.append(victim)
+            self._evict_next.append(victim)
         return stuck
 
-    def _victims(self, doomed: Collection[Request], *, num_needed: int) -> list[Request]:
-        """Whose eviction would free blocks: the largest priority first, then by price, then the younger first.
+    def _victims(self, chosen: Collection[Request], *, num_needed: int) -> list[Request]:
+        """Requests whose eviction would free blocks: the largest priority first, then by price, then the younger first.
 
-        Those in `doomed` come before the others. Blocks freed beyond those needed would go to newcomers: they do not
+        Those in `chosen` come before the others. Blocks freed beyond those needed would go to new requests: they do not
         make a victim cheaper.
         """
         live = self._running_set.live()
@@ -142,11 +147,11 @@ class PreemptionPolicy:
             if request is oldest or is_ending(request):
                 continue
             assert request.lease is not None
-            num_freed = self._context.num_exclusive_blocks(request.lease)
+            num_freed = self._context.pool.num_exclusive(request.lease.blocks)
             if num_freed:
                 price = self._price(request, min(num_freed, num_needed))
-                priority, arrival = request.rank
-                priced.append((request not in doomed, -priority, price, -arrival, request))
+                priority, arrival = request.sort_key
+                priced.append((request not in chosen, -priority, price, -arrival, request))
         return [request for *_, request in sorted(priced)]
 
     def _price(self, request: Request, num_gained: int) -> float:
@@ -163,7 +168,7 @@ class PreemptionPolicy:
     # ------------------------------------------------------------------ out and back in
 
     def evict(self, request: Request) -> None:
-        """Take an idle request's memory; it waits again, to the host if that is the better way and has room."""
+        """Take an idle request's memory, to the host if that is cheaper and has room; it waits again."""
         assert request.lease is not None and not request.in_flight, f"{request.id!r} has steps in flight"
         num_blocks, num_tokens = len(request.lease.blocks), request.scheduled
         stats = self._running_set.stats
@@ -174,59 +179,51 @@ class PreemptionPolicy:
             request.lease = None
             self.swapped[request] = swapped
             stats.swapped_out += 1
-            self._count_moves()
+            assert self._context.swap is not None
+            stats.swap_blocks_out = self._context.swap.blocks_out
         self._running_set.start_over(request)
         request.history.num_evictions += 1
-        self._queue.put_back(request)
+        self._queue.insert_evicted(request)
         stats.evicted += 1
         how = "recompute" if swapped is None else "swap"
         self._running_set.emit(request, "evict", num_blocks=num_blocks, num_tokens=num_tokens, how=how)
 
     def swap_in(self, request: Request, *, headroom: int) -> bool:
-        """Lease a swapped request what it held, with room for all of its tokens; False: nothing changed."""
+        """Give a swapped request a lease on what it held, with room for all its tokens; False: nothing changed."""
         lease = self._context.swap_in(self.swapped[request], capacity=len(request.tokens), headroom=headroom)
         if lease is None:
             return False
         del self.swapped[request]
-        self._running_set.enter_again(request, lease)
-        self._count_moves()
+        self._running_set.swap_in(request, lease)
+        assert self._context.swap is not None
+        self._running_set.stats.swap_blocks_in = self._context.swap.blocks_in
         return True
 
     def drop(self, request: Request) -> None:
-        """Forget what the host holds of `request`, if it does."""
+        """Release what the host holds of `request`, if it does."""
         swapped = self.swapped.pop(request, None)
         if swapped is not None:
-            self._context.drop_swapped(swapped)
+            assert self._context.swap is not None
+            self._context.swap.drop(swapped)
 
     def drop_all(self) -> None:
-        """Let everyone start over by computing."""
+        """Release what the host holds: all requests are recomputed."""
         for request in list(self.swapped):
             self.drop(request)
 
-    def weights_changed(self) -> None:
-        """What is on the host stays usable, and publishes no more (see `Scheduler.set_root`); nor is a state found."""
-        self._context.forget_states()
-        if self._context.host is not None:
-            self._context.host.forget_contents()
-
     def _prefers_swap(self, request: Request) -> bool:
-        """Whether the host is the way for `request` and has room for it."""
-        host, mode = self._context.host, self._preemption
-        if host is None or mode is PreemptionMode.RECOMPUTE:
+        """Whether the host is the cheaper way for `request` and has room for it."""
+        swap, mode = self._context.swap, self._preemption
+        if swap is None or mode is PreemptionMode.RECOMPUTE:
             return False
         assert request.lease is not None
         num_blocks = self._num_stored(request)
         if mode is PreemptionMode.AUTO and self.costs.swap_s(num_blocks) >= self.costs.recompute_s(request.scheduled):
             return False
-        return self._context.host_has_room(request.lease, request.scheduled)
+        return swap.has_room(request.lease, request.scheduled)
 
     def _num_stored(self, request: Request) -> int:
         return policy.blocks_needed(request.scheduled, self._context.block_size)
-
-    def _count_moves(self) -> None:
-        host, stats = self._context.host, self._running_set.stats
-        assert host is not None
-        stats.swap_blocks_out, stats.swap_blocks_in = host.blocks_out, host.blocks_in
 
     @staticmethod
     def _num_blocks(requests: Sequence[Request]) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext, Lease
+from megatron_infer.context.copies import Copy, CopyKind
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix_hash import salted
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.preemption import PreemptionPolicy
@@ -13,6 +15,9 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
+
+PrefillRoom = Callable[[int], tuple[int, int]]
+"""Decode rows of a step -> tokens and chunks that may prefill beside them."""
 
 
 @dataclass(slots=True)
@@ -22,27 +27,29 @@ class PrefillDraft:
     left: int
     """Tokens the step may still take."""
     num_tokens: int = 0
-    """Taken."""
-    most_slices: int | None = None
+    """Tokens taken."""
+    max_chunks: int | None = None
     """None: any number."""
     stop_at: int = 0
     """Prompts are left to other micro-batches once no more than this is left."""
-    slices: list[PrefillChunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:
-        return self.left <= self.stop_at or len(self.slices) == self.most_slices
+        return self.left <= self.stop_at or len(self.chunks) == self.max_chunks
+
+
+_NOTHING = PrefillDraft(left=0)
 
 
 class PrefillPlanner:
-    """Plans slices of known tokens within what a step has left of its budget.
+    """Plans chunks of known tokens within what a step has left of its budget.
 
-    A slice's full blocks are published as it is planned, so that whoever is planned after it shares them, in the same
-    step already: a prompt that many requests bring at once is computed once. Within a step only slices planned before
-    can be found, and they are never taken back: a failed step goes through `Scheduler.cancel`.
+    A chunk's full blocks are published as it is planned, so that a request that is planned after it shares them, in the
+    same step already: a prompt that many requests bring at once is computed once. Within a step only chunks planned
+    before can be found, and they are never taken back: a failed step goes through `Scheduler.cancel`.
     """
 
     def __init__(
@@ -54,48 +61,45 @@ class PrefillPlanner:
         *,
         max_tokens: int,
         chunked_prefill: bool,
-        num_micro_batches: int = 1,
+        num_micro_batches: int,
+        room: PrefillRoom | None,
     ) -> None:
-        """num_groups: micro-batches that divide the prompts that wait."""
+        """num_micro_batches: they divide the prompts that wait. room: None where max_tokens is the only bound."""
         self._context = context
         self._queue = queue
         self._running_set = running_set
         self._preemption = preemption
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
-        self._num_groups = num_micro_batches
-        self.room: Callable[[int], tuple[int, int]] | None = None
-        """Decode rows of a step -> tokens and slices that may prefill beside them; None: max_tokens is the bound."""
+        self._num_micro_batches = num_micro_batches
+        self._room = room
         self._waited: dict[Request, int] = {}
-        """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
+        """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
-    def begin(self, left: int, num_decode: int, *, in_flight: int) -> PrefillDraft:
+    def plan(self, left: int, num_decode: int, *, in_flight: int, root: bytes) -> PrefillDraft:
         """The prompt part of a step that may take `left` tokens beside so many decode rows.
 
-        Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
+        One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
-        most_slices = None
-        if self.room is not None:
-            room, most_slices = self.room(num_decode)
-            left = min(left, room)
-        if self._num_groups == 1:
-            return PrefillDraft(left=left, most_slices=most_slices)
-        total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_GROUP * self._num_groups * left)
-        return PrefillDraft(
-            left=left, most_slices=most_slices, stop_at=max(0, left - policy.prompt_share(total, self._num_groups))
-        )
-
-    def go_on(self, draft: PrefillDraft) -> None:
-        """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
-        for request in list(self._running_set.prefilling):
-            if draft.is_full:
-                return
-            self._catch_up(request)
-            remaining = len(request.tokens) - request.scheduled
-            self._take_slice(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+        running_set, queue, count = self._running_set, self._queue, self._num_micro_batches
+        if not running_set.prefilling and not queue.requests:
+            return _NOTHING
+        draft = PrefillDraft(left=left)
+        if self._room is not None:
+            room, draft.max_chunks = self._room(num_decode)
+            draft.left = min(left, room)
+        if count > 1:
+            total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left)
+            draft.stop_at = max(0, draft.left - policy.prompt_share(total, count))
+        if draft.left and running_set.prefilling:
+            self._continue_prompts(draft)
+        # An admission takes at least one block, and one that a late hit has just freed is for the paused.
+        if draft.left and queue.requests and self._context.num_free_blocks and not running_set.paused:
+            self._admit(draft, root)
+        return draft
 
     def _num_waiting_tokens(self, limit: int) -> int:
-        """Known tokens to compute of prompts begun and of those next in line; counted up to `limit` or a little more.
+        """Known tokens to compute of prompts begun and of those next in the queue; counted to `limit` or a little more.
 
         Tokens that will be found in the prefix cache count too.
         """
@@ -106,7 +110,28 @@ class PrefillPlanner:
             total += len(request.tokens)
         return total
 
-    def admit(self, draft: PrefillDraft, *, root: bytes) -> None:
+    def _continue_prompts(self, draft: PrefillDraft) -> None:
+        """The next chunk of each prompt begun before, oldest first. Its blocks were reserved at admission."""
+        for request in list(self._running_set.prefilling):
+            if draft.is_full:
+                return
+            self._catch_up(request)
+            remaining = len(request.tokens) - request.scheduled
+            self._take_chunk(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+
+    def _catch_up(self, request: Request) -> None:
+        """Skip what others have published of this prompt since its last chunk was planned."""
+        assert request.lease is not None
+        if not self._context.prefix_caching or not request.may_hit:
+            return
+        planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
+        if planned > request.scheduled:
+            self._running_set.skip(request, planned - request.scheduled)
+            self._load_state(request.lease)
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, draft: PrefillDraft, root: bytes) -> None:
         """Admit from the queue in order, looking past those that do not fit as far as `policy` allows."""
         admitted: set[Request] = set()
         skipped: list[Request] = []
@@ -125,22 +150,22 @@ class PrefillPlanner:
             ):
                 break
         self._waited = {request: self._waited[request] for request in skipped if request in self._waited}
-        self._queue.take_out(admitted)
+        self._queue.remove_admitted(admitted)
 
     def _try_admit(self, draft: PrefillDraft, request: Request, root: bytes) -> bool:
-        """Lease all that the known tokens of `request` need and plan its first slice; False: nothing changed."""
+        """Lease all that the known tokens of `request` need and plan its first chunk; False: nothing changed."""
         if request in self._preemption.swapped:
-            return self._bring_back(draft, request)
+            return self._swap_in(draft, request)
         context, total = self._context, len(request.tokens)
         need = policy.blocks_needed(total, context.block_size)
         headroom = self._headroom()
-        # Before anything is hashed: the last token is never found, so that one block is needed at least.
+        # Before anything is hashed: the last token is never found, so that at least one block is needed.
         if (1 if context.prefix_caching else need) > context.num_free_blocks - headroom:
             return False
         lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False
-        if lease.waits and self._is_worth_waiting(request, lease):
+        if context.states is not None and context.states.gains_by_waiting(lease) and self._may_wait(request, lease):
             context.release(lease)
             return False
         n = self._chunk_size(draft, total - lease.cached)
@@ -148,13 +173,13 @@ class PrefillPlanner:
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
             return False
-        self._running_set.enter(request, lease)
-        self._load_state(request)
-        self._take_slice(draft, request, n, first=True)
+        self._running_set.admit(request, lease)
+        self._load_state(lease)
+        self._take_chunk(draft, request, n, first=True)
         return True
 
-    def _is_worth_waiting(self, request: Request, lease: Lease) -> bool:
-        """In the next step it can skip what this one computes for another, unless that state gives way before.
+    def _may_wait(self, request: Request, lease: Lease) -> bool:
+        """In the next step it can skip what this one computes for another, unless that state is evicted before.
 
         It waits again only if its last wait has halved what it has to compute: a few times at most, however many
         others there are whose prompt is a little longer each, and not at all for one whose state is never there.
@@ -165,29 +190,17 @@ class PrefillPlanner:
         self._waited[request] = left
         return True
 
-    def _load_state(self, request: Request) -> None:
-        assert request.lease is not None
-        if request.lease.begins_behind is not None:
+    def _load_state(self, lease: Lease) -> None:
+        if self._context.states is not None and self._context.states.load(lease):
             self._running_set.stats.states_loaded += 1
-            self._context.load_state(request.lease)
 
-    def _catch_up(self, request: Request) -> None:
-        """Skip what others have published of this prompt since its last slice was planned."""
-        assert request.lease is not None
-        if not self._context.prefix_caching or not request.may_hit:
-            return
-        planned = self._context.catch_up(request.lease, request.tokens, request.scheduled)
-        if planned > request.scheduled:
-            self._running_set.skip(request, planned - request.scheduled)
-            self._load_state(request)
-
-    def _bring_back(self, draft: PrefillDraft, request: Request) -> bool:
-        """Lease a swapped request what it held and plan its next slice; False: nothing changed."""
+    def _swap_in(self, draft: PrefillDraft, request: Request) -> bool:
+        """Lease a swapped request what it held and plan its next chunk; False: nothing changed."""
         remaining = len(request.tokens) - self._preemption.swapped[request].num_tokens
         n = self._chunk_size(draft, remaining)
         if not n or not self._preemption.swap_in(request, headroom=self._headroom()):
             return False
-        self._take_slice(draft, request, n, first=True)
+        self._take_chunk(draft, request, n, first=True)
         return True
 
     def _chunk_size(self, draft: PrefillDraft, remaining: int) -> int:
@@ -198,48 +211,49 @@ class PrefillPlanner:
     def _headroom(self) -> int:
         return policy.admission_headroom(self._running_set.num_running, self._context.num_blocks)
 
-    def _take_slice(self, draft: PrefillDraft, request: Request, n: int, *, first: bool) -> None:
+    # ------------------------------------------------------------------ chunks
+
+    def _take_chunk(self, draft: PrefillDraft, request: Request, n: int, *, first: bool) -> None:
         """Plan the next `n` known tokens of a prefilling request; the last of them draws a token and forks siblings."""
-        assert request.lease is not None
-        start = request.scheduled
+        lease, start, states = request.lease, request.scheduled, self._context.states
+        assert lease is not None
         end = start + n
         samples = end >= len(request.tokens)
-        kept = self._context.keep_states(request.lease, request.tokens, start, end)
-        self._context.publish_planned(request.lease, request.tokens, end)
-        self._running_set.stats.states_kept += len(kept)
-        draft.state_copies += ((request.lease.row, slot) for position, slot in kept if position == end)
+        captures: tuple[tuple[int, int], ...] = ()
+        if states is not None:
+            kept = states.keep(lease, request.tokens, start, end)
+            self._running_set.stats.states_kept += len(kept)
+            captures = tuple((position, slot) for position, slot in kept if position < end)
+            draft.copies += (Copy(CopyKind.STATE, lease.row, slot) for position, slot in kept if position == end)
+        self._context.publish_planned(lease, request.tokens, end)
         forks: tuple[Request, ...] = ()
         if samples:
-            if self._queue.leads(request):
+            if self._queue.is_leader(request):
                 forks = self._fork_siblings(draft, request)
             self._running_set.begin_decoding(request)
             draft.sampled += (request, *forks)
-        captures = tuple((position, slot) for position, slot in kept if position < end)
-        draft.slices.append(
+        draft.chunks.append(
             PrefillChunk(
                 request=request, start=start, n=n, samples=samples, forks=forks, first=first, captures=captures
             )
         )
         draft.left -= n
         draft.num_tokens += n
-        request.scheduled = start + n
+        request.scheduled = end
         request.in_flight += 1
 
     def _fork_siblings(self, draft: PrefillDraft, leader: Request) -> tuple[Request, ...]:
-        """Lease the leader's prompt to its siblings, who draw from the same position; the rest wait in line."""
+        """Fork the leader's lease for its siblings, which draw from the same position; without room they are queued."""
         assert leader.lease is not None
-        siblings = self._queue.take_siblings(leader)
+        siblings = self._queue.pop_siblings(leader)
         for index, child in enumerate(siblings):
             forked = self._context.fork(leader.lease, len(leader.tokens))
             if forked is None:
-                self._queue.stand_in_line(siblings[index:])
+                self._queue.insert_group(siblings[index:])
                 return tuple(siblings[:index])
-            lease, copy = forked
-            if copy is not None:
-                draft.copies.append(copy)
-            if self._context.recurrent:
-                draft.state_copies.append((leader.lease.row, lease.row))
-            self._running_set.enter(child, lease, forked_from=leader)
+            lease, copies = forked
+            draft.copies += copies
+            self._running_set.fork(leader, child, lease)
             self._running_set.begin_decoding(child)
             child.in_flight += 1
         return tuple(siblings)

@@ -1,14 +1,15 @@
-"""A request: its tokens and where it stands. Survives pause, eviction and restart unchanged."""
+"""A request: its tokens and how far it is. Survives pause, eviction and restart unchanged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams
-    from megatron_infer.context.dynamic_context import Lease
+    from megatron_infer.context.leases import Lease
 
 
 class Status(Enum):
@@ -52,16 +53,16 @@ class History:
     """The last one may begin at a token that is not drawn yet."""
 
     kv_versions: tuple[int, int] | None = None
-    """(oldest, newest) weights of the keys and values it had at the last mark; None: it had none."""
+    """(oldest, newest) weights of the keys and values it had when the last span began; None: it had none."""
     computed_at_mark: int = 0
     """Tokens it had computed then: weights under which nothing was computed leave no trace."""
 
-    def computed_anew(self, version: int, *, first_token: int, cached: int) -> None:
-        """It starts over: but for `cached` tokens, found computed with `version`, it has nothing."""
+    def restart(self, version: int, *, first_token: int, cached: int) -> None:
+        """It is computed from the start with `version`, apart from `cached` tokens that were found computed with it."""
         self.kv_versions, self.computed_at_mark = ((version, version) if cached else None), cached
         self._mark(VersionSpan(first_token, version, version, version))
 
-    def goes_on_with(self, version: int, *, first_token: int, computed: int) -> None:
+    def continue_with(self, version: int, *, first_token: int, computed: int) -> None:
         """From output token `first_token` on it is drawn with `version` and keeps the `computed` tokens it has."""
         if computed > self.computed_at_mark:
             last = self.spans[-1]
@@ -69,7 +70,7 @@ class History:
         oldest, newest = self.kv_versions or (version, version)
         self._mark(VersionSpan(first_token, version, min(oldest, version), max(newest, version)))
 
-    def forked(self, leader: History, *, first_token: int, computed: int) -> None:
+    def fork_from(self, leader: History, *, first_token: int, computed: int) -> None:
         """From output token `first_token` on it attends to what `leader` has computed."""
         last = leader.spans[-1]
         self.kv_versions, self.computed_at_mark = (last.kv_version_min, last.kv_version_max), computed
@@ -112,7 +113,7 @@ class Request:
     """Token ids that end it (model EOS ids unless ignore_eos, plus stop_token_ids), from min_tokens on."""
     cache: CacheUse = CacheUse()
     siblings: tuple[Request, ...] = ()
-    """Leader of an n > 1 group only: the others, which share its prompt and wait until it forks them."""
+    """Leader of an n > 1 group only: the others, which share its prompt and wait until they are forked from it."""
     status: Status = Status.WAITING
     lease: Lease | None = None
     scheduled: int = 0
@@ -124,8 +125,8 @@ class Request:
     stop_reason: int | str | None = None
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: the smaller one, by priority and then by arrival."""
+    def sort_key(self) -> tuple[int, int]:
+        """The smaller one goes first: by priority and then by arrival."""
         return self.params.priority, self.arrival
 
     @property
@@ -139,3 +140,6 @@ class Request:
         Not for routing: a request that was begun elsewhere has tokens whose positions were never computed here.
         """
         return self.cache.allowed or (len(self.tokens) > self.prompt_len and not self.params.return_routing)
+
+
+sort_key_of = attrgetter("sort_key")

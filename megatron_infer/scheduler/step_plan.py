@@ -1,28 +1,29 @@
-"""One step's work, decided on the host and immutable afterwards."""
+"""One step's work, decided on the host and immutable afterwards, and what its commit did."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from megatron_infer.context.copies import Copy
     from megatron_infer.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """A run of a request's known tokens to compute: positions start .. start+n-1 (a prompt, a chunk, a recompute)."""
+    """A run of a request's known tokens to compute, of a prompt or again: positions start .. start+n-1."""
 
     request: Request
     start: int
     n: int
     samples: bool
-    """True when the slice ends at the last known token, so that its last position draws a token."""
+    """True when the chunk ends at the last known token, so that its last position draws a token."""
     forks: tuple[Request, ...] = ()
-    """Siblings (n > 1) that draw their own first token from this slice's last position; their leases exist already."""
+    """Siblings (n > 1) that draw their own first token from this chunk's last position; their leases exist already."""
     first: bool = False
-    """True for the first slice after an admission or swap-in: the row's tokens are not on the device yet."""
+    """True for the first chunk after an admission or swap-in: the row's tokens are not on the device yet."""
     captures: tuple[tuple[int, int], ...] = ()
     """(position, state slot): the recurrent state behind that many tokens of the request is kept there, while the step
     computes them; start < position < start + n, ascending."""
@@ -30,7 +31,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. Token order: every decode request (one token each), then the prefill slices in order.
+    """One step. Token order: every decode request (one token each), then the prefill chunks in order.
 
     decode_starts[i] is the position of decode[i]'s query token; its id may still be on the device only (overlap).
     """
@@ -39,16 +40,17 @@ class StepPlan:
     decode: Sequence[Request] = ()
     decode_starts: Sequence[int] = ()
     prefill: tuple[PrefillChunk, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
-    """(source block, destination block) whole-block copies, to run after this step's forward (forks of n > 1)."""
-    state_copies: tuple[tuple[int, int], ...] = ()
-    """(source slot, destination slot) copies of recurrent states, to run after this step's forward: forks, and states
-    kept where a slice ends. No destination comes twice, none is a source."""
+    copies_before: tuple[Copy, ...] = ()
+    """Swaps and loads of recurrent states, to run in order before this step's forward."""
+    copies_after: tuple[Copy, ...] = ()
+    """Blocks and then recurrent states, to run after this step's forward: forks (n > 1), and states kept where a chunk
+    ends. No destination comes twice, none is a source."""
     returned: tuple[Request, ...] = ()
-    """Requests that came back with their keys and values: their rows' tokens and parameters go to the device first."""
+    """Requests that were readmitted with their keys and values: their tokens and parameters go to the device first."""
     num_tokens: int = 0
     sampled: Sequence[Request] = ()
-    """Who draws a token, in the order of StepResult.tokens: decode, then per sampling slice its request and forks."""
+    """The requests that draw a token, in the order of StepResult.tokens: decode, then for each chunk that samples its
+    request and forks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,13 @@ class StepResult:
     """What a step drew: tokens[i] belongs to plan.sampled[i]."""
 
     tokens: Sequence[int] = field(default_factory=tuple)
+
+
+class Committed(NamedTuple):
+    """What the commit of a step did."""
+
+    taken: Sequence[int]
+    """Indices into plan.sampled (and StepResult.tokens) whose request took its token, ascending. The others had
+    finished before: their tokens were dropped."""
+    ended: list[Request]
+    """Requests that finished by the token they took."""

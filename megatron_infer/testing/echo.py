@@ -14,7 +14,8 @@ from typing import Any
 from zlib import crc32
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.dynamic_context import DynamicInferenceContext, Lease
+from megatron_infer.context.build import build_context
+from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.context.prefix_hash import root_of, salted
 from megatron_infer.coordinator import protocol
@@ -94,7 +95,7 @@ class EchoEngine(EchoControls):
         alpha: float = 0.5,
     ) -> None:
         super().__init__()
-        self.context = DynamicInferenceContext(
+        self.context = build_context(
             num_blocks=num_blocks,
             block_size=block_size,
             num_rows=max_requests,
@@ -250,7 +251,7 @@ class EchoEngine(EchoControls):
                 one.spans.append(VersionSpan(first, self.weight_version, oldest, self.weight_version))
             one.state = crc32(protocol.ids_to_bytes([token]), one.state)
             assert one.lease is not None
-            self.context.commit(one.lease, one.tokens, len(one.tokens) - 1)
+            self.context.publish_computed(one.lease, one.tokens, len(one.tokens) - 1)
             if one.finished:
                 self._release(one)
             touched[request.id] = request

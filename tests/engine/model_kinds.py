@@ -84,8 +84,8 @@ def poison(engine: DynamicInferenceEngine) -> None:
     if store.states is None:
         return
     live = {*context.held_state_slots(), context.num_rows}
-    if context.snapshots is not None:
-        live |= set(context.snapshots.slots_of(contents.keys()))
+    if context.states is not None:
+        live |= set(context.states.slots.slots_of(contents.keys()))
     unused = sorted(set(range(store.num_state_slots)) - live)
     store.states.conv_SLCW[unused] = float("nan")
     store.states.ssm_SLHPN[unused] = float("nan")

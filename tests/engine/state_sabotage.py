@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.outputs.request_output import RequestOutput
@@ -100,11 +101,11 @@ def padded_with(state_slot: int, *, count: int = 3) -> Callable[[StepMetadata], 
     return lie
 
 
-def lose_moves(engine: DynamicInferenceEngine, kind: str) -> None:
-    """Moves of this kind are planned and never happen."""
+def lose_copies(engine: DynamicInferenceEngine, kind: CopyKind) -> None:
+    """Copies of this kind are planned and never happen."""
     store = engine.parts.runner.store
-    run_moves = store.run_moves
-    store.run_moves = lambda moves: run_moves([move for move in moves if move[0] != kind])
+    run_copies = store.run_copies
+    store.run_copies = lambda copies: run_copies([copy for copy in copies if copy.kind is not kind])
 
 
 def change_plans(engine: DynamicInferenceEngine, change: Callable[[Any], Any]) -> None:
@@ -115,14 +116,14 @@ def change_plans(engine: DynamicInferenceEngine, change: Callable[[Any], Any]) -
 
 
 def without_state_copies(plan: Any) -> Any:
-    return dataclasses.replace(plan, state_copies=())
+    return dataclasses.replace(plan, copies_after=[copy for copy in plan.copies_after if copy.kind is CopyKind.BLOCK])
 
 
 def captured_at_the_end(plan: Any) -> Any:
     """States inside of slices are taken at the slices' ends."""
-    late = [(piece.request.lease.row, slot) for piece in plan.prefill for _, slot in piece.captures]
+    late = [Copy(CopyKind.STATE, one.request.lease.row, slot) for one in plan.prefill for _, slot in one.captures]
     pieces = tuple(dataclasses.replace(piece, captures=()) for piece in plan.prefill)
-    return dataclasses.replace(plan, prefill=pieces, state_copies=(*plan.state_copies, *late))
+    return dataclasses.replace(plan, prefill=pieces, copies_after=(*plan.copies_after, *late))
 
 
 def forget_offloaded(engine: DynamicInferenceEngine, is_lost: Callable[[int], bool]) -> None:

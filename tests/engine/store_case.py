@@ -1,14 +1,23 @@
-"""What tests of the large tensors share: pieces that are small, work that fails where it is told to, random moves."""
+"""What tests of the large tensors share: small pieces, work that fails at a given point, random copies."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from megatron_infer.context.swap_slots import Move
+from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.memory import host_arena
+
+copy_block, block_out, block_in = (
+    partial(Copy, kind) for kind in (CopyKind.BLOCK, CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)
+)
+copy_state, state_out, state_in = (
+    partial(Copy, kind) for kind in (CopyKind.STATE, CopyKind.STATE_OUT, CopyKind.STATE_IN)
+)
+"""Each of (source, destination)."""
 
 
 def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -34,39 +43,34 @@ class Recorder:
             raise self.error(what)
 
 
-class RandomMoves:
-    """Moves between pools and host slots, and what is where when they have been done one after the other."""
+class RandomCopies:
+    """Copies between pools and host slots, and what is where when they have been done one after the other."""
 
-    def __init__(self, rng: random.Random, *, num_slots: int, **pools: Sequence[int]) -> None:
+    def __init__(
+        self, rng: random.Random, *, num_slots: int, kinds: Sequence[CopyKind] = tuple(CopyKind), **pools: Sequence[int]
+    ) -> None:
         """pools: "block" or "state" -> its places."""
-        self.rng, self.num_slots, self.pools = rng, num_slots, pools
+        self.rng, self.pools = rng, {**pools, **{f"host {pool}": range(num_slots) for pool in pools}}
         self.held = {(pool, place): place for pool, places in pools.items() for place in places}
         """(pool, place) or ("host " + pool, slot) -> the place it was filled as."""
-        self._kinds = [kind for pool in pools for kind in ((pool, "out"), (pool, "in"))]
-        self._kinds += [("state", "copy")] * 2 if "state" in pools else []
+        self._kinds = [kind for kind in kinds if kind.value.split()[0] in pools]
 
-    def draw(self, most: int) -> list[Move]:
-        """Up to so many moves, of which `held` knows from now on."""
-        moves: list[Move] = []
+    def draw(self, most: int) -> list[Copy]:
+        """Up to so many copies, of which `held` knows from now on."""
+        copies: list[Copy] = []
         for _ in range(self.rng.randint(0, most)):
-            pool, how = self.rng.choice(self._kinds)
-            name = how if pool == "block" else f"{pool} {how}"
-            place, slot = self.rng.choice(self.pools[pool]), self.rng.randrange(self.num_slots)
-            if how == "copy":
-                place, slot = self.rng.sample(self.pools[pool], 2)
-                self.held[pool, place] = self.held[pool, slot]
-            elif how == "out":
-                self.held[f"host {pool}", slot] = self.held[pool, place]
-            elif (f"host {pool}", slot) in self.held:
-                self.held[pool, place] = self.held[f"host {pool}", slot]
-            else:
-                continue
-            moves.append((name, place, slot))
-        return moves
+            kind = self.rng.choice(self._kinds)
+            pool, _, way = kind.value.partition(" ")
+            source, destination = (f"host {pool}" if host else pool for host in (way == "in", way == "out"))
+            copy = Copy(kind, self.rng.choice(self.pools[source]), self.rng.choice(self.pools[destination]))
+            if (source, copy.source) in self.held and (source != destination or copy.source != copy.destination):
+                self.held[destination, copy.destination] = self.held[source, copy.source]
+                copies.append(copy)
+        return copies
 
     def free(self, pool: str) -> list[int]:
-        """Slots that nobody wants any more; some of them hold nothing."""
-        freed = [slot for slot in range(self.num_slots) if self.rng.random() < 0.2]
+        """Slots that are not needed any more; some of them hold nothing."""
+        freed = [slot for slot in self.pools[f"host {pool}"] if self.rng.random() < 0.2]
         for slot in freed:
             self.held.pop((f"host {pool}", slot), None)
         return freed

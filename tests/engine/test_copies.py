@@ -12,9 +12,10 @@ from functools import partial
 
 import pytest
 import torch
-from store_case import RandomMoves, cut_pieces, quiet
+from store_case import RandomCopies, block_in, block_out, copy_block, cut_pieces, quiet
 from suspend_case import MODES, make_engine, workload
 
+from megatron_infer.context.copies import CopyKind
 from megatron_infer.memory import copy_pipeline
 from megatron_infer.memory import store as store_module
 from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream, words
@@ -191,8 +192,8 @@ def test_offloaded_blocks_come_back_while_steps_wait_for_one_layer_after_the_oth
 
 USES = {
     "read": lambda store: store.read_blocks(BLOCKS).permute(1, 2, 0, 3, 4, 5),
-    "swap": lambda store: store.run_moves([("out", BLOCKS[0], 0), ("in", 23, 0)]),
-    "copy": lambda store: store.copy_blocks([(BLOCKS[0], 23)]),
+    "swap": lambda store: store.run_copies([block_out(BLOCKS[0], 0), block_in(0, 23)]),
+    "copy": lambda store: store.run_copies([copy_block(BLOCKS[0], 23)]),
     "suspend": lambda store: store.restore(set(BLOCKS), quiet) if store.offload(BLOCKS, quiet) else None,
     "tensor": lambda store: store.kv_cache,
 }
@@ -216,20 +217,23 @@ def test_whatever_else_looks_at_the_cache_finds_all_of_it(use, device, small_pie
             assert torch.equal(store.kv_cache[:, :, 23], before[:, :, BLOCKS[0]])
 
 
+SWAPS = (CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_swaps_between_steps_do_what_one_after_the_other_would(seed, device, small_pieces):
     (_, pins, wait), rng, store = device, random.Random(seed), make_store(9, slots=10)
     store.kv_cache.normal_()
-    before, moves = store.kv_cache.clone(), RandomMoves(rng, num_slots=10, block=range(8))
+    before, copies = store.kv_cache.clone(), RandomCopies(rng, num_slots=10, kinds=SWAPS, block=range(8))
     pins.forbidden = True  # all host slots are pinned before the first step
     for _ in range(12):
-        store.run_moves(moves.draw(20))
+        store.run_copies(copies.draw(20))
         if rng.random() < 0.3:
             wait(CPU)
-        store.free_host_slots(moves.free("block"))
+        store.free_host_slots(copies.free("block"))
     wait(CPU)
     for block in range(8):
-        assert torch.equal(store.kv_cache[:, :, block], before[:, :, moves.held["block", block]])
+        assert torch.equal(store.kv_cache[:, :, block], before[:, :, copies.held["block", block]])
 
 
 def test_a_store_that_is_dropped_waits_for_its_copies(device, small_pieces):
@@ -285,7 +289,7 @@ def test_an_interrupt_while_a_host_copy_is_let_go_of_lends_no_memory_twice(devic
 def test_staging_is_given_back_behind_a_copy_that_was_interrupted_before_its_mark(device, monkeypatch):
     (lanes, _, _), store = device, make_store(25, slots=1)
     lane, pipeline = lanes[0], store._pipeline
-    store.run_moves([("out", 3, 0)])
+    store.run_copies([block_out(3, 0)])
     hold = lane.hold
 
     def stopped(mark, on):
@@ -295,7 +299,7 @@ def test_staging_is_given_back_behind_a_copy_that_was_interrupted_before_its_mar
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(lane, "hold", stopped)
-        store.run_moves([("in", 4, 0)])
+        store.run_copies([block_in(0, 4)])
     last_copy = lane.mark(Stream.BUS)
     pipeline.drop_staging()
     assert last_copy in lane.queues[Stream.STEPS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from store_case import block_in, block_out, copy_block
 
 from megatron_infer.memory.copy_pipeline import Stream, make_pipeline
 from megatron_infer.memory.regions import managed, vmm
@@ -175,13 +176,13 @@ def test_swaps_in_a_step_wait_for_nothing():
     store = make_store(PLAIN, slots=64)
     store.kv_cache.normal_()
     before = store.kv_cache.clone()
-    store.run_moves([("out", block, block) for block in range(64)])
+    store.run_copies([block_out(block, block) for block in range(64)])
     torch.cuda.synchronize()
     store._pipeline.host._pin = None  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        store.run_moves([("out", block, block) for block in range(64)] + [("in", 100 + i, i) for i in range(64)])
-        store.copy_blocks([(1, 200), (2, 201)])
+        store.run_copies([block_out(block, block) for block in range(64)] + [block_in(i, 100 + i) for i in range(64)])
+        store.run_copies([copy_block(1, 200), copy_block(2, 201)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(store.kv_cache[:, :, 100:164], before[:, :, :64])

@@ -276,7 +276,7 @@ SEAMS = (
     *((StepBuffer, name) for name in ("upload", "advance_mirror")),
     *((GraphPool, name) for name in ("ready", "launch")),
     *((PaddedStep, name) for name in ("prepare", "run")),
-    *((StateStore, name) for name in ("run_moves", "copy_blocks")),
+    *((StateStore, name) for name in ("run_copies", "_copy_blocks")),
     *((CopyPipeline, name) for name in ("save", "load")),
     *((ModelRunner, name) for name in ("_set_rows", "_arrive", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),

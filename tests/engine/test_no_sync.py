@@ -97,7 +97,7 @@ def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
 
 KNOWN = (
     "models/moe.py",
-    "memory/store_content.py: copy_blocks",
+    "memory/store_content.py: _copy_blocks",
     "memory/host_arena.py: save",
     "memory/host_arena.py: load",
 )

@@ -19,7 +19,7 @@ from state_sabotage import (
     forget_offloaded,
     in_rows_of,
     lie_to_scan,
-    lose_moves,
+    lose_copies,
     never_fresh,
     padded_with,
     without_state_copies,
@@ -28,8 +28,9 @@ from state_sabotage import (
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.copies import CopyKind
 from megatron_infer.context.prefix_hash import salted
-from megatron_infer.context.state_cache import StateBook
+from megatron_infer.context.state_cache import StateCache
 from megatron_infer.engine.build import Assembly
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StaleCache
@@ -133,7 +134,7 @@ def test_swapped_request_comes_back_with_its_own_state(protected):
         engine.parts.scheduler.preemption.evict(victim)
     assert engine.stats().counters["swapped_out"] == 2
     if not protected:
-        lose_moves(engine, "state in")
+        lose_copies(engine, CopyKind.STATE_IN)
     outputs = finish(engine)
     assert engine.stats().counters["swapped_in"] == 2
     judge(model, outputs, protected, count=3)
@@ -149,14 +150,15 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
         lie_to_scan(engine, never_fresh)
     rows: dict[str, int] = {}
     in_flight_at_end = []
-    end = engine.parts.scheduler._end
+    running_set = engine.parts.scheduler.running_set
+    finish_in_set = running_set.finish
 
     def seen(request: Any, *args: Any) -> None:
         rows[request.id], before = request.lease.row, request.in_flight
-        end(request, *args)
+        finish_in_set(request, *args)
         in_flight_at_end.append(before)
 
-    engine.parts.scheduler._end = seen
+    running_set.finish = seen
     for i, prompt in enumerate(PROMPTS[:2]):
         engine.add_request(prompt, greedy(stop_token_ids=[stops[i]]), request_id=f"old-{i}", stream="final")
     add(engine, *PROMPTS[2:], named="new")
@@ -183,7 +185,7 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
     forward = engine.parts.runner.forward
 
     def poisoned(plan: Any, *args: Any) -> Any:
-        kept = {slot for slot in every if slot > context.num_rows} - set(context.snapshots._free)
+        kept = {slot for slot in every if slot > context.num_rows} - set(context.states.slots._free)
         free = sorted(every - set(context._leases) - kept)
         store.write_states(free, torch.full((len(free), store.state.slot_bytes), 0xFF, dtype=torch.uint8))
         flight = forward(plan, *args)
@@ -214,7 +216,7 @@ def test_requests_that_end_anywhere_leave_no_slot_behind(model):
     context.check()
     assert not engine.has_unfinished() and not context.held_state_slots()
     assert context.num_free_rows == SIZES["max_requests"]
-    assert len(context.snapshots._free) + context.snapshots.num_kept == 3
+    assert len(context.states.slots._free) + context.states.slots.num_cached == 3
 
 
 @both_ways
@@ -247,16 +249,16 @@ def test_a_hit_ends_at_the_newest_state_though_more_blocks_match(model, fault, p
     engine = make_engine(model, **cache(model, 1))
     first = engine.generate(PROMPTS[1], greedy(48))[0]
     if not protected:
-        stop_at = StateBook._stop_at_snapshot
+        stop_at = StateCache._stop_at_state
 
         def no_stop(self: Any, lease: Any, blocks: list[int], *args: Any, **places: Any) -> None:
             found, digests = list(blocks), list(lease.digests)
             stop_at(self, lease, blocks, *args, **places)
             blocks[:], lease.digests[:] = found, digests
             if fault == "no state":
-                lease.begins_behind = None
+                self._of[lease.row].load_from = None
 
-        monkeypatch.setattr(StateBook, "_stop_at_snapshot", no_stop)
+        monkeypatch.setattr(StateCache, "_stop_at_state", no_stop)
     again = PROMPTS[1] + first.outputs[0].token_ids[:35] + [7, 8, 9]
     outputs = engine.generate(again, greedy())
     assert outputs[0].num_cached_tokens == (32 if protected else 64)
@@ -270,15 +272,15 @@ def test_a_state_is_kept_only_where_the_slice_gets_to(model, protected, monkeypa
     if not protected:
 
         def too_early(self: Any, lease: Any, tokens: list[int], start: int, end: int) -> list[tuple[int, int]]:
-            kept = []
-            for position in sorted(lease.keep_at - set(lease.unnamed)):
-                if start < position and position > len(lease.digests) * self.block_size:
-                    slot = self.snapshots.take(reclaim=True)
-                    lease.unnamed[position] = slot
+            kept, states = [], self._of[lease.row]
+            for position in sorted(states.keep_at - set(states.pending)):
+                if start < position and position > len(lease.digests) * self._block_size:
+                    slot = self.slots.take(evict=True)
+                    states.pending[position] = slot
                     kept.append((min(position, end), slot))
             return kept
 
-        monkeypatch.setattr(StateBook, "keep_states", too_early)
+        monkeypatch.setattr(StateCache, "keep", too_early)
     prompt = PROMPTS[2]
     engine.generate(prompt, greedy(4))
     outputs = engine.generate(prompt, greedy())
@@ -335,6 +337,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
             self.context.forget_all()
             for request in self.running_set.live():
                 request.lease.root, request.lease.digests = salted(root, request.cache.salt), []
+                request.lease.publishes = True
 
         monkeypatch.setattr(Scheduler, "set_root", publish_on)
     add(engine, PROMPTS[2], max_tokens=4)

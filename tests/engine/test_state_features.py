@@ -210,11 +210,11 @@ def test_states_behind_free_blocks_go_with_an_offload_and_are_not_hit(model, kin
         plain = finish(engine)["first"].outputs[0].token_ids
     else:
         engine.step()
-    snapshots = engine.parts.context.snapshots
-    assert snapshots.num_kept > 0
-    kept = snapshots.num_kept
+    slots = engine.parts.context.states.slots
+    assert slots.num_cached > 0
+    kept = slots.num_cached
     engine.suspend(mode)
-    assert snapshots.num_kept == (0 if mode == "offload" and not held else kept)
+    assert slots.num_cached == (0 if mode == "offload" and not held else kept)
     engine.resume()
     engine.add_request(PROMPT, GREEDY, request_id="late", stream="final")
     done = finish(engine)

@@ -87,7 +87,7 @@ def test_a_full_engine_takes_what_was_planned():
     sizes = engine.parts.sizes
     prompts = [[i % 128, *range(40)] for i in range(2 * sizes.num_state_slots)]
     engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
-    assert engine.parts.context.snapshots.num_kept == sizes.num_snapshot_slots > 8
+    assert engine.parts.context.states.slots.num_cached == sizes.num_snapshot_slots > 8
     unused = sizes.state_slot_bytes  # of the dummy
     used = in_memory(engine)
     assert sizes.state_bytes - unused - PAGE_BYTES <= used <= sizes.state_bytes + PAGE_BYTES
@@ -136,7 +136,7 @@ def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory,
     assert store.kv_cache.shape[2] == blocks and store.kv_cache.numel() * 4 == blocks * block
     assert store.states.ssm_SLHPN.shape == (slots, 3, 8, 8, 16) and store.states.conv_SLCW.shape == (slots, 3, 128, 4)
     assert (context.num_rows, context.num_blocks) == (planned["max_requests"], blocks - 1)
-    assert (context.snapshots.count if context.snapshots else 0) == snapshots
+    assert context.states.slots.count == snapshots
 
     monkeypatch.setenv("COLUMNS", "220")
     assert main(["plan", str(directory), *flags]) == 0

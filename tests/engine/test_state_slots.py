@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from store_case import RandomMoves, Recorder, cut_pieces, quiet
+from store_case import (
+    RandomCopies,
+    Recorder,
+    block_in,
+    block_out,
+    copy_block,
+    copy_state,
+    cut_pieces,
+    quiet,
+    state_in,
+    state_out,
+)
 
 from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import StateReleased
@@ -101,15 +112,15 @@ def test_without_state_there_is_nothing_of_it():
     store = make_store(state=None)
     assert store.states is None and store.num_bytes == 8 * store.block_bytes
     assert store.measure_copy_s_per_state() == store.copy_s_per_state == 0.0
-    store.copy_states([])
+    store.run_copies([])
     store.free_host_states([0])
     report = store.offload([1], quiet)
     assert (report.num_blocks, report.num_states) == (1, 0)
     store.restore({1}, quiet)
     # A pipeline stage without Mamba layers is told of the states that other stages keep.
     store.kv_cache.fill_(3.0)
-    store.run_moves([("state out", 0, 0), ("state in", 1, 0), ("state copy", 1, 0)])
-    store.copy_states([(0, 1)])
+    store.run_copies([state_out(0, 0), state_in(0, 1), copy_state(0, 1)])
+    store.run_copies([copy_state(0, 1)])
     report = store.offload([0], quiet, state_slots=[0])
     assert (report.num_blocks, report.num_states) == (1, 0)
     store.restore({0}, quiet, keep_states={0})
@@ -138,8 +149,8 @@ def test_blocks_without_attention_layers_have_no_memory():
     assert store.kv_cache.shape == (0, 2, 8, 4, 2, 8)
     assert (store.block_bytes, store.num_bytes) == (0, SLOTS * 1024)
     assert store.measure_copy_s_per_block() == store.copy_s_per_block == 0.0
-    store.copy_blocks([(0, 1)])
-    store.run_moves([("out", 0, 0), ("in", 1, 0)])
+    store.run_copies([copy_block(0, 1)])
+    store.run_copies([block_out(0, 0), block_in(0, 1)])
     store.free_host_slots([0])
     _, before = fill(store)
     report = store.offload([0, 1], quiet, state_slots=[3])
@@ -281,11 +292,11 @@ def test_nothing_reads_or_writes_released_states():
     store.offload([1], quiet, state_slots=[1, 2])
     for use in (
         lambda: store.states,
-        lambda: store.copy_states([(0, 1)]),
+        lambda: store.run_copies([copy_state(0, 1)]),
         lambda: store.read_states([0]),
         lambda: store.write_states([0], torch.zeros(1, 1024, dtype=torch.uint8)),
-        lambda: store.run_moves([("state out", 0, 0)]),
-        lambda: store.run_moves([("state copy", 0, 1)]),
+        lambda: store.run_copies([state_out(0, 0)]),
+        lambda: store.run_copies([copy_state(1, 0)]),
         lambda: store.measure_copy_s_per_state(),
     ):
         with pytest.raises(StateReleased, match=r"1 blocks, 2 states of it are kept .* resume before"):
@@ -302,41 +313,41 @@ def test_moves_of_every_kind_do_what_one_after_the_other_would(seed, num_layers,
     store = make_store(num_layers, device=device)
     cache, states = fill(store)
     blocks, slots = range(7), [slot for slot in range(SLOTS) if slot != DUMMY]
-    moves = RandomMoves(random.Random(seed), num_slots=6, block=blocks, state=slots)
+    copies = RandomCopies(random.Random(seed), num_slots=6, block=blocks, state=slots)
     for _ in range(25):
-        store.run_moves(drawn := moves.draw(30))
+        store.run_copies(drawn := copies.draw(30))
         for slot in slots:
-            assert torch.equal(store.read_states([slot]), states[[moves.held["state", slot]]]), (drawn, slot)
+            assert torch.equal(store.read_states([slot]), states[[copies.held["state", slot]]]), (drawn, slot)
         for block in blocks:
-            assert torch.equal(store.kv_cache[:, :, block], cache[:, :, moves.held["block", block]]), (drawn, block)
-        store.free_host_slots(moves.free("block"))
-        store.free_host_states(moves.free("state"))
+            assert torch.equal(store.kv_cache[:, :, block], cache[:, :, copies.held["block", block]]), (drawn, block)
+        store.free_host_slots(copies.free("block"))
+        store.free_host_states(copies.free("state"))
     assert not store.read_states([DUMMY]).any()
 
 
 @pytest.mark.parametrize(
-    "moves, expected",
+    "copies, expected",
     [
-        ([("state copy", 1, 0), ("state copy", 2, 1)], [0, 0, 0, 3]),  # read after write
-        ([("state copy", 0, 1), ("state copy", 1, 2)], [1, 2, 2, 3]),  # write after read
-        ([("state copy", 0, 1), ("state copy", 0, 2)], [2, 1, 2, 3]),  # the last one stays
-        ([("state copy", 3, 0), ("state copy", 0, 1), ("state copy", 1, 3)], [1, 0, 2, 0]),  # 0 and 1 change places
-        ([("state out", 0, 5), ("state copy", 0, 1), ("state in", 3, 5)], [1, 1, 2, 0]),
-        ([("state out", 2, 0), ("state in", 0, 0), ("state copy", 1, 0), ("state out", 3, 0), ("state in", 2, 0)],
+        ([copy_state(0, 1), copy_state(1, 2)], [0, 0, 0, 3]),  # read after write
+        ([copy_state(1, 0), copy_state(2, 1)], [1, 2, 2, 3]),  # write after read
+        ([copy_state(1, 0), copy_state(2, 0)], [2, 1, 2, 3]),  # the last one stays
+        ([copy_state(0, 3), copy_state(1, 0), copy_state(3, 1)], [1, 0, 2, 0]),  # 0 and 1 change places
+        ([state_out(0, 5), copy_state(1, 0), state_in(5, 3)], [1, 1, 2, 0]),
+        ([state_out(2, 0), state_in(0, 0), copy_state(0, 1), state_out(3, 0), state_in(0, 2)],
          [2, 2, 3, 3]),
     ],
 )  # fmt: skip
-def test_a_slot_written_by_one_move_is_read_by_the_next(moves, expected):
+def test_a_slot_written_by_one_copy_is_read_by_the_next(copies, expected):
     store = make_store()
     _, states = fill(store)
-    store.run_moves(moves)
+    store.run_copies(copies)
     assert torch.equal(store.read_states(range(4)), states[expected])
 
 
 def test_copies_after_a_forward_go_to_slots_that_are_no_sources():
     store = make_store()
     _, states = fill(store)
-    store.copy_states([(0, 3), (0, 8), (1, 4)])
+    store.run_copies([copy_state(0, 3), copy_state(0, 8), copy_state(1, 4)])
     assert torch.equal(store.read_states([0, 1, 3, 4, 8]), states[[0, 1, 0, 1, 0]])
 
 
@@ -354,22 +365,22 @@ def test_host_states_are_bounded_and_give_their_memory_back():
     store = make_store(host_states=2)
     fill(store)
     with pytest.raises(AssertionError, match="host slot 2 of 2"):
-        store.run_moves([("state out", 0, 2)])
-    store.run_moves([("state out", 0, 0), ("state out", 1, 1)])
+        store.run_copies([state_out(0, 2)])
+    store.run_copies([state_out(0, 0), state_out(1, 1)])
     assert store.host_bytes() > 0
     store.free_host_states([0, 1])
     assert store.host_bytes() == 0
     with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_moves([("state in", 0, 1)])
+        store.run_copies([state_in(1, 0)])
 
 
 def test_swapped_states_outlive_a_release():
     store = make_store()
     _, states = fill(store)
-    store.run_moves([("state out", 4, 2)])
+    store.run_copies([state_out(4, 2)])
     store.release(quiet)
     store.restore(set(), quiet)
-    store.run_moves([("state in", 7, 2)])
+    store.run_copies([state_in(2, 7)])
     assert torch.equal(store.read_states([7]), states[[4]])
 
 
@@ -381,7 +392,7 @@ def test_speed_of_a_state_is_measured_followed_and_leaves_no_trace(device):
     assert 0 < store.measure_copy_s_per_state() == store.copy_s_per_state < 1
     assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
     block, state = store.measure_copy_s_per_block(), store.copy_s_per_state
-    store.run_moves([("state out", 0, 0), ("state copy", 1, 0)])
+    store.run_copies([state_out(0, 0), copy_state(0, 1)])
     if device == "cpu":
         assert store.copy_s_per_state != state and store.copy_s_per_block == block
 

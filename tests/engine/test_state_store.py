@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_case import RandomMoves, Recorder, cut_pieces, quiet
+from store_case import RandomCopies, Recorder, block_in, block_out, copy_block, cut_pieces, quiet
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -140,10 +140,10 @@ def test_nothing_reads_or_writes_a_released_cache(how):
     assert store.is_released
     for use in (
         lambda: store.kv_cache,
-        lambda: store.copy_blocks([(0, 1)]),
+        lambda: store.run_copies([copy_block(0, 1)]),
         lambda: store.read_blocks([0]),
         lambda: store.write_blocks([0], torch.zeros(1)),
-        lambda: store.run_moves([("out", 0, 0)]),
+        lambda: store.run_copies([block_out(0, 0)]),
         lambda: store.measure_copy_s_per_block(),
         lambda: store.release(quiet),
         lambda: store.offload([0], quiet),
@@ -207,7 +207,7 @@ def test_cycles_do_not_grow_memory(static):
 
     def cycle(i):
         store.kv_cache.fill_(i)
-        store.run_moves([("out", block, block) for block in range(64)])
+        store.run_copies([block_out(block, block) for block in range(64)])
         store.offload(list(range(128)), quiet) if i % 2 else store.release(quiet)
         store.restore(set(range(0, 128, 2)) if i % 2 else set(), quiet)
         store.free_host_slots(range(64))
@@ -321,16 +321,16 @@ def _no_memory(*args, **kwargs):
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_do_what_one_after_the_other_would(seed, device, small_pieces):
     store = make_store(9, slots=10, device=device)
-    before, moves = fill(store), RandomMoves(random.Random(seed), num_slots=10, block=range(8))
+    before, copies = fill(store), RandomCopies(random.Random(seed), num_slots=10, block=range(8))
     for _ in range(25):
-        store.run_moves(drawn := moves.draw(30))
+        store.run_copies(drawn := copies.draw(30))
         for block in range(8):
-            assert torch.equal(store.kv_cache[:, :, block], before[:, :, moves.held["block", block]]), (drawn, block)
-        store.free_host_slots(moves.free("block"))
+            assert torch.equal(store.kv_cache[:, :, block], before[:, :, copies.held["block", block]]), (drawn, block)
+        store.free_host_slots(copies.free("block"))
     assert not store.kv_cache[:, :, store.dummy_block].any()
-    for (pool, slot), content in moves.held.items():
+    for (pool, slot), content in copies.held.items():
         if pool == "host block":
-            store.run_moves([("in", 0, slot)])
+            store.run_copies([block_in(slot, 0)])
             assert torch.equal(store.kv_cache[:, :, 0], before[:, :, content])
 
 
@@ -338,17 +338,18 @@ def test_block_and_slot_reused_within_one_call():
     store = make_store(4, slots=2)
     before = fill(store)
     # 1 leaves, 2's content takes its place through the same slots, 0 comes back where 2 was
-    store.run_moves([("out", 1, 0), ("out", 2, 1), ("in", 1, 1), ("out", 0, 1), ("in", 2, 1), ("in", 0, 0)])
+    out, back = block_out, block_in
+    store.run_copies([out(1, 0), out(2, 1), back(1, 1), out(0, 1), back(1, 2), back(0, 0)])
     assert torch.equal(store.kv_cache[:, :, :3], before[:, :, [1, 2, 0]])
 
 
 def test_swapped_blocks_outlive_a_release():
     store = make_store(slots=4)
     before = fill(store)
-    store.run_moves([("out", 5, 2)])
+    store.run_copies([block_out(5, 2)])
     store.release(quiet)
     store.restore(set(), quiet)
-    store.run_moves([("in", 7, 2)])
+    store.run_copies([block_in(2, 7)])
     assert torch.equal(store.kv_cache[:, :, 7], before[:, :, 5])
 
 
@@ -356,13 +357,13 @@ def test_host_slots_are_bounded_and_must_hold_something():
     store = make_store(slots=2)
     fill(store)
     with pytest.raises(AssertionError, match="host slot 2 of 2"):
-        store.run_moves([("out", 0, 2)])
+        store.run_copies([block_out(0, 2)])
     with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_moves([("in", 0, 1)])
-    store.run_moves([("out", 0, 1)])
+        store.run_copies([block_in(1, 0)])
+    store.run_copies([block_out(0, 1)])
     store.free_host_slots([1])
     with pytest.raises(AssertionError, match="hold nothing"):
-        store.run_moves([("in", 0, 1)])
+        store.run_copies([block_in(1, 0)])
 
 
 @LINUX
@@ -370,13 +371,13 @@ def test_chunks_go_back_when_their_last_slot_is_freed():
     store = make_store(100, slots=96, head_dim=2048 * 4)  # 1.5 MiB a block, 42 slots a chunk
     store.kv_cache[:, :, :96].fill_(3.0)
     start = rss()
-    store.run_moves([("out", block, block) for block in range(96)])
+    store.run_copies([block_out(block, block) for block in range(96)])
     assert store.host_bytes() == pytest.approx(96 * store.block_bytes, rel=0.01)
     assert rss() - start > 0.95 * store.host_bytes()
     store.free_host_slots(range(1, 84))
     assert store.host_bytes() == pytest.approx((42 + 12) * store.block_bytes, rel=0.01)  # slot 0 holds its chunk
     store.kv_cache[:, :, 50].zero_()
-    store.run_moves([("in", 50, 0), ("in", 51, 95)])
+    store.run_copies([block_in(0, 50), block_in(95, 51)])
     assert (store.kv_cache[:, :, 50:52] == 3.0).all()
     store.free_host_slots(range(96))
     assert store.host_bytes() == 0
@@ -415,9 +416,9 @@ def test_cache_restored_in_inference_mode_can_be_written_outside_it():
     with torch.inference_mode():
         store.offload([0], quiet)
         store.restore({0}, quiet)
-        store.run_moves([("out", 0, 0)])
+        store.run_copies([block_out(0, 0)])
     store.kv_cache[:, :, 1].fill_(2)
-    store.run_moves([("in", 1, 0)])
+    store.run_copies([block_in(0, 1)])
     assert torch.equal(store.kv_cache[:, :, 1], store.kv_cache[:, :, 0])
 
 
@@ -427,7 +428,7 @@ def test_static_pointers_are_refused_where_pages_cannot_be_discarded(monkeypatch
         make_store(static=True)
     store = make_store(slots=2)  # unmapping does it there
     before = fill(store)
-    store.run_moves([("out", 0, 0)])
+    store.run_copies([block_out(0, 0)])
     report = store.offload([1, 2], quiet)
     assert report.bytes_resident == 0
     store.restore({1, 2}, quiet)

@@ -75,7 +75,7 @@ def expected(model: torch.nn.Module) -> dict[str, tuple[list[int], list[float]]]
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, kind, expected, mode, caching, overlap):
     engine = make_engine(model, preemption_mode="swap", overlap=overlap, **(prefix_caching(kind) if caching else {}))
-    host = engine.parts.context.host
+    host = engine.parts.context.swap
     num_states = host.num_free_states
     assert num_states == (NUM_ROWS if kind == "hybrid" else 0)
     away = {"suspends": 0, "swapped": 0}
@@ -155,9 +155,8 @@ def test_prices_are_what_was_measured(model, kind):
 def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, state, swaps, monkeypatch):
     engine = make_engine(model)
     monkeypatch.setattr(engine.parts.speeds, "take", lambda plan, seconds: False)
-    engine.parts.scheduler.preemption.costs = CostModel(
-        prefill_s_per_token=prefill, copy_s_per_block=1e-3, copy_s_per_state=state
-    )
+    costs = CostModel(prefill_s_per_token=prefill, copy_s_per_block=1e-3, copy_s_per_state=state)
+    engine.parts.scheduler.set_costs(costs)
     got = answers(engine)
     counters = engine.stats().counters
     assert counters["evicted"] > 2 and (counters["swapped_out"] > 0) == swaps
@@ -170,12 +169,12 @@ def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
     runner, failures = engine.parts.runner, 0
     forward = runner.forward
 
-    def interrupted(plan: Any, writes: Any, moves: Any = ()) -> Any:
+    def interrupted(plan: Any, writes: Any) -> Any:
         nonlocal failures
-        if moves and failures < 3:
+        if plan.copies_before and failures < 3:
             failures += 1
             raise KeyboardInterrupt  # before a single copy was made
-        return forward(plan, writes, moves)
+        return forward(plan, writes)
 
     runner.forward = interrupted
     for i, prompt in enumerate(PROMPTS):
@@ -216,16 +215,16 @@ def test_moves_that_fail_on_the_way_to_a_standstill_are_not_taken_as_done(model,
     scheduler, store = engine.parts.scheduler, engine.parts.runner.store
     victim = scheduler.running_set.decoding[-1]
     scheduler.preemption.evict(victim)  # between two steps, as a plan for which nothing was left to run does
-    run_moves = store.run_moves
+    run_copies = store.run_copies
 
-    def full(moves: Any) -> None:
-        if moves:
+    def full(copies: Any) -> None:
+        if copies:
             raise MemoryError("planted")
 
-    monkeypatch.setattr(store, "run_moves", full)
+    monkeypatch.setattr(store, "run_copies", full)
     with pytest.raises(TransitionFailed, match="planted"):
         engine.suspend("offload")
-    monkeypatch.setattr(store, "run_moves", run_moves)
+    monkeypatch.setattr(store, "run_copies", run_copies)
     while engine.has_unfinished():
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     assert done == {k: v[0] for k, v in expected.items()}

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context import dynamic_context, leases
+from megatron_infer.context.build import build_context
+from megatron_infer.context.copies import CopyKind
 from megatron_infer.context.prefix_hash import root_of
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.preemption import is_ending
-from megatron_infer.scheduler.request import FinishReason, Request, Status
+from megatron_infer.scheduler.request import FinishReason, Request, Status, sort_key_of
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
-from megatron_infer.scheduler.waiting_queue import sort_key_of
 
 VOCAB = 97
 EOS = 3
@@ -47,6 +48,12 @@ def continued(tokens, n, version):
     return tokens
 
 
+def replace_digests(monkeypatch, digest):
+    """Blocks are found by `digest(preimage)` in place of the real hash."""
+    for module in (dynamic_context, leases):
+        monkeypatch.setattr(module, "digest_of", digest)
+
+
 def make_request(name, tokens, max_new, **kwargs):
     fields = {"params": SamplingParams(), "seed": 0, "stop_ids": frozenset({EOS})}
     return Request(
@@ -70,8 +77,8 @@ class FakeDevice:
         self.table = [[None] * context.max_blocks_per_row for _ in range(context.num_rows)]
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
         self.host = [None] * num_host_slots
-        num_snapshots = context.snapshots.count if context.snapshots else 0
-        self.states = [None] * (context.num_rows + 1 + num_snapshots)
+        num_cached = context.states.slots.count if context.states else 0
+        self.states = [None] * (context.num_rows + 1 + num_cached)
         self.host_states = [None] * context.num_rows
         self.num_copies = self.num_state_copies = self.num_captures = 0
         self.num_computed = self.num_prefilled = 0
@@ -83,8 +90,9 @@ class FakeDevice:
         """Computes a step -> the tokens of plan.sampled."""
         for row, column, block in self.context.take_table_writes():
             self.table[row][column] = block
-        for move in self.context.take_moves():
-            self.move(*move)
+        for copy in plan.copies_before:
+            self.copy(*copy)
+        self.num_moves += len(plan.copies_before)
         for request in plan.returned:
             self._upload(request)
         pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
@@ -96,7 +104,7 @@ class FakeDevice:
                 self.rows[fork.lease.row] = list(self.rows[row])
             pieces.append((piece.request, piece.start, piece.n))
         self._write(pieces, version)
-        if self.context.recurrent:
+        if self.context.states is not None:
             self._advance(pieces, {piece.request: piece.captures for piece in plan.prefill}, version)
         self.num_prefilled += sum(piece.n for piece in plan.prefill)
         reads = [self._read(request, start + n, version) for request, start, n in pieces]
@@ -110,14 +118,10 @@ class FakeDevice:
             ends += [piece.start + piece.n] * (piece.samples * (1 + len(piece.forks)))
         for request, end, token in zip(plan.sampled, ends, drawn, strict=True):
             self.rows[request.lease.row][end] = token
-        for source, target in plan.copies:
-            self.kv[target * self.size : (target + 1) * self.size] = self.kv[
-                source * self.size : (source + 1) * self.size
-            ]
-            self.num_copies += 1
-        for source, target in plan.state_copies:
-            self.states[target] = self.states[source]
-            self.num_state_copies += 1
+        for copy in plan.copies_after:
+            self.copy(*copy)
+            self.num_copies += copy.kind is CopyKind.BLOCK
+            self.num_state_copies += copy.kind is CopyKind.STATE
         return drawn
 
     def _upload(self, request):
@@ -135,25 +139,23 @@ class FakeDevice:
         for position in range(start, len(entries)):
             self.kv[lease.blocks[position // size] * size + position % size] = entries[position]
 
-    def move(self, direction, block, slot):
-        self.num_moves += 1
-        if direction == "state copy":
-            assert self.states[slot] is not None, f"slot {slot} holds no state to copy"
-            self.states[block] = self.states[slot]
-            return
-        if direction == "state out":
-            self.host_states[slot] = self.states[block]
-            return
-        if direction == "state in":
-            assert self.host_states[slot] is not None, f"no state in host place {slot}"
-            self.states[block] = self.host_states[slot]
-            return
-        place = slice(block * self.size, (block + 1) * self.size)
-        if direction == "out":
-            self.host[slot] = self.kv[place]
-        else:
-            assert direction == "in" and self.host[slot] is not None, f"{direction} from slot {slot}: {self.host}"
-            self.kv[place] = self.host[slot]
+    def copy(self, kind, source, destination):
+        sources, destinations = {
+            CopyKind.BLOCK: (self.kv, self.kv),
+            CopyKind.BLOCK_OUT: (self.kv, self.host),
+            CopyKind.BLOCK_IN: (self.host, self.kv),
+            CopyKind.STATE: (self.states, self.states),
+            CopyKind.STATE_OUT: (self.states, self.host_states),
+            CopyKind.STATE_IN: (self.host_states, self.states),
+        }[kind]
+        content = sources[self._place(sources, source)]
+        known = content is not None or kind is CopyKind.STATE_OUT
+        assert known, f"{kind}: place {source} was never written"
+        destinations[self._place(destinations, destination)] = content
+
+    def _place(self, memory, place):
+        """An index into `memory`: a block of the cache is a slice of its entries."""
+        return slice(place * self.size, (place + 1) * self.size) if memory is self.kv else place
 
     def _advance(self, pieces, captures, version):
         """Every row's state takes in its tokens, all rows at once: what one keeps, no other reads in this step."""
@@ -167,7 +169,7 @@ class FakeDevice:
             expected = (start, digests[start - 1] if start else None)
             assert state is not None and state[:2] == expected, f"{request.id}: goes on at {start} from state {state}"
             oldest, newest = state[2:]
-            assert not request.lease.root or oldest == newest == version, f"{request.id}: stale state {state}"
+            assert not request.lease.publishes or oldest == newest == version, f"{request.id}: stale state {state}"
             for position, slot in (*captures.get(request, ()), (start + n, row)):
                 assert start < position <= start + n, f"{request.id}: keeps {position} of {start} .. {start + n}"
                 self.states[slot] = (position, digests[position - 1], min(oldest, version), max(newest, version))
@@ -195,7 +197,7 @@ class FakeDevice:
         entries = [self.kv[self._flat(row, position)] for position in range(end)]
         expected = list(enumerate(prefix_digests(self.rows[row][:end])))
         assert [entry and entry[:2] for entry in entries] == expected, f"{request.id}: wrong cache content"
-        if request.lease.root:
+        if request.lease.publishes:
             assert all(entry[2] == version for entry in entries), f"{request.id}: stale weights in {entries}"
         kv_versions = [entry[2] for entry in entries]
         origin = (version, min(kv_versions), max(kv_versions))
@@ -284,7 +286,7 @@ class World:
     keep_cached: bool = False
     overlap: bool = False
     swap: Swap = field(default_factory=Swap)
-    num_snapshots: int | None = None
+    num_cached_states: int | None = None
     """Of a model with recurrent state; None: it has none."""
     version: int = 0
     flights: list = field(default_factory=list)
@@ -298,7 +300,7 @@ class World:
 
     def build(self):
         """Scheduler, context and device without any requests."""
-        self.context = DynamicInferenceContext(
+        self.context = build_context(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             num_rows=self.num_rows,
@@ -307,7 +309,7 @@ class World:
             keep_cached=self.keep_cached,
             num_host_slots=self.swap.slots,
             recurrent=self.recurrent,
-            num_snapshots=self.num_snapshots or 0,
+            num_cached_states=self.num_cached_states or 0,
             num_host_states=self.swap.states(self.num_rows) if self.recurrent else 0,
         )
         self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
@@ -319,10 +321,10 @@ class World:
             root=self.root(),
             version=self.version,
             preemption=self.swap.mode,
+            costs=self.swap.costs,
             on_event=self._on_event,
             **self.scheduling,
         )
-        self.scheduler.preemption.costs = self.swap.costs
 
     scheduling = types.MappingProxyType({})
     """Further arguments of the scheduler."""
@@ -343,7 +345,7 @@ class World:
 
     @property
     def recurrent(self):
-        return self.num_snapshots is not None
+        return self.num_cached_states is not None
 
     @property
     def requests(self):
@@ -364,7 +366,7 @@ class World:
             self.books.end(request, payload["num_tokens"])
             assert request.in_flight == 0 and request.lease is None
             others = [*self.scheduler.running, *self.scheduler.paused]
-            assert not others or min(map(sort_key_of, others)) < request.rank, "evicted the oldest of several"
+            assert not others or min(map(sort_key_of, others)) < request.sort_key, "evicted the oldest of several"
             assert (payload["how"] == "swap") == (request in self.scheduler.preemption.swapped)
 
     def _scheduled(self):
@@ -425,15 +427,17 @@ class World:
         for request, origin in zip(plan.sampled, origins, strict=True):
             if request.status is not Status.FINISHED:
                 self.origins[request].append(origin)
-        ended = self.scheduler.commit(plan, StepResult(tokens))
-        assert all(request.status is Status.FINISHED for request in ended)
+        alive = [index for index, request in enumerate(plan.sampled) if request.status is not Status.FINISHED]
+        committed = self.scheduler.commit(plan, StepResult(tokens))
+        assert list(committed.taken) == alive
+        assert all(request.status is Status.FINISHED for request in committed.ended)
 
     def fail_step(self, moment) -> StepPlan:
         """A step whose forward raises "before" it touched the device, "early" (table writes are lost) or "late"."""
         plan = self._schedule()
         if plan.num_tokens and moment == "early":
             self.context.take_table_writes()  # lost
-            self.context.take_moves()
+            self.context.take_copies()
         elif plan.num_tokens and moment == "late":
             self.launch(plan)
             self.flights.pop()
@@ -460,8 +464,8 @@ class World:
         assert self.context.num_free_rows == self.num_rows
         assert self.context.num_free_blocks == self.num_blocks
         assert not self.scheduler.preemption.swapped
-        assert self.context.host is None or self.context.host.num_free == self.swap.slots
-        assert self.context.snapshots is None or not self.context.snapshots.slots_of(())
+        assert self.context.swap is None or self.context.swap.num_free == self.swap.slots
+        assert self.context.states is None or not self.context.states.slots.slots_of(())
         for request in self.requests:
             self.check_tokens(request)
         self.books.check(self.scheduler.stats, self.device)
@@ -519,11 +523,11 @@ class World:
             (running_set.decoding, Status.RUNNING),
             (running_set.prefilling, Status.RUNNING),
             (scheduler.paused, Status.PAUSED),
-            (scheduler.queue.line, Status.WAITING),
+            (scheduler.queue.requests, Status.WAITING),
         ):
             assert all(request.status is status for request in requests)
         for requests in (running_set.decoding, running_set.prefilling, running_set.paused):
-            assert [r.rank for r in requests] == sorted(r.rank for r in requests)
+            assert [r.sort_key for r in requests] == sorted(r.sort_key for r in requests)
         live = running_set.live()
         assert len(set(live)) == len(live)
         assert all(request.lease is not None for request in live)
@@ -562,17 +566,20 @@ class World:
             whole = known - cached
             assert self.chunked or piece.n == whole or whole > self.max_tokens or back, "a chunk although it is off"
         assert list(plan.sampled) == expected
-        assert len({target for _, target in plan.copies}) == len(plan.copies)
-        assert all(self.context.pool.refs(target) == 1 for _, target in plan.copies)
-        sources, targets = {a for a, _ in plan.state_copies}, [b for _, b in plan.state_copies]
+        blocks = [copy for copy in plan.copies_after if copy.kind is CopyKind.BLOCK]
+        states = [copy for copy in plan.copies_after if copy.kind is CopyKind.STATE]
+        assert list(plan.copies_after) == blocks + states, "equal kinds are executed in one call"
+        assert len({copy.destination for copy in blocks}) == len(blocks)
+        assert all(self.context.pool.refs(copy.destination) == 1 for copy in blocks)
+        sources, targets = {copy.source for copy in states}, [copy.destination for copy in states]
         for piece in pieces:
             assert all(piece.start < position < piece.start + piece.n for position, _ in piece.captures), piece
             targets += [slot for _, slot in piece.captures]
-        assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.state_copies
+        assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.copies_after
 
 
 def _check_queue(queue):
-    priorities = [request.params.priority for request in queue.line]
+    priorities = [request.params.priority for request in queue.requests]
     assert priorities == sorted(priorities), priorities
     assert all(count <= policy.MAX_OVERTAKEN for count in queue.overtaken.values())
-    assert set(queue.overtaken) <= set(queue.line)
+    assert set(queue.overtaken) <= set(queue.requests)

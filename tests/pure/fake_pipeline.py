@@ -71,6 +71,6 @@ def pipelined(world: World, rng: random.Random) -> PipelinedWorld:
     """The same world with several steps in flight."""
     names = (
         "num_blocks", "block_size", "num_rows", "max_tokens", "chunked", "paused_limit", "caching", "keep_cached",
-        "swap", "num_snapshots",
+        "swap", "num_cached_states",
     )  # fmt: skip
     return PipelinedWorld(**{name: getattr(world, name) for name in names}, groups=rng.randint(2, 5))

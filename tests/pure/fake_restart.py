@@ -30,8 +30,8 @@ class Saved:
 def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, keeps_kv) -> None:
     """Save and load: afterwards `world` is the next process. `keeps_kv()`: whether the next request brings its KV."""
     world.commit_previous()
-    for move in world.context.take_moves():
-        world.device.move(*move)
+    for copy in world.context.take_copies():
+        world.device.copy(*copy)
     saved = {request: _save(world, request, keeps_kv()) for request in world.requests if request.finish_reason is None}
     world.origins = {saved[r].heir if r in saved else r: origins for r, origins in world.origins.items()}
     saved_block_size = world.block_size

@@ -30,7 +30,7 @@ def random_world(rng: random.Random, **fixed) -> World:
             mode=rng.choice(list(PreemptionMode)),
             costs=random_costs(rng),
         ),
-        "num_snapshots": rng.choice([None] * 5 + [0, 1, 2, 4, 16]),
+        "num_cached_states": rng.choice([None] * 5 + [0, 1, 2, 4, 16]),
     }
     return World(**(fields | fixed))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fake_device import replace_digests
 
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.build import build_context
+from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, preimage_of, root_of, salted
 from megatron_infer.context.row_pool import RowPool
 
@@ -14,7 +16,7 @@ OTHER = root_of(model="m", weight_version=1)
 
 
 def make(num_blocks=8, block_size=4, num_rows=4, prefix_caching=True, keep_cached=True):
-    return DynamicInferenceContext(
+    return build_context(
         num_blocks=num_blocks,
         block_size=block_size,
         num_rows=num_rows,
@@ -28,7 +30,7 @@ def compute(context, tokens, root=ROOT):
     """A lease whose tokens are all computed and committed."""
     lease = context.admit(tokens, root=root)
     assert context.extend(lease, len(tokens))
-    context.commit(lease, tokens, len(tokens))
+    context.publish_computed(lease, tokens, len(tokens))
     context.check()
     return lease
 
@@ -71,7 +73,7 @@ def test_generated_blocks_are_found_as_part_of_a_later_prompt():
     context = make()
     lease = context.admit([1, 2], root=ROOT)
     context.extend(lease, 9)
-    context.commit(lease, list(range(1, 10)), 9)
+    context.publish_computed(lease, list(range(1, 10)), 9)
     context.release(lease)
     assert context.admit(list(range(1, 12)), root=ROOT).cached == 8
 
@@ -153,8 +155,8 @@ def test_content_computed_twice_is_kept_once():
     context.extend(second, 9)
     own = list(second.blocks)
     context.take_table_writes()
-    context.commit(first, tokens, 9)
-    context.commit(second, tokens, 9)
+    context.publish_computed(first, tokens, 9)
+    context.publish_computed(second, tokens, 9)
     context.check()
     assert second.blocks == [*first.blocks[:2], own[2]]
     assert context.take_table_writes() == [(second.row, 0, first.blocks[0]), (second.row, 1, first.blocks[1])]
@@ -175,9 +177,9 @@ def test_fork_shares_full_blocks_and_copies_the_tail():
     context = make()
     lease = compute(context, range(10))
     context.take_table_writes()
-    child, copy = context.fork(lease, 10)
+    child, (copy,) = context.fork(lease, 10)
     assert child.blocks[:2] == lease.blocks[:2] and child.cached == 10
-    assert copy == (lease.blocks[2], child.blocks[2]) and copy[0] != copy[1]
+    assert copy == Copy(CopyKind.BLOCK, lease.blocks[2], child.blocks[2]) and copy.source != copy.destination
     assert [context.pool.refs(block) for block in child.blocks] == [2, 2, 1]
     assert context.take_table_writes() == [(child.row, column, block) for column, block in enumerate(child.blocks)]
     context.check()
@@ -185,8 +187,8 @@ def test_fork_shares_full_blocks_and_copies_the_tail():
 
 def test_fork_at_a_block_border_copies_nothing():
     context = make()
-    child, copy = context.fork(compute(context, range(8)), 8)
-    assert copy is None and child.capacity == 8
+    child, copies = context.fork(compute(context, range(8)), 8)
+    assert copies == [] and child.capacity == 8
 
 
 @pytest.mark.parametrize("lacking", ["row", "block"])
@@ -210,7 +212,7 @@ def test_fork_follows_its_parent_to_content_another_block_has():
     child, _ = context.fork(lease, 10)
     assert child.digests == [] and child.blocks[:2] == lease.blocks[:2] != first.blocks[:2]
     for member in (lease, child):
-        context.commit(member, tokens, 10)
+        context.publish_computed(member, tokens, 10)
     context.check()
     assert child.blocks[:2] == lease.blocks[:2] == first.blocks[:2]
     assert child.digests == lease.digests and len(child.digests) == 2
@@ -240,7 +242,7 @@ def test_commit_of_unknown_tokens_is_caught():
     lease = context.admit([1, 2], root=ROOT)
     context.extend(lease, 4)
     with pytest.raises(AssertionError, match="4 tokens computed, 2 known"):
-        context.commit(lease, [1, 2], 4)
+        context.publish_computed(lease, [1, 2], 4)
 
 
 def test_repeated_table_writes_describe_every_lease():
@@ -267,7 +269,7 @@ def test_release_and_unref_once_too_often_are_caught():
         pool.alloc(3)
     slots = RowPool(1)
     with pytest.raises(AssertionError, match="is free"):
-        slots.give_back(0)
+        slots.release(0)
 
 
 def test_check_finds_a_lost_reference():
@@ -284,7 +286,7 @@ def test_check_finds_a_lost_reference():
 @pytest.fixture
 def one_digest(monkeypatch):
     """Every block has the same digest."""
-    monkeypatch.setattr("megatron_infer.context.dynamic_context.digest_of", lambda preimage: bytes(DIGEST_SIZE))
+    replace_digests(monkeypatch, lambda preimage: bytes(DIGEST_SIZE))
 
 
 def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one_digest):
@@ -293,8 +295,8 @@ def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one
     assert context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0, "same digest, other tokens"
     second = context.admit([6, 7, 8, 9, 5], root=ROOT)
     context.extend(second, 5)
-    context.commit(second, [6, 7, 8, 9, 5], 5)
-    assert second.root == b"" and second.digests == [] and second.blocks[0] != first.blocks[0]
+    context.publish_computed(second, [6, 7, 8, 9, 5], 5)
+    assert not second.publishes and second.digests == [] and second.blocks[0] != first.blocks[0]
     assert context.admit([1, 2, 3, 4, 5], root=ROOT).cached == 4, "who came first is still found"
     context.check()
 
@@ -302,7 +304,7 @@ def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one
 def test_collision_with_the_own_predecessor_is_none(one_digest):
     context = make()
     lease = compute(context, [1, 2, 3, 4, 1, 2, 3, 4, 5])
-    assert len(lease.digests) == 1 and lease.root == b""
+    assert len(lease.digests) == 1 and not lease.publishes
     assert context.admit([1, 2, 3, 4, 1, 2, 3, 4, 5], root=ROOT).cached == 4
     context.check()
 
@@ -313,7 +315,7 @@ def test_collision_ends_the_chain_of_a_slice_being_planned_too(one_digest):
     lease = context.admit([6, 7, 8, 9, 5], root=ROOT)
     context.extend(lease, 5)
     context.publish_planned(lease, [6, 7, 8, 9, 5], 5)
-    assert lease.root == b"" and context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0
+    assert not lease.publishes and context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0
 
 
 def test_after_a_reset_a_lease_publishes_nothing_that_hangs_on_forgotten_digests():
@@ -322,9 +324,9 @@ def test_after_a_reset_a_lease_publishes_nothing_that_hangs_on_forgotten_digests
     lease = compute(context, tokens[:5])
     context.extend(lease, 9)
     context.forget_all()
-    context.commit(lease, tokens, 9)
+    context.publish_computed(lease, tokens, 9)
     context.publish_planned(lease, tokens, 9)
-    assert context.pool.contents() == {} and lease.root == b""
+    assert context.pool.contents() == {} and not lease.publishes
     context.check()
 
 
@@ -357,7 +359,7 @@ def test_announced_content_that_another_block_has_is_moved_at_the_commit_only():
     own = list(second.blocks)
     context.publish_planned(second, tokens, 12)
     assert second.blocks == own and second.digests == [], "its step writes to its own blocks"
-    context.commit(second, tokens, 12)
+    context.publish_computed(second, tokens, 12)
     assert second.blocks == [*first.blocks, own[2]] and len(second.digests) == 3
     context.check()
 
@@ -402,7 +404,7 @@ def test_nothing_to_catch_up_changes_nothing():
     context.take_table_writes()
     assert context.catch_up(lease, range(12), 0) == 0 and context.take_table_writes() == []
     compute(context, range(12))
-    lease.root = b""
+    lease.publishes = False
     assert context.catch_up(lease, range(12), 0) == 0
 
 

@@ -100,7 +100,7 @@ def disturb(world, rng, totals, pending):
         assert world.context.pool.num_cached == 0 and world.context.num_free_blocks == free
         totals.update(resets=1, dropped=dropped)
     elif kind < 0.13:
-        world.scheduler.preemption.costs = random_costs(rng)
+        world.scheduler.set_costs(random_costs(rng))
     elif kind < 0.145 and unfinished:
         restart(world, rng, totals, pending)
         if rng.random() < 0.3:  # before what came back is in a step, or while it is in its first

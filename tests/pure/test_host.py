@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.build import build_context
+from megatron_infer.context.copies import Copy, CopyKind
 
 ROOT = b"root"
 SIZE = 4
 
 
 def make(num_blocks=8, num_host_slots=8, num_rows=4, caching=False, keep_cached=False, num_host_states=0):
-    return DynamicInferenceContext(
+    return build_context(
         num_blocks=num_blocks,
         block_size=SIZE,
         num_rows=num_rows,
@@ -28,13 +29,13 @@ def lease_of(context, tokens):
     """A lease on `tokens`, all of them computed and published."""
     lease = context.admit(tokens, root=ROOT)
     assert lease is not None and context.extend(lease, len(tokens))
-    context.commit(lease, tokens, len(tokens))
+    context.publish_computed(lease, tokens, len(tokens))
     return lease
 
 
 def books(context):
     context.check()
-    return context.num_free_blocks, context.num_free_rows, context.host.num_free
+    return context.num_free_blocks, context.num_free_rows, context.swap.num_free
 
 
 def test_what_goes_out_comes_back_column_by_column():
@@ -43,12 +44,11 @@ def test_what_goes_out_comes_back_column_by_column():
     blocks = list(lease.blocks)
     swapped = context.swap_out(lease, 10)
     assert books(context) == (8, 4, 5)
-    out = context.take_moves()
-    assert [(way, block) for way, block, _ in out] == [("out", block) for block in blocks]
-    assert [slot for _, _, slot in out] == swapped.slots
+    out = [Copy(CopyKind.BLOCK_OUT, block, slot) for block, slot in zip(blocks, swapped.slots, strict=True)]
+    assert list(context.take_copies()) == out
     back = context.swap_in(swapped, capacity=13)
     assert (back.cached, back.capacity, back.root, len(back.blocks)) == (10, 16, ROOT, 4)
-    assert context.take_moves() == [("in", back.blocks[i], swapped.slots[i]) for i in range(3)]
+    assert list(context.take_copies()) == [Copy(CopyKind.BLOCK_IN, swapped.slots[i], back.blocks[i]) for i in range(3)]
     assert books(context) == (4, 3, 8)
     assert [write[2] for write in context.take_table_writes() if write[0] == back.row][-4:] == back.blocks
 
@@ -58,7 +58,7 @@ def test_only_blocks_of_computed_tokens_go_out():
     lease = lease_of(context, range(4))
     assert context.extend(lease, 16)
     context.swap_out(lease, 5)
-    assert len(context.take_moves()) == 2
+    assert len(context.take_copies()) == 2
 
 
 def test_full_host_changes_nothing():
@@ -66,7 +66,7 @@ def test_full_host_changes_nothing():
     lease = lease_of(context, range(10))
     before = books(context)
     assert context.swap_out(lease, 10) is None
-    assert books(context) == before and context.take_moves() == []
+    assert books(context) == before and context.take_copies() == ()
     assert make(num_host_slots=0).swap_out(lease, 10) is None
 
 
@@ -74,13 +74,13 @@ def test_full_host_changes_nothing():
 def test_swap_in_is_all_or_nothing(lacking):
     context = make(num_rows=2, caching=True, keep_cached=True)
     swapped = context.swap_out(lease_of(context, range(12)), 12)
-    context.take_moves()
+    context.take_copies()
     lease_of(context, range(100, 124 if lacking == "blocks" else 104))
     if lacking == "row":
         lease_of(context, range(200, 204))
     before = books(context)
     assert context.swap_in(swapped, capacity=13, headroom=4 if lacking == "headroom" else 0) is None
-    assert books(context) == before and context.take_moves() == []
+    assert books(context) == before and context.take_copies() == ()
 
 
 def test_content_that_is_on_the_host_already_is_held_once():
@@ -89,15 +89,17 @@ def test_content_that_is_on_the_host_already_is_held_once():
     shared = first.blocks[:2]
     assert second.blocks[:2] == shared
     one = context.swap_out(first, 9)
-    assert context.host.num_free == 1 and context.host_has_room(second, 9)
-    assert not context.host.has_room(3, context._contents(second)[:1]), "two blocks would be new"
+    assert context.swap.num_free == 1 and context.swap.has_room(second, 9)
+    other = lease_of(context, [*range(4), 50, 51, 52, 53, 54])
+    assert not context.swap.has_room(other, 9), "two blocks would be new"
+    context.release(other)
     two = context.swap_out(second, 9)
     assert two.slots[:2] == one.slots[:2] and two.slots[2] != one.slots[2]
-    assert len(context.take_moves()) == 4 and books(context) == (8, 4, 0)
-    context.drop_swapped(one)
+    assert len(context.take_copies()) == 4 and books(context) == (8, 4, 0)
+    context.swap.drop(one)
     assert books(context)[2] == 1, "its own tail only: the other still needs the rest"
     back = context.swap_in(two, capacity=10)
-    assert len(context.take_moves()) == 3 and len(back.blocks) == 3
+    assert len(context.take_copies()) == 3 and len(back.blocks) == 3
     assert books(context)[2] == 4
 
 
@@ -106,10 +108,10 @@ def test_blocks_still_published_on_the_device_are_shared_and_not_copied():
     lease = lease_of(context, range(10))
     blocks = list(lease.blocks)
     swapped = context.swap_out(lease, 10)
-    context.take_moves()
+    context.take_copies()
     back = context.swap_in(swapped, capacity=11)
     assert back.blocks[:2] == blocks[:2] and len(back.digests) == 2
-    assert [move[0] for move in context.take_moves()] == ["in"], "the tail is not published"
+    assert [copy.kind for copy in context.take_copies()] == [CopyKind.BLOCK_IN], "the tail is not published"
     books(context)
 
 
@@ -134,7 +136,7 @@ def test_what_came_back_is_published_by_the_next_commit_and_not_before():
     early = context.admit([*tokens, 1], root=ROOT)
     assert early.cached == 0, "content that has not arrived was found"
     context.release(early)
-    context.commit(back, tokens, 9)
+    context.publish_computed(back, tokens, 9)
     late = context.admit([*tokens, 1], root=ROOT)
     assert late.cached == 8
     context.check()
@@ -147,7 +149,8 @@ def test_slot_given_up_by_a_way_back_is_the_target_of_a_later_way_out():
     assert context.swap_out(other, 4) is None
     context.swap_in(swapped, capacity=5)
     assert context.swap_out(other, 4) is not None
-    assert [(way, slot) for way, _, slot in context.take_moves()] == [("out", 0), ("in", 0), ("out", 0)]
+    kinds = [copy.kind for copy in context.take_copies()]
+    assert kinds == [CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN, CopyKind.BLOCK_OUT], "all of slot 0"
     context.check()
 
 
@@ -156,27 +159,27 @@ def test_without_a_place_for_its_state_nothing_goes_out():
     for num_host_slots in (8, 3):
         context = make(num_host_slots=num_host_slots, caching=True, num_host_states=1)
         first, second = lease_of(context, range(8)), lease_of(context, range(8))
-        assert context.host_has_room(first, 8)
+        assert context.swap.has_room(first, 8)
         swapped = context.swap_out(first, 8)
         before = books(context)
-        context.take_moves()
-        assert not context.host_has_room(second, 8) and context.swap_out(second, 8) is None
-        assert books(context) == before and context.take_moves() == []
-        context.drop_swapped(swapped)
-        assert context.host_has_room(second, 8) and context.swap_out(second, 8) is not None
+        context.take_copies()
+        assert not context.swap.has_room(second, 8) and context.swap_out(second, 8) is None
+        assert books(context) == before and context.take_copies() == ()
+        context.swap.drop(swapped)
+        assert context.swap.has_room(second, 8) and context.swap_out(second, 8) is not None
 
 
 def test_places_of_states_are_told_free_once_and_only_while_they_are():
     context = make(num_host_states=1)
     swapped = context.swap_out(lease_of(context, range(4)), 4)
-    assert list(context.take_freed_states()) == []
+    assert context.swap.take_freed() == (set(), set())
     back = context.swap_in(swapped, capacity=5)
     swapped = context.swap_out(back, 4)
-    assert list(context.take_freed_states()) == [], "the place is taken again: its memory must stay"
-    moves = [move[0] for move in context.take_moves() if move[0].startswith("state")]
-    assert moves == ["state out", "state in", "state out"]
-    context.drop_swapped(swapped)
-    assert list(context.take_freed_states()) == [0] and list(context.take_freed_states()) == []
+    assert context.swap.take_freed()[1] == set(), "the place is taken again: its memory must stay"
+    kinds = [copy.kind for copy in context.take_copies() if "STATE" in copy.kind.name]
+    assert kinds == [CopyKind.STATE_OUT, CopyKind.STATE_IN, CopyKind.STATE_OUT]
+    context.swap.drop(swapped)
+    assert context.swap.take_freed()[1] == {0} and context.swap.take_freed()[1] == set()
     books(context)
 
 

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import World, continued, make_request
+from fake_device import World, continued, make_request, replace_digests
 from test_fuzz import run_schedule
 
 from megatron_infer.context.block_pool import BlockPool
@@ -281,9 +281,7 @@ def test_no_block_outlives_the_block_it_follows(keep_cached):
 
 
 def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch):
-    monkeypatch.setattr(
-        "megatron_infer.context.dynamic_context.digest_of", lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16
-    )
+    replace_digests(monkeypatch, lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16)
     collisions = Counter()
     publish, lookup = BlockPool.publish, BlockPool.lookup
 

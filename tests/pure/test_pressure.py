@@ -224,7 +224,7 @@ def test_auto_takes_what_is_cheaper_and_the_engine_may_change_its_mind():
     world.drain()
     assert hows(world) == {"recompute"} and not world.device.num_moves
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
-    world.scheduler.preemption.costs = cheap
+    world.scheduler.set_costs(cheap)
     world.drain()
     assert hows(world) == {"swap"}
 
@@ -264,10 +264,10 @@ def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
 
 def test_aborting_a_swapped_request_frees_its_slots():
     world, request = swapped_world()
-    assert world.context.host.num_free < 64
+    assert world.context.swap.num_free < 64
     world.scheduler.abort(request)
     world.check()
-    assert world.context.host.num_free == 64
+    assert world.context.swap.num_free == 64
     world.drain()
 
 
@@ -276,7 +276,7 @@ def test_swapped_request_keeps_its_kv_over_new_weights_and_publishes_no_more():
     num_drawn = request.num_output
     world.new_weights(keep=True)
     until(world, lambda: request.lease is not None)
-    assert request.lease.root == b"" and request.history.num_swaps == 1
+    assert not request.lease.publishes and request.history.num_swaps == 1
     assert request.history.spans == [VersionSpan(0, 0, 0, 0), VersionSpan(num_drawn, 1, 0, 1)]
     world.drain()
 
@@ -285,7 +285,7 @@ def test_requeue_all_drops_what_is_on_the_host():
     world, request = swapped_world()
     world.new_weights(keep=False)
     world.check()
-    assert world.context.host.num_free == 64 and request.status is Status.WAITING
+    assert world.context.swap.num_free == 64 and request.status is Status.WAITING
     world.drain()
     assert request.history.num_swaps == 0
 
@@ -302,7 +302,7 @@ def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
         tokens = world.device.run(plan, world.version)
         world.flights = [(plan, tokens, world.device.origins)]
         world.commit_previous()
-    assert world.context.take_moves(), "nothing was to be moved"
+    assert plan.copies_before, "nothing was to be copied"
     world.context.take_table_writes()
     world.device.host = [None] * 64
     live = world._scheduled()
@@ -310,7 +310,7 @@ def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
     world.scheduler.cancel(plan)
     world.books.restart(live)
     world.check()
-    assert world.context.host.num_free == 64
+    assert world.context.swap.num_free == 64
     world.drain()
 
 
@@ -318,9 +318,9 @@ def test_moves_wait_for_a_step_that_is_launched():
     """A plan without tokens runs nothing: what it wants moved is moved before the next step that does run."""
     world = crowd(swap=SWAPPING)
     until(world, lambda: world.scheduler.num_running == 3)
-    assert world.context.take_moves() == []
+    assert world.context.take_copies() == ()
     world.scheduler.preemption.evict(world.scheduler.running[-1])
-    assert len(world.context._moves) > 0
+    assert len(world.context._copies) > 0
     world.drain()
 
 

@@ -69,13 +69,13 @@ def test_an_evicted_request_waits_before_its_equals_and_behind_smaller_numbers()
         queue.append(requests[index])
     for index in (4, 3):
         requests[index].history.num_evictions = 1
-        queue.put_back(requests[index])
-    assert names(queue.line) == ["r0", "r2", "r3", "r4", "r1"]
+        queue.insert_evicted(requests[index])
+    assert names(queue.requests) == ["r0", "r2", "r3", "r4", "r1"]
     queue.remove(requests[1])
-    queue.stand_in_line([requests[1]])
-    assert names(queue.line) == ["r0", "r2", "r3", "r4", "r1"]
-    queue.restart([])
-    assert names(queue.line) == ["r0", "r2", "r1", "r3", "r4"]
+    queue.insert_group([requests[1]])
+    assert names(queue.requests) == ["r0", "r2", "r3", "r4", "r1"]
+    queue.insert_sorted([])
+    assert names(queue.requests) == ["r0", "r2", "r1", "r3", "r4"]
 
 
 @pytest.mark.parametrize("value", [1.5, None, True, 2**31, "1"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
 from megatron_infer.context.block_pool import BlockPool
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.build import build_context
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.context.prefix_hash import digest_of, preimage_of, root_of, salted
 from megatron_infer.coordinator.router import Availability, PrefixTable, Router, chain_of
@@ -32,7 +32,7 @@ def make_router(count=3, policy=Policy.LONGEST_PREFIX, alpha=0.5, capacity=8, **
 
 
 def make_context(num_blocks=64, keep_cached=True, num_rows=8):
-    return DynamicInferenceContext(
+    return build_context(
         num_blocks=num_blocks,
         block_size=BLOCK,
         num_rows=num_rows,
@@ -46,7 +46,7 @@ def serve(context, tokens, root=ROOT, salt=""):
     """Compute a prompt in a cache -> (lease, tokens that were cached)."""
     lease = context.admit(tokens, root=salted(root, salt))
     assert lease is not None and context.extend(lease, len(tokens))
-    context.commit(lease, tokens, len(tokens))
+    context.publish_computed(lease, tokens, len(tokens))
     return lease, lease.cached
 
 
@@ -88,7 +88,7 @@ def test_table_holds_exactly_what_the_cache_holds_after_every_report(events, kee
         if kind == "serve":
             lease = context.admit(tokens, root=salted(root_of(model="m", weight_version=version), ""))
             if lease is not None and context.extend(lease, len(tokens)):
-                context.commit(lease, tokens, len(tokens))
+                context.publish_computed(lease, tokens, len(tokens))
                 leases.append(lease)
             elif lease is not None:
                 context.release(lease)
@@ -122,7 +122,7 @@ def follow(table, changes):
 def test_nobody_listening_costs_nothing_and_changes_nothing():
     pool = BlockPool(4, keep_cached=True)
     block = pool.alloc(1)[0]
-    assert pool.changes is None and pool.publish(block, b"d" * 16, b"p") == block
+    assert pool.events is None and pool.publish(block, b"d" * 16, b"p") == block
     assert pool.digests() == [b"d" * 16]
 
 

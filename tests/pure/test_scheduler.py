@@ -32,7 +32,7 @@ def step_with(world, token):
     """A step that draws `token` for everyone."""
     plan = world.scheduler.schedule()
     world.context.take_table_writes()
-    return world.scheduler.commit(plan, StepResult([token] * len(plan.sampled)))
+    return world.scheduler.commit(plan, StepResult([token] * len(plan.sampled))).ended
 
 
 # ------------------------------------------------------------------ order and budget
@@ -336,7 +336,7 @@ def test_siblings_share_one_prefill():
     (piece,) = plan.prefill
     assert piece.forks == leader.siblings and piece.samples and plan.num_tokens == 10
     assert list(plan.sampled) == [leader, *leader.siblings]
-    assert len(plan.copies) == 3 and {source for source, _ in plan.copies} == {leader.lease.blocks[2]}
+    assert len(plan.copies_after) == 3 and {copy.source for copy in plan.copies_after} == {leader.lease.blocks[2]}
     assert all(child.scheduled == 10 and child.history.cached_tokens == 10 for child in leader.siblings)
     assert world.context.num_free_blocks == 32 - (3 + 3)
     world.drain()
@@ -347,7 +347,7 @@ def test_siblings_share_one_prefill():
 def test_fork_at_a_block_border_needs_no_copy():
     world = World(block_size=4)
     world.add(make_group("g", prompt(8), 4, 3, stop_ids=NEVER))
-    assert world.step().copies == ()
+    assert world.step().copies_after == ()
     world.drain()
 
 
@@ -522,7 +522,7 @@ def test_two_schedulers_given_the_same_decide_the_same():
         while world.scheduler.has_unfinished:
             plan = world.step()
             pieces = [(p.request.id, p.start, p.n, names(p.forks)) for p in plan.prefill]
-            steps.append((names(plan.decode), list(plan.decode_starts), pieces, plan.copies))
+            steps.append((names(plan.decode), list(plan.decode_starts), pieces, plan.copies_after))
         plans.append(steps)
     assert plans[0] == plans[1]
 
@@ -530,7 +530,7 @@ def test_two_schedulers_given_the_same_decide_the_same():
 def test_nothing_to_do_is_an_empty_plan():
     world = World()
     plan = world.scheduler.schedule()
-    assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == []
+    assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == ((), [])
     assert not world.scheduler.has_unfinished
 
 
@@ -557,5 +557,5 @@ def test_evicted_requests_wait_by_arrival_ahead_of_the_others():
     queue.append(requests[4])
     for index in (2, 3, 0):
         requests[index].history.num_evictions = 1
-        queue.put_back(requests[index])
-    assert names(queue.line) == ["r0", "r2", "r3", "r1", "r4"]
+        queue.insert_evicted(requests[index])
+    assert names(queue.requests) == ["r0", "r2", "r3", "r1", "r4"]

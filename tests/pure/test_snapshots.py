@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import World, continued, make_group, make_request
+from fake_device import World, continued, make_group, make_request, replace_digests
 
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.build import build_context
 from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of
 from megatron_infer.context.state_slots import StateSlots
 from megatron_infer.scheduler.request import CacheUse
@@ -15,19 +15,19 @@ ROOT = b"root"
 
 
 def world(**fields):
-    settings = {"block_size": 4, "num_blocks": 64, "caching": True, "keep_cached": True, "num_snapshots": 8}
+    settings = {"block_size": 4, "num_blocks": 64, "caching": True, "keep_cached": True, "num_cached_states": 8}
     return World(**(settings | fields))
 
 
 def make_context():
-    return DynamicInferenceContext(
+    return build_context(
         num_blocks=16,
         block_size=4,
         num_rows=4,
         max_blocks_per_row=8,
         prefix_caching=True,
         recurrent=True,
-        num_snapshots=4,
+        num_cached_states=4,
     )
 
 
@@ -54,7 +54,7 @@ def test_same_prompt_goes_on_from_the_last_block_boundary():
 
 
 def test_without_room_for_states_nothing_is_hit():
-    w = world(num_snapshots=0)
+    w = world(num_cached_states=0)
     finish(w, "first", PROMPT)
     assert finish(w, "second", PROMPT).history.cached_tokens == 0
 
@@ -84,7 +84,7 @@ def test_answer_is_found_by_the_next_turn():
 
 
 def test_states_of_answers_never_push_out_those_of_prompts():
-    w = world(num_snapshots=2, num_rows=2)
+    w = world(num_cached_states=2, num_rows=2)
     finish(w, "a", PROMPT)
     finish(w, "b", PROMPT[::-1])
     finish(w, "long", [70, 71], max_new=40)
@@ -93,16 +93,16 @@ def test_states_of_answers_never_push_out_those_of_prompts():
 
 
 def test_state_of_an_answer_is_the_first_to_make_room():
-    w = world(num_snapshots=2)
+    w = world(num_cached_states=2)
     finish(w, "a", PROMPT)
     finish(w, "long", [70, 71], max_new=20)
-    assert w.context.snapshots.num_kept == 2
+    assert w.context.states.slots.num_cached == 2
     finish(w, "b", PROMPT[::-1])
     assert finish(w, "a again", PROMPT).history.cached_tokens == 28
 
 
 def test_newer_prompts_push_out_the_state_used_longest_ago():
-    w = world(num_snapshots=2)
+    w = world(num_cached_states=2)
     first, second, third = PROMPT, PROMPT[::-1], [x + 40 for x in PROMPT]
     for name, prompt in (("a", first), ("b", second), ("a again", first), ("c", third)):
         finish(w, name, prompt)
@@ -117,7 +117,7 @@ def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
     w = world()
     answer = continued([70, 71], 40, 0)
     w.add(make_request("long", [70, 71], 40, stop_ids=frozenset()))
-    while not w.context.snapshots.num_kept:
+    while not w.context.states.slots.num_cached:
         w.step()
     assert finish_beside(w, "turn", answer[:9]).history.cached_tokens == 4
     w.drain()
@@ -125,9 +125,9 @@ def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
 
 
 def test_one_answer_keeps_one_state():
-    w = world(num_snapshots=8)
+    w = world(num_cached_states=8)
     finish(w, "long", [70, 71], max_new=60)
-    assert w.context.snapshots.num_kept == 1
+    assert w.context.states.slots.num_cached == 1
 
 
 def test_late_state_lets_a_prompt_in_progress_skip_ahead():
@@ -164,7 +164,7 @@ def test_who_gains_much_by_waiting_waits_again():
 
 
 def test_a_chain_of_longer_and_longer_prompts_does_not_wait_one_by_one():
-    w = world(num_blocks=2000, num_rows=40, max_tokens=4000, num_snapshots=40)
+    w = world(num_blocks=2000, num_rows=40, max_tokens=4000, num_cached_states=40)
     for n in range(1, 33):
         w.add(make_request(f"of {n}", list(range(10, 11 + 4 * n)), 1, stop_ids=frozenset()))
     w.drain()
@@ -187,7 +187,7 @@ def test_prompt_in_chunks_that_finds_blocks_without_states_is_hashed_once(monkey
     long = list(range(1000, 1400))
     w = world(chunked=True, max_tokens=8, num_blocks=300)
     finish(w, "first", long)
-    w.context.forget_states()
+    w.context.states.forget_all()
     num_hashed = 0
 
     def counted(preimage):
@@ -195,37 +195,37 @@ def test_prompt_in_chunks_that_finds_blocks_without_states_is_hashed_once(monkey
         num_hashed += 1
         return digest_of(preimage)
 
-    monkeypatch.setattr("megatron_infer.context.dynamic_context.digest_of", counted)
+    replace_digests(monkeypatch, counted)
     assert finish(w, "second", long).history.cached_tokens == 0
     assert num_hashed <= 3 * 100, "a block is found, announced and published"
 
 
 def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(monkeypatch):
-    monkeypatch.setattr(
-        "megatron_infer.context.dynamic_context.digest_of",  # of a second block: it knows what is before it, no more
+    replace_digests(  # of a second block the digest of what is before it
+        monkeypatch,
         lambda preimage: digest_of(preimage[:DIGEST_SIZE] if len(preimage) == 2 * DIGEST_SIZE else preimage),
     )
     head, root = [1, 2, 3, 4], ROOT
     context = make_context()
 
     def compute(tokens):
-        context.begin_step()
+        context.states.begin_step()
         lease = context.admit(tokens, root=root)
         assert lease.cached == 0 and context.extend(lease, len(tokens))
-        context.keep_states(lease, tokens, 0, len(tokens))
+        context.states.keep(lease, tokens, 0, len(tokens))
         context.publish_planned(lease, tokens, len(tokens))
         return lease
 
     tokens = [*head, 5, 6, 7, 8, 9]
     gone = compute(tokens)
-    context.forget_states()
+    context.states.forget_all()
     waiting = context.admit(tokens, root=root)
-    assert context.extend(waiting, len(tokens)) and waiting.hashed == gone.digests
+    assert context.extend(waiting, len(tokens)) and context.states._of[waiting.row].hashed == gone.digests
     context.release(gone)
     other = compute([*head, 9, 9, 9, 9, 9])
-    assert other.digests == waiting.hashed and context.snapshots.num_kept == 1
-    context.begin_step()
-    assert context.catch_up(waiting, tokens, 0) == 0 and waiting.begins_behind is None
+    assert other.digests == context.states._of[waiting.row].hashed and context.states.slots.num_cached == 1
+    context.states.begin_step()
+    assert context.catch_up(waiting, tokens, 0) == 0 and not context.states.load(waiting)
     assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
     context.check()
 
@@ -234,19 +234,19 @@ def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_ski
     """Two leases compute the same; the second's blocks wait for a commit, and it moves to the first's before that."""
     context, tokens = make_context(), list(range(14))
     first, second = (context.admit(tokens, root=ROOT) for _ in range(2))
-    second.keep_at.add(8)
-    context.begin_step()
+    context.states._of[second.row].keep_at.add(8)
+    context.states.begin_step()
     for lease in (first, second):
         assert context.extend(lease, 14)
-        context.keep_states(lease, tokens, 0, 8)
+        context.states.keep(lease, tokens, 0, 8)
         context.publish_planned(lease, tokens, 8)
-    assert list(second.unnamed) == [8]
-    context.begin_step()
-    context.keep_states(first, tokens, 8, 14)
+    assert list(context.states._of[second.row].pending) == [8]
+    context.states.begin_step()
+    context.states.keep(first, tokens, 8, 14)
     context.publish_planned(first, tokens, 14)
-    context.begin_step()
+    context.states.begin_step()
     assert context.catch_up(second, tokens, 8) == 12
-    assert not second.unnamed and context.snapshots.num_kept == 2
+    assert not context.states._of[second.row].pending and context.states.slots.num_cached == 2
     context.check()
 
 
@@ -254,16 +254,16 @@ def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
     context, tokens = make_context(), list(range(14))
     lease = context.admit(tokens, root=ROOT)
     assert context.extend(lease, 14)
-    context.begin_step()
-    assert context.keep_states(lease, tokens, 0, 14)
+    context.states.begin_step()
+    assert context.states.keep(lease, tokens, 0, 14)
     context.release(lease)
     context.check()
-    assert not context.snapshots.slots_of(())
+    assert not context.states.slots.slots_of(())
 
 
 def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_compute_up_to_it_once():
     """The first keeps none there, as nobody has come by yet; the second does, and the others wait for it."""
-    w = world(num_blocks=200, num_rows=16, max_tokens=1000, num_snapshots=20)
+    w = world(num_blocks=200, num_rows=16, max_tokens=1000, num_cached_states=20)
     head = PROMPT[:17]
     for i in range(10):
         w.add(make_request(f"r{i}", head + [50 + i] * 13, 1, stop_ids=frozenset()))
@@ -273,16 +273,16 @@ def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_co
 
 
 def test_group_forks_the_state_of_one_prefill():
-    w = world(caching=False, keep_cached=False, num_snapshots=0)
+    w = world(caching=False, keep_cached=False, num_cached_states=0)
     w.add(make_group("g", PROMPT, 6, 4, stop_ids=frozenset()))
     w.drain()
     assert w.device.num_prefilled == len(PROMPT) and w.device.num_state_copies == 3
 
 
 def test_state_dies_with_its_block():
-    w = world(num_blocks=12, keep_cached=True, num_snapshots=8)
+    w = world(num_blocks=12, keep_cached=True, num_cached_states=8)
     finish(w, "a", PROMPT)
-    assert w.context.snapshots.num_kept
+    assert w.context.states.slots.num_cached
     finish(w, "b", list(range(200, 240)), max_new=4)
     assert finish(w, "a again", PROMPT).history.cached_tokens == 0
 
@@ -291,7 +291,7 @@ def test_reset_and_failed_steps_forget_every_state():
     w = world()
     finish(w, "a", PROMPT)
     w.scheduler.reset_prefix_cache()
-    assert w.context.snapshots.num_kept == 0
+    assert w.context.states.slots.num_cached == 0
     assert finish(w, "b", PROMPT).history.cached_tokens == 0
 
 
@@ -304,10 +304,10 @@ def test_state_of_former_weights_is_never_loaded():
 
 def test_states_of_former_weights_leave_room_for_answers():
     """An answer keeps its state only where a slot is free: those that nobody will look for again must not fill them."""
-    w = world(num_snapshots=2, num_rows=2)
+    w = world(num_cached_states=2, num_rows=2)
     finish(w, "a", PROMPT)
     finish(w, "b", PROMPT[::-1])
-    assert w.context.snapshots.num_kept == 2
+    assert w.context.states.slots.num_cached == 2
     w.new_weights(keep=True)
     first = finish(w, "turn 1", [70, 71], max_new=20)
     assert finish(w, "turn 2", [*first.tokens, 60]).history.cached_tokens == 20
@@ -315,15 +315,15 @@ def test_states_of_former_weights_leave_room_for_answers():
 
 def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
     """Equal prompts computed side by side: the second's state has no block before the step's commit."""
-    w = world(num_snapshots=2, overlap=True)
+    w = world(num_cached_states=2, overlap=True)
     alone = CacheUse(allowed=False)
     for name in ("first", "second"):
         w.add(make_request(name, PROMPT, 40, stop_ids=frozenset(), cache=alone))
     w.step()
-    assert w.context.snapshots.slots_of(()), "no state waits for its block"
+    assert w.context.states.slots.slots_of(()), "no state waits for its block"
     w.scheduler.reset_prefix_cache()
     w.check()
-    assert not w.context.snapshots.slots_of(())
+    assert not w.context.states.slots.slots_of(())
     w.drain()
 
 
@@ -334,7 +334,7 @@ def test_prompt_under_way_at_a_reset_takes_no_slot_any_more():
     w.scheduler.reset_prefix_cache()
     for _ in range(12):
         w.step()
-        assert not w.context.snapshots.slots_of(())
+        assert not w.context.states.slots.slots_of(())
     assert w.scheduler.stats.states_kept == 0
     w.drain()
 
@@ -346,19 +346,19 @@ def test_moves_of_a_failed_step_are_not_made_up_for():
         w.step()
     plan = w.fail_step("before")
     assert plan.decode_starts == [4], "where a block ends and its state is copied"
-    assert not w.context.take_moves()
+    assert not w.context.take_copies()
 
 
 def test_oldest_unused_state_makes_room():
     pool = StateSlots(first_slot=5, count=2)
     pool.begin_step()
     for block in (1, 2):
-        pool.name(pool.take(reclaim=True), block, first_to_go=False)
-    assert pool.take(reclaim=True) is None, "both are written by this step"
+        pool.attach(pool.take(evict=True), block, evict_first=False)
+    assert pool.take(evict=True) is None, "both are written by this step"
     pool.begin_step()
-    pool.use(1)
-    assert pool.take(reclaim=False) is None
-    pool.name(pool.take(reclaim=True), 3, first_to_go=False)
+    pool.load(1)
+    assert pool.take(evict=False) is None
+    pool.attach(pool.take(evict=True), 3, evict_first=False)
     assert pool.is_ready(1) and not pool.is_ready(2) and pool.is_coming(3)
     pool.check([], {1, 3})
 
@@ -367,26 +367,26 @@ def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
     """A state kept behind a cached block, which a later admission of the same plan takes the memory of."""
     pool = StateSlots(first_slot=5, count=1)
     for give_up in (
-        lambda slot: pool.name(slot, 1, first_to_go=False) and pool.forget(1),
-        lambda slot: pool.give_back(slot),
+        lambda slot: pool.attach(slot, 1, evict_first=False) and pool.forget(1),
+        lambda slot: pool.release(slot),
     ):
         pool.begin_step()
-        slot = pool.take(reclaim=True)
+        slot = pool.take(evict=True)
         give_up(slot)
-        assert pool.take(reclaim=True) is None, "the step would write it twice"
+        assert pool.take(evict=True) is None, "the step would write it twice"
         pool.check([], set())
         pool.begin_step()
-        assert pool.take(reclaim=True) == slot
-        pool.give_back(slot)
+        assert pool.take(evict=True) == slot
+        pool.release(slot)
 
 
 def test_second_state_behind_a_block_is_given_back():
     pool = StateSlots(first_slot=0, count=2)
     pool.begin_step()
-    assert pool.name(pool.take(reclaim=True), 7, first_to_go=False)
-    assert not pool.name(pool.take(reclaim=True), 7, first_to_go=False)
+    assert pool.attach(pool.take(evict=True), 7, evict_first=False)
+    assert not pool.attach(pool.take(evict=True), 7, evict_first=False)
     pool.check([], {7})
-    with pytest.raises(AssertionError, match="nobody can find"):
+    with pytest.raises(AssertionError, match="not published"):
         pool.check([], set())
 
 
@@ -399,4 +399,4 @@ def test_held_states_are_rows_and_snapshots_behind_held_blocks():
     held = w.context.held_state_slots()
     assert live.lease.row in held and len(held) == 2 and held[1] > w.num_rows
     w.context.forget_free()
-    assert w.context.snapshots.num_kept == 1
+    assert w.context.states.slots.num_cached == 1

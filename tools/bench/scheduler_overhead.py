@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -38,7 +39,7 @@ def make_decoding(
 ) -> tuple[DynamicInferenceContext, Scheduler]:
     """A scheduler with `rows` requests in mid-decode, their positions spread evenly over the block."""
     blocks_per_row = (2 * block_size + steps) // block_size + 2
-    context = DynamicInferenceContext(
+    context = build_context(
         num_blocks=rows * blocks_per_row,
         block_size=block_size,
         num_rows=rows,
@@ -82,9 +83,9 @@ def measure(
         scheduled = clock()
         build(plan, context.take_table_writes())
         built = clock()
-        ended = scheduler.commit(plan, StepResult(tokens))
+        committed = scheduler.commit(plan, StepResult(tokens))
         end = clock()
-        assert len(plan.decode) == rows and not ended
+        assert len(plan.decode) == rows and not committed.ended
         for phase, value in (
             ("schedule", scheduled - start),
             ("build", built - scheduled),

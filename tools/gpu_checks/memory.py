@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import StateStore
@@ -356,23 +357,23 @@ def swap_moves(ctx: Context) -> Result:
         num_host_slots=num,
     )
     compare = Comparison("difference")
-    out: list[Any] = [("out", block, block) for block in range(num)]
-    back: list[Any] = [("in", num + (7 * slot) % num, slot) for slot in range(num)]
+    out = [Copy(CopyKind.BLOCK_OUT, block, block) for block in range(num)]
+    back = [Copy(CopyKind.BLOCK_IN, slot, num + (7 * slot) % num) for slot in range(num)]
     for _ in range(2):  # the first one takes the staging buffers
         store.kv_cache.normal_()
         before = store.kv_cache[:, :, :num].clone()
         pinned = store.host_bytes()
         with ctx.no_sync():
-            store.run_moves(out)
+            store.run_copies(out)
             store.kv_cache[:, :, :num].zero_()
-            store.run_moves(back)
+            store.run_copies(back)
         places = [num + (7 * slot) % num for slot in range(num)]
         compare.require("content is not what it was", bool(torch.equal(store.kv_cache[:, :, places], before)))
         if not ctx.rehearse:
             compare.require("host memory was pinned in the step", store.host_bytes() == pinned)
 
     def move() -> None:
-        store.run_moves(out)
+        store.run_copies(out)
 
     milliseconds = ctx.milliseconds(move, rounds=5)
     rate = num * store.block_bytes / milliseconds / 1e6

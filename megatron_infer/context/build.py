@@ -1,0 +1,61 @@
+"""Makes a context of the parts that a model and its configuration need."""
+
+from __future__ import annotations
+
+from megatron_infer.context.block_pool import BlockPool
+from megatron_infer.context.copies import Copy
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.context.row_pool import RowPool
+from megatron_infer.context.state_cache import StateCache
+from megatron_infer.context.state_slots import StateSlots
+from megatron_infer.context.swap import Swap
+
+
+def build_context(
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_rows: int,
+    max_blocks_per_row: int,
+    prefix_caching: bool = False,
+    keep_cached: bool = False,
+    num_host_slots: int = 0,
+    recurrent: bool = False,
+    num_cached_states: int = 0,
+    num_host_states: int = 0,
+) -> DynamicInferenceContext:
+    """num_blocks: without the dummy block. keep_cached: published blocks stay findable when no lease holds them.
+
+    num_host_slots, num_host_states: places on the host for blocks and states of evicted sequences. recurrent: rows have
+    a recurrent state: slots 0 .. num_rows - 1 are theirs, num_rows is the dummy for padding, then come
+    num_cached_states of the prefix cache.
+    """
+    assert recurrent or not (num_cached_states or num_host_states), "states of a model that keeps none"
+    copies: list[Copy] = []
+    slots = StateSlots(num_rows + 1, num_cached_states if prefix_caching else 0)
+    pool = BlockPool(
+        num_blocks, keep_cached=prefix_caching and keep_cached, on_forget=slots.forget if slots.count else None
+    )
+    rows = RowPool(num_rows)
+    states = StateCache(slots, pool, block_size=block_size, journal=copies) if recurrent else None
+    swap = None
+    if num_host_slots:
+        swap = Swap(
+            pool,
+            rows,
+            num_slots=num_host_slots,
+            num_states=num_host_states,
+            block_size=block_size,
+            recurrent=recurrent,
+            journal=copies,
+        )
+    return DynamicInferenceContext(
+        pool,
+        rows,
+        block_size=block_size,
+        max_blocks_per_row=max_blocks_per_row,
+        prefix_caching=prefix_caching,
+        states=states,
+        swap=swap,
+        copies=copies,
+    )
