@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.context.leases import Lease, check_leases, find_published
-from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, preimage_of
+from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of
 from megatron_infer.context.row_pool import RowPool
 
 if TYPE_CHECKING:
@@ -191,20 +191,7 @@ class DynamicInferenceContext:
         any row attends: a lease that finds such a block reads it in that step or later. Stops at content that another
         block has: the step writes to this lease's own block, so only `publish_computed` can move it.
         """
-        if not lease.publishes or not self.prefix_caching:
-            return
-        pool, size, digests = self.pool, self.block_size, lease.digests
-        for column in range(len(digests), planned // size):
-            preimage = preimage_of(digests[-1] if digests else lease.root, tokens[column * size : (column + 1) * size])
-            digest = digest_of(preimage)
-            owner = pool.publish(lease.blocks[column], digest, preimage)
-            if owner is None:
-                lease.publishes = False
-            if owner != lease.blocks[column]:
-                return
-            digests.append(digest)
-            if self.states is not None:
-                self.states.attach(lease, column)
+        self._publish(lease, tokens, planned, may_move=False)
 
     def publish_computed(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks among the first `computed` tokens, whose keys and values are in the cache by now.
@@ -214,21 +201,7 @@ class DynamicInferenceContext:
         before still read the old block, and later writes to it come after them.
         """
         assert computed <= len(tokens), f"{computed} tokens computed, {len(tokens)} known"
-        if not lease.publishes or not self.prefix_caching:
-            return
-        size, digests = self.block_size, lease.digests
-        for column in range(len(digests), computed // size):
-            preimage = preimage_of(digests[-1] if digests else lease.root, tokens[column * size : (column + 1) * size])
-            digest = digest_of(preimage)
-            owner = self.pool.publish(lease.blocks[column], digest, preimage)
-            if owner is None:  # what follows has the digests of what follows that other content
-                lease.publishes = False
-                return
-            digests.append(digest)
-            if owner != lease.blocks[column]:
-                self._move(lease, column, owner)
-            if self.states is not None:
-                self.states.attach(lease, column)
+        self._publish(lease, tokens, computed, may_move=True)
 
     def stop_publishing(self) -> None:
         """The weights changed: leases and swapped sequences keep what they hold and publish no more."""
@@ -301,6 +274,25 @@ class DynamicInferenceContext:
         if self.states is not None:
             return self.states.find(lease, tokens, beyond=beyond)
         return find_published(self.pool, lease, tokens, self.block_size)
+
+    def _publish(self, lease: Lease, tokens: Sequence[int], num_tokens: int, *, may_move: bool) -> None:
+        if not lease.publishes or not self.prefix_caching:
+            return
+        size, digests = self.block_size, lease.digests
+        for column in range(len(digests), num_tokens // size):
+            preimage = lease.preimage(column, tokens, size)
+            digest = digest_of(preimage)
+            owner = self.pool.publish(lease.blocks[column], digest, preimage)
+            if owner is None:  # what follows would have the digests of what follows that other content
+                lease.publishes = False
+                return
+            if owner != lease.blocks[column]:
+                if not may_move:
+                    return
+                self._move(lease, column, owner)
+            digests.append(digest)
+            if self.states is not None:
+                self.states.attach(lease, column)
 
     def _issue(self, lease: Lease) -> None:
         self._leases[lease.row] = lease

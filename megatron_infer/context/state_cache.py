@@ -47,8 +47,6 @@ class StateCache:
         self._of: defaultdict[int, _LeaseStates] = defaultdict(_LeaseStates)
         """By row."""
 
-    # ------------------------------------------------------------------ leases
-
     def admit(self, lease: Lease, num_tokens: int) -> None:
         """Keep the state behind the last full block of a prompt of `num_tokens` that a hit can end at."""
         self._of[lease.row].keep_at.add((num_tokens - 1) // self._block_size * self._block_size)
@@ -92,8 +90,6 @@ class StateCache:
         self._journal.append(Copy(CopyKind.STATE, self.slots.load(states.load_from), lease.row))
         states.load_from = None
         return True
-
-    # ------------------------------------------------------------------ keeping
 
     def begin_step(self) -> None:
         """A step is planned from here on; what the one before writes can be read now."""
@@ -173,8 +169,6 @@ class StateCache:
         assert self._of.keys() <= set(rows), f"states of rows {sorted(self._of)}, leases on {sorted(rows)}"
         pending = [slot for states in self._of.values() for slot in states.pending.values()]
         self.slots.check(pending, self._pool.contents().keys())
-
-    # ------------------------------------------------------------------ parts
 
     def _published(self, lease: Lease, tokens: Sequence[int], position: int) -> int | None:
         """The block of another lease, found by `lease` before, that ends at `position`."""

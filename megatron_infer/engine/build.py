@@ -332,12 +332,7 @@ def assemble(
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=rank_group.check_alive)
     register_derived(parts)
     warm_up(parts)
-    costs, graphs = None, parts.runner.graphs
-    if parts.context.swap is not None:
-        if groups.is_leader:
-            parts.speeds = CostMeter(parts.runner.store)
-        prices = None if parts.speeds is None else asdict(parts.speeds.costs)
-        costs = CostModel(**rank_group.from_leader("prices of evictions", prices))
+    graphs = parts.runner.graphs
     parts.scheduler = Scheduler(
         parts.context,
         max_tokens=sizes.max_tokens,
@@ -345,7 +340,7 @@ def assemble(
         paused_block_limit=sizes.paused_block_limit,
         root=parts.root(),
         preemption=config.preemption_mode,
-        costs=costs,
+        costs=measured_costs(parts),
         num_micro_batches=num_micro_batches_of(groups, config),
         prefill_room=graphs.pool.index.prefill_room if graphs is not None and config.cuda_graph_all_prefills else None,
         on_event=on_event,
@@ -364,6 +359,16 @@ def assemble(
         seed = (seed + groups.dp_rank) % 2**64
     parts.input_processor = InputProcessor(limits, tokenizer=tokenizer, eos_ids=eos_ids, seed=seed)
     return parts
+
+
+def measured_costs(parts: Assembly) -> CostModel | None:
+    """Prices of evictions, the same on every rank; None where nothing can be swapped."""
+    if parts.context.swap is None:
+        return None
+    if parts.rank_group.groups.is_leader:
+        parts.speeds = CostMeter(parts.runner.store)
+    prices = None if parts.speeds is None else asdict(parts.speeds.costs)
+    return CostModel(**parts.rank_group.from_leader("prices of evictions", prices))
 
 
 def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> Chosen:
