@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_device import VOCAB, World
+from fake_device import VOCAB
 from random_world import random_leader, random_world
 from test_fuzz import disturb
+from world import World
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
@@ -86,7 +87,7 @@ class BatchWorld(World):
 
     def launch(self, plan: StepPlan):
         super().launch(plan)
-        tokens = torch.tensor(self.flights[-1][1], dtype=torch.int64)
+        tokens = torch.tensor(self.in_flight_steps[-1][1], dtype=torch.int64)
         self.uploading._step_rows.forget()
         batches = [builder.build(plan, self.writes) for builder in (self.advancing, self.uploading)]
         shape = smallest(plan)
@@ -211,7 +212,7 @@ def test_a_batch_is_the_plan_in_random_schedules(overlap):
         run(world, rng, totals)
         counts += world.counts
     assert counts["advanced"] > 30 and counts["advanced when padded"] > 30 and counts["padded"] > 300, counts
-    for what in ("paused", "evicted", "forked", "taken back"):
+    for what in ("paused", "evicted", "forked", "readmitted"):
         assert totals[what] > 0, (what, totals)
 
 
@@ -220,14 +221,14 @@ def run(world: BatchWorld, rng: random.Random, totals: Counter) -> None:
     prompts: list[list[int]] = []
     leaders = [random_leader(world, rng, stem, f"r{i}", prompts) for i in range(rng.randint(3, 12))]
     pending = [leader for leader in leaders if leader is not None]
-    while pending or world.scheduler.has_unfinished or world.previous:
+    while pending or world.scheduler.has_unfinished or world.in_flight_steps:
         while pending and rng.random() < 0.3:
             world.add(pending.pop())
         if rng.random() < 0.2:
             disturb(world, rng, totals, pending)
         world.step()
     totals.update(world.scheduler.stats.as_dict())
-    totals.update(world.books.counts)
+    totals.update(world.account.counts)
 
 
 # ---------------------------------------------------------------------- steps made by hand

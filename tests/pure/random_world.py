@@ -1,10 +1,11 @@
-"""Worlds, costs and requests drawn at random, for schedules that nobody would think of."""
+"""Worlds, costs and requests drawn at random."""
 
 from __future__ import annotations
 
 import random
 
-from fake_device import VOCAB, Swap, World, continued, make_group
+from fake_device import VOCAB, continued, make_group
+from world import Swap, World
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
@@ -40,9 +41,9 @@ def random_costs(rng: random.Random) -> policy.CostModel:
 
 
 def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo=0.3) -> Request | None:
-    """A request or a group that the engine would accept; `prompts` are those made before, it adds its own.
+    """A request or a group that the engine would accept; its prompt is added to `prompts`, those made before.
 
-    echo: how likely its prompt is what another is about to draw, so that blocks appear while it prefills.
+    echo: probability that its prompt is what another is about to draw, so that blocks appear while it prefills.
     """
     capacity = world.context.max_stored_tokens
     prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 9))]

@@ -1,4 +1,4 @@
-"""Blocks, rows and the prefix cache keep their promises one by one."""
+"""Rows, blocks and the prefix cache, one promise at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(num_blocks=8, block_size=4, num_rows=4, prefix_caching=True, keep_cache
 
 
 def compute(context, tokens, root=ROOT):
-    """A lease whose tokens are all computed and committed."""
+    """A lease whose tokens are all computed and published."""
     lease = context.admit(tokens, root=root)
     assert context.extend(lease, len(tokens))
     context.publish_computed(lease, tokens, len(tokens))
@@ -91,7 +91,7 @@ def test_other_root_never_hits():
     assert context.admit(range(9), root=OTHER).cached == 0
 
 
-def test_admission_may_pass_the_cache_by():
+def test_admission_may_ignore_the_cache():
     context = make()
     context.release(compute(context, range(9)))
     assert context.admit(range(9), root=ROOT, use_cache=False).cached == 0
@@ -237,7 +237,7 @@ def test_forget_all_drops_what_was_cached():
     context.check()
 
 
-def test_commit_of_unknown_tokens_is_caught():
+def test_publishing_unknown_tokens_is_caught():
     context = make()
     lease = context.admit([1, 2], root=ROOT)
     context.extend(lease, 4)
@@ -289,7 +289,7 @@ def one_digest(monkeypatch):
     replace_digests(monkeypatch, lambda preimage: bytes(DIGEST_SIZE))
 
 
-def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one_digest):
+def test_collision_is_a_miss_and_the_later_lease_publishes_no_more(one_digest):
     context = make()
     first = compute(context, [1, 2, 3, 4, 5])
     assert context.admit([6, 7, 8, 9, 5], root=ROOT).cached == 0, "same digest, other tokens"
@@ -297,11 +297,11 @@ def test_collision_is_a_miss_and_ends_the_chain_of_whoever_publishes_into_it(one
     context.extend(second, 5)
     context.publish_computed(second, [6, 7, 8, 9, 5], 5)
     assert not second.publishes and second.digests == [] and second.blocks[0] != first.blocks[0]
-    assert context.admit([1, 2, 3, 4, 5], root=ROOT).cached == 4, "who came first is still found"
+    assert context.admit([1, 2, 3, 4, 5], root=ROOT).cached == 4, "the first content is still found"
     context.check()
 
 
-def test_collision_with_the_own_predecessor_is_none(one_digest):
+def test_collision_with_the_own_predecessor_publishes_no_more(one_digest):
     context = make()
     lease = compute(context, [1, 2, 3, 4, 1, 2, 3, 4, 5])
     assert len(lease.digests) == 1 and not lease.publishes
@@ -309,7 +309,7 @@ def test_collision_with_the_own_predecessor_is_none(one_digest):
     context.check()
 
 
-def test_collision_ends_the_chain_of_a_slice_being_planned_too(one_digest):
+def test_collision_ends_the_chain_of_a_planned_chunk_too(one_digest):
     context = make()
     compute(context, [1, 2, 3, 4, 5])
     lease = context.admit([6, 7, 8, 9, 5], root=ROOT)
@@ -335,10 +335,10 @@ def test_root_that_could_be_a_digest_is_refused():
         make().admit([1], root=bytes(DIGEST_SIZE))
 
 
-# ------------------------------------------------------------------ what is planned, what comes late
+# ------------------------------------------------------------------ planned blocks, late hits
 
 
-def test_announced_blocks_are_found_before_they_are_computed():
+def test_planned_blocks_are_found_before_they_are_computed():
     context = make()
     lease = context.admit(range(12), root=ROOT)
     context.extend(lease, 12)
@@ -350,7 +350,7 @@ def test_announced_blocks_are_found_before_they_are_computed():
     context.check()
 
 
-def test_announced_content_that_another_block_has_is_moved_at_the_commit_only():
+def test_planned_content_that_another_block_has_is_moved_at_the_commit_only():
     context = make()
     tokens = list(range(12))
     first = compute(context, tokens[:8])
@@ -383,7 +383,7 @@ def test_catching_up_takes_published_blocks_and_leaves_the_last_token(planned):
     context.check()
 
 
-def test_catching_up_moves_what_was_planned_twice_without_undoing_it():
+def test_catching_up_moves_to_a_block_that_was_planned_twice():
     context = make()
     tokens = list(range(16))
     first = compute(context, tokens[:5])
@@ -393,7 +393,7 @@ def test_catching_up_moves_what_was_planned_twice_without_undoing_it():
     assert context.catch_up(late, tokens, 10) == 10
     assert late.blocks[0] == first.blocks[0] and len(late.digests) == 1
     context.publish_planned(late, tokens, 16)
-    assert len(late.digests) == 4, "its chain goes on"
+    assert len(late.digests) == 4, "its chain continues"
     context.check()
 
 

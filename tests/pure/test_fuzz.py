@@ -1,12 +1,12 @@
-"""Random schedules against the oracle: whatever the scheduler does, tokens are those of an engine without a cache."""
+"""Random schedules against the oracle: whatever the scheduler decides, tokens are those of an engine without cache."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 
-import fake_restart
 import pytest
+import restarted_world
 from fake_device import VOCAB
 from random_world import random_costs, random_leader, random_world
 
@@ -20,7 +20,7 @@ NUM_SHARDS = 4
 def run_schedule(seed, totals):
     rng = random.Random(seed)
     world = random_world(rng)
-    calm = rng.random() < 0.3  # no disturbance from outside: the scheduler's own decisions only
+    calm = rng.random() < 0.3  # nothing from outside: the scheduler's own decisions only
     stem = [rng.randrange(4, VOCAB) for _ in range(24)]
     prompts: list[list[int]] = []
     echo = rng.choice([0.3, 0.9])
@@ -29,7 +29,7 @@ def run_schedule(seed, totals):
     leaders = [random_leader(world, rng, stem, f"r{i}", prompts, echo=echo) for i in range(rng.randint(1, 14))]
     pending = [leader for leader in leaders if leader is not None][::-1]
     rate, unrest = rng.choice([0.15, 0.5, 1.0]), rng.choice([0.2, 1.0])
-    while pending or world.scheduler.has_unfinished or world.previous:
+    while pending or world.scheduler.has_unfinished or world.in_flight_steps:
         while pending and rng.random() < rate:
             world.add(pending.pop())
         if not calm and rng.random() < unrest:
@@ -40,7 +40,7 @@ def run_schedule(seed, totals):
     tally(world, totals)
     totals.update(overlap=world.overlap, schedules=1)
     computed = world.scheduler.stats.decode_tokens + world.scheduler.stats.prefill_tokens
-    totals.update(world.books.counts)
+    totals.update(world.account.counts)
     assert world.device.num_computed >= computed - world.max_tokens * totals["failed"]
     return world
 
@@ -48,7 +48,7 @@ def run_schedule(seed, totals):
 def tally(world, totals):
     totals.update(world.scheduler.stats.as_dict())
     device = world.device
-    totals.update(copies=device.num_copies, moves=device.num_moves)
+    totals.update(copies=device.num_copies, swaps_and_loads=device.num_swaps_and_loads)
     totals.update({"states copied": device.num_state_copies, "states captured": device.num_captures})
     if world.recurrent:
         totals["recurrent"] += 1
@@ -62,7 +62,7 @@ def restart(world, rng, totals, pending):
     num_blocks = policy.blocks_needed(most - 1, block_size) + rng.choice([0, 1, rng.randint(0, 12)])
     likely = rng.choice([0.5, 1.0])
     tally(world, totals)
-    fake_restart.restart(
+    restarted_world.restart(
         world,
         num_blocks=max(num_blocks, 1),
         block_size=block_size,
@@ -103,7 +103,7 @@ def disturb(world, rng, totals, pending):
         world.scheduler.set_costs(random_costs(rng))
     elif kind < 0.145 and unfinished:
         restart(world, rng, totals, pending)
-        if rng.random() < 0.3:  # before what came back is in a step, or while it is in its first
+        if rng.random() < 0.3:  # before readmitted requests are in a step, or in their first
             world.fail_step(rng.choice(["before", "early", "late"]))
             totals["failed"] += 1
         elif rng.random() < 0.5:
@@ -120,7 +120,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    # The schedules must have visited what they are meant to prove.
+    # The schedules must have exercised what they are meant to prove.
     for what in (
         "paused",
         "resumed",
@@ -133,7 +133,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "recompute",
         "new weights",
         "dropped",
-        "taken back",
+        "readmitted",
         "states_kept",
         "states_loaded",
         "states captured",

@@ -27,7 +27,7 @@ def test_a_group_of_several_backends_has_that_of_the_device(monkeypatch, config,
     assert home_of(None) == torch.device(home)
 
 
-def test_a_group_that_nobody_named_a_backend_for_is_gloos_on_a_cpu():
+def test_a_group_without_a_named_backend_is_gloos_on_a_cpu():
     if torch.distributed.is_initialized():
         pytest.skip("another test's groups are up")
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What requests share through the prefix cache, from which moment on, and that no collision or failure can spoil it."""
+"""What requests share through the prefix cache, and from which step on; collisions and failures spoil nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import World, continued, make_request, replace_digests
+from fake_device import continued, make_request, replace_digests
 from test_fuzz import run_schedule
+from world import World
 
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.prefix_hash import digest_of, parent_of
@@ -26,8 +27,8 @@ def endless(name, tokens, max_new, **kwargs):
     return make_request(name, tokens, max_new, stop_ids=NEVER, **kwargs)
 
 
-def pieces(plan):
-    return [(piece.request.id, piece.start, piece.n) for piece in plan.prefill]
+def chunks(plan):
+    return [(chunk.request.id, chunk.start, chunk.n) for chunk in plan.prefill]
 
 
 # ------------------------------------------------------------------ from which step on
@@ -38,7 +39,7 @@ def test_requests_of_one_step_compute_their_common_prompt_once(keep_cached):
     world = World(caching=True, keep_cached=keep_cached)
     for name in "abc":
         world.add(endless(name, prompt(10), 4))
-    assert pieces(world.step()) == [("a", 0, 10), ("b", 8, 2), ("c", 8, 2)]
+    assert chunks(world.step()) == [("a", 0, 10), ("b", 8, 2), ("c", 8, 2)]
     world.drain()
 
 
@@ -46,9 +47,9 @@ def test_request_shares_a_prompt_that_is_in_flight():
     world = World(caching=True, overlap=True)
     world.add(endless("a", prompt(10), 4))
     world.step()
-    assert world.previous
+    assert world.in_flight_steps
     world.add(endless("b", prompt(10), 4))
-    assert pieces(world.step()) == [("b", 8, 2)]
+    assert chunks(world.step()) == [("b", 8, 2)]
     world.drain()
 
 
@@ -65,7 +66,7 @@ def test_rollouts_of_one_long_prompt_prefill_it_once(overlap, keep_cached):
 def test_prompt_of_whole_blocks_is_kept_once_although_its_last_block_is_computed_by_each():
     world = World(caching=True)
     requests = [world.add(endless(name, prompt(8), 4)) for name in "abc"]
-    assert pieces(world.step()) == [("a", 0, 8), ("b", 4, 4), ("c", 4, 4)]
+    assert chunks(world.step()) == [("a", 0, 8), ("b", 4, 4), ("c", 4, 4)]
     assert len({request.lease.blocks[1] for request in requests}) == 1, "moved to one block at the commit"
     world.drain()
 
@@ -75,7 +76,7 @@ def test_prompt_logprobs_are_computed_from_the_start_and_others_share_what_they_
     world.add(endless("a", prompt(10), 2))
     world.add(endless("b", prompt(10), 2, cache=LOGPROBS))
     world.add(endless("c", prompt(10), 2))
-    assert pieces(world.step()) == [("a", 0, 10), ("b", 0, 10), ("c", 8, 2)]
+    assert chunks(world.step()) == [("a", 0, 10), ("b", 0, 10), ("c", 8, 2)]
     world.drain()
 
 
@@ -83,7 +84,7 @@ def test_prompt_logprobs_are_computed_from_the_start_and_others_share_what_they_
 
 
 def overtaken(cache=ALLOWED, **kwargs):
-    """`b` computes what `a` is about to draw, and gets a token only every fifth step: `a` is ahead of it."""
+    """`b` prefills what `a` is about to draw, and gets a token only in every fifth step: `a` is ahead of it."""
     world = World(caching=True, chunked=True, num_blocks=64, max_tokens=2, **kwargs)
     world.add(endless("a", prompt(2), 60))
     world.step()
@@ -102,7 +103,7 @@ def overtaken(cache=ALLOWED, **kwargs):
 def test_prompt_takes_blocks_that_appear_while_it_is_computed(overlap, keep_cached):
     world, late = overtaken(overlap=overlap, keep_cached=keep_cached)
     stats = world.scheduler.stats
-    assert world.books.counts["late hits"] >= 5 and late.history.cached_tokens > 30
+    assert world.account.counts["late hits"] >= 5 and late.history.cached_tokens > 30
     assert stats.prefix_hit_tokens == late.history.cached_tokens
     assert (stats.prefix_queries, stats.prefix_hits) == (2, 1), "one admission that found something, however often"
     assert stats.prefix_miss_tokens == world.device.num_prefilled == 2 + 42 - late.history.cached_tokens
@@ -119,7 +120,7 @@ def test_other_salt_forbids_late_hits_too():
     assert late.history.cached_tokens == 0
 
 
-def test_block_that_a_late_hit_frees_goes_to_who_is_paused_and_not_to_a_newcomer():
+def test_block_that_a_late_hit_frees_goes_to_a_paused_request_and_not_to_a_new_one():
     world = World(caching=True, chunked=True, num_blocks=6, paused_limit=6, max_tokens=20)
     world.add(endless("a", prompt(2), 12))
     paused = world.add(endless("c", prompt(2, start=60), 12))
@@ -132,9 +133,9 @@ def test_block_that_a_late_hit_frees_goes_to_who_is_paused_and_not_to_a_newcomer
         world.step()
     late = world.add(endless("d", prompt(2), 3))
     world.scheduler.max_tokens = 20
-    assert [piece[0] for piece in pieces(world.step())] == ["b"]
+    assert [chunk[0] for chunk in chunks(world.step())] == ["b"]
     assert world.kinds("c")[-1] == "pause"
-    assert world.books.counts["late hits"] == 1 and late.status is Status.WAITING
+    assert world.account.counts["late hits"] == 1 and late.status is Status.WAITING
     world.step()
     assert paused.status is Status.RUNNING
     world.drain()
@@ -169,33 +170,22 @@ def test_generated_blocks_of_a_salted_request_are_found_under_its_salt_only():
 # ------------------------------------------------------------------ failure and reset
 
 
-def test_what_a_failed_step_published_is_never_found():
-    world = World(caching=True, keep_cached=True)
-    for name in "ab":
-        world.add(endless(name, prompt(10), 4))
-    world.fail_step("early")
-    assert world.context.pool.contents() == {} and world.context.pool.num_cached == 0
-    world.add(endless("c", prompt(10), 4))
-    assert pieces(world.step())[0] == ("a", 0, 10)
-    world.drain()
-
-
 def test_request_that_a_commit_moved_to_a_block_of_a_failed_step_starts_over():
     world = World(num_blocks=5, caching=True, keep_cached=True, overlap=True, chunked=True, max_tokens=10)
     world.add(endless("before", prompt(5), 1))
     world.drain()
     first = world.add(endless("a", prompt(8), 4, cache=LOGPROBS))  # its first block is known: it publishes at commits
     other = world.add(endless("b", prompt(9), 4))
-    assert pieces(world.step()) == [("a", 0, 8), ("b", 4, 2)]
+    assert chunks(world.step()) == [("a", 0, 8), ("b", 4, 2)]
     assert world.context.num_free_blocks == 0
     plan = world.fail_step("early")
-    assert pieces(plan) == [("b", 6, 3)] and not plan.decode, "a paused: its next block is missing"
-    assert world.books.counts["restarts beside the plan"] == 1
+    assert chunks(plan) == [("b", 6, 3)] and not plan.decode, "a paused: its next block is missing"
+    assert world.account.counts["restarts beside the plan"] == 1
     assert [request.status for request in (first, other)] == [Status.WAITING, Status.WAITING]
     world.drain()
 
 
-def test_after_a_failed_step_those_outside_it_go_on_and_publish_no_more():
+def test_after_a_failed_step_requests_outside_it_continue_and_publish_no_more():
     world = World(caching=True, keep_cached=True)
     inside, outside = (world.add(endless(name, prompt(9, ord(name)), 9)) for name in "ab")
     world.step()
@@ -210,7 +200,7 @@ def test_after_a_failed_step_those_outside_it_go_on_and_publish_no_more():
 
 
 @pytest.mark.parametrize("keep_cached", [False, True])
-def test_reset_forgets_cached_and_held_blocks_and_what_is_in_flight(keep_cached):
+def test_reset_forgets_cached_held_and_planned_blocks(keep_cached):
     world = World(caching=True, keep_cached=keep_cached, overlap=True)
     world.add(endless("old", prompt(9, start=70), 1))
     world.drain()
@@ -219,14 +209,14 @@ def test_reset_forgets_cached_and_held_blocks_and_what_is_in_flight(keep_cached)
     world.step()
     world.add(endless("b", prompt(10, start=30), 12))
     world.step()
-    assert world.previous
+    assert world.in_flight_steps
     assert world.scheduler.reset_prefix_cache() == 2 * keep_cached
     assert world.context.pool.contents() == {}
     again = [world.add(endless(f"{start}", prompt(12, start), 1)) for start in (70, 10, 30)]
     twin = world.add(endless("twin", prompt(12), 1))
     world.drain()
     assert [request.history.cached_tokens for request in again] == [0, 0, 0]
-    assert twin.history.cached_tokens == 8, "those who came after the reset share again"
+    assert twin.history.cached_tokens == 8, "requests after the reset share again"
     assert running.num_output == 12
     later = world.add(endless("later", running.tokens, 1))
     world.drain()

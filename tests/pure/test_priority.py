@@ -1,9 +1,10 @@
-"""Priorities: smaller numbers begin sooner and keep their memory longer; nobody's tokens change."""
+"""Priorities: smaller numbers begin sooner and keep their memory longer; no request's tokens change."""
 
 from __future__ import annotations
 
 import pytest
-from fake_device import World, make_request
+from fake_device import make_request
+from world import World
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
@@ -36,7 +37,7 @@ def test_smaller_priorities_overtake_and_equal_ones_keep_their_order():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("urgent", ["a", "b", "c"])
-def test_memory_is_taken_from_the_largest_number_and_tokens_stay_the_same(overlap, urgent):
+def test_the_smallest_priority_number_is_never_preempted_and_tokens_stay_the_same(overlap, urgent):
     alone = {}
     for name in "abc":
         world = World()
@@ -52,7 +53,7 @@ def test_memory_is_taken_from_the_largest_number_and_tokens_stay_the_same(overla
 
 
 @pytest.mark.parametrize("last", ["b", "c"])
-def test_among_those_who_may_give_way_the_largest_number_does(last):
+def test_the_largest_priority_number_is_evicted_first(last):
     world = World(num_blocks=16, block_size=2, paused_limit=0, max_tokens=32)
     for name in "abc":
         world.add(asked(name, 9 if name == last else 1))

@@ -119,7 +119,7 @@ def follow(table, changes):
     table.publish(report.published, 1)
 
 
-def test_nobody_listening_costs_nothing_and_changes_nothing():
+def test_a_pool_without_events_works_alike():
     pool = BlockPool(4, keep_cached=True)
     block = pool.alloc(1)[0]
     assert pool.events is None and pool.publish(block, b"d" * 16, b"p") == block
@@ -194,7 +194,7 @@ def test_unknown_prompt_goes_to_the_least_loaded_and_equal_loads_take_turns():
     assert make_router().choose(b"").key == "a"
 
 
-def test_round_robin_takes_turns_and_skips_who_has_left():
+def test_round_robin_takes_turns_and_skips_replicas_that_left():
     router = make_router(policy=Policy.ROUND_ROBIN)
     keys = []
     for count in range(7):

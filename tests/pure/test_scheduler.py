@@ -1,9 +1,10 @@
-"""The scheduler's promises, one by one, on the fake device that checks every cache entry and all books."""
+"""The scheduler, one promise at a time, on the fake device that checks every cache entry."""
 
 from __future__ import annotations
 
 import pytest
-from fake_device import EOS, World, make_group, make_request
+from fake_device import EOS, make_group, make_request
+from world import World
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
@@ -29,7 +30,7 @@ def names(requests):
 
 
 def step_with(world, token):
-    """A step that draws `token` for everyone."""
+    """A step in which every request draws `token` -> requests that it ended."""
     plan = world.scheduler.schedule()
     world.context.take_table_writes()
     return world.scheduler.commit(plan, StepResult([token] * len(plan.sampled))).ended
@@ -43,7 +44,7 @@ def test_several_prompts_are_prefilled_in_one_step_in_order_of_arrival():
     for name in "abc":
         world.add(endless(name, 8, 4))
     plan = world.step()
-    assert [(piece.request.id, piece.start, piece.n) for piece in plan.prefill] == [("a", 0, 8), ("b", 0, 8)]
+    assert [(chunk.request.id, chunk.start, chunk.n) for chunk in plan.prefill] == [("a", 0, 8), ("b", 0, 8)]
     plan = world.step()
     assert names(plan.decode) == ["a", "b"] and names(p.request for p in plan.prefill) == ["c"]
     assert list(plan.sampled) == [*plan.decode, plan.prefill[0].request]
@@ -63,8 +64,8 @@ def test_prompts_are_chunked_several_at_once():
     world = World(max_tokens=10, chunked=True)
     world.add(endless("a", 14, 2))
     world.add(endless("b", 14, 2))
-    pieces = [[(p.request.id, p.start, p.n, p.first, p.samples) for p in world.step().prefill] for _ in range(3)]
-    assert pieces == [
+    chunks = [[(p.request.id, p.start, p.n, p.first, p.samples) for p in world.step().prefill] for _ in range(3)]
+    assert chunks == [
         [("a", 0, 10, True, False)],
         [("a", 10, 4, False, True), ("b", 0, 6, True, False)],
         [("b", 6, 8, False, True)],
@@ -145,20 +146,12 @@ def test_request_grows_in_place_while_blocks_last():
     assert request.history.num_pauses == 0 and world.kinds() == ["admit", "finish"]
 
 
-def test_exact_fit_finishes_without_pause():
+def test_request_that_fits_exactly_finishes_without_pause():
     """The last drawn token is never stored: 4 blocks of 4 hold a sequence of 17."""
     world = World(num_blocks=4, block_size=4)
     request = world.add(endless("a", 5, 12))
     world.drain()
     assert len(request.tokens) == 17 and request.history.num_pauses == 0
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_no_step_is_scheduled_past_the_last_token(overlap):
-    world = World(overlap=overlap)
-    world.add(endless("a", 4, 5))
-    world.drain()
-    assert world.scheduler.stats.steps == 5 and world.device.num_computed == 4 + 4
 
 
 def test_overlap_counts_on_a_token_that_is_in_flight():
@@ -250,7 +243,7 @@ def test_request_without_a_block_pauses_and_resumes_within_the_limit(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_past_the_paused_limit_someone_is_evicted_but_never_the_oldest(overlap):
+def test_past_the_paused_limit_a_request_is_evicted_but_never_the_oldest(overlap):
     world = starved(paused_limit=0, overlap=overlap)
     world.drain()
     evicted = [name for name, kind, _ in world.events if kind == "evict"]
@@ -259,7 +252,7 @@ def test_past_the_paused_limit_someone_is_evicted_but_never_the_oldest(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_when_everyone_is_paused_one_gives_way_and_not_the_oldest(overlap):
+def test_when_all_are_paused_one_is_evicted_and_not_the_oldest(overlap):
     world = World(num_blocks=8, block_size=2, paused_limit=8, overlap=overlap)
     for name in "ab":
         world.add(endless(name, 8, 7, start=ord(name)))
@@ -283,7 +276,7 @@ def test_paused_requests_resume_oldest_first():
     assert [name for name, kind, _ in world.events if kind == "resume"] == list("bcd")
 
 
-def test_evicted_request_waits_ahead_of_those_never_admitted_and_draws_the_same_tokens():
+def test_evicted_request_waits_ahead_of_new_ones_and_draws_the_same_tokens():
     world = starved(paused_limit=0)
     world.add(endless("d", 20, 9))
     while not world.scheduler.stats.evicted:
@@ -307,7 +300,7 @@ def test_eviction_with_a_cache_recomputes_only_what_was_lost():
     assert world.scheduler.stats.evicted and any(readmissions)
 
 
-def test_admission_leaves_headroom_to_those_who_run():
+def test_admission_leaves_headroom_to_running_requests():
     world = World(num_blocks=32, block_size=4, num_rows=16, max_tokens=500)
     for i in range(8):
         world.add(endless(f"r{i}", 12, 12))
@@ -333,8 +326,8 @@ def test_siblings_share_one_prefill():
     leader = world.add(make_group("g", prompt(10), 6, 4, stop_ids=NEVER))
     assert world.scheduler.num_waiting == 4
     plan = world.step()
-    (piece,) = plan.prefill
-    assert piece.forks == leader.siblings and piece.samples and plan.num_tokens == 10
+    (chunk,) = plan.prefill
+    assert chunk.forks == leader.siblings and chunk.samples and plan.num_tokens == 10
     assert list(plan.sampled) == [leader, *leader.siblings]
     assert len(plan.copies_after) == 3 and {copy.source for copy in plan.copies_after} == {leader.lease.blocks[2]}
     assert all(child.scheduled == 10 and child.history.cached_tokens == 10 for child in leader.siblings)
@@ -342,13 +335,6 @@ def test_siblings_share_one_prefill():
     world.drain()
     assert world.device.num_computed == 10 + 4 * 5
     assert world.scheduler.stats.forked == 3
-
-
-def test_fork_at_a_block_border_needs_no_copy():
-    world = World(block_size=4)
-    world.add(make_group("g", prompt(8), 4, 3, stop_ids=NEVER))
-    assert world.step().copies_after == ()
-    world.drain()
 
 
 def test_siblings_without_a_row_are_forked_from_one_of_them_later():
@@ -362,35 +348,11 @@ def test_siblings_without_a_row_are_forked_from_one_of_them_later():
     assert all(request.finish_reason is FinishReason.LENGTH for request in (leader, *leader.siblings))
 
 
-@pytest.mark.parametrize("when", ["waiting", "prefilling"])
-def test_siblings_go_on_when_their_leader_is_aborted(when):
-    world = World(max_tokens=6, chunked=True)
-    leader = world.add(make_group("g", prompt(10), 3, 3, stop_ids=NEVER))
-    if when == "prefilling":
-        world.step()
-        assert world.scheduler.num_running == 1
-    world.scheduler.abort(leader)
-    world.check()
-    assert names(world.scheduler.waiting) == ["g#1"] and world.scheduler.num_waiting == 2
-    world.drain()
-    assert leader.num_output == 0
-    assert all(child.num_output == 3 for child in leader.siblings)
-
-
-def test_sibling_can_be_aborted_before_it_is_forked():
-    world = World()
-    leader = world.add(make_group("g", prompt(10), 3, 3, stop_ids=NEVER))
-    world.scheduler.abort(leader.siblings[0])
-    assert world.step().prefill[0].forks == leader.siblings[1:]
-    world.drain()
-    assert leader.siblings[0].finish_reason is FinishReason.ABORT
-
-
 # ------------------------------------------------------------------ abort
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_abort_keeps_the_tokens_and_frees_the_rest_in_every_state(overlap):
+def test_abort_keeps_the_tokens_and_frees_the_memory_in_every_status(overlap):
     world = starved(paused_limit=16, overlap=overlap)
     world.add(endless("d", 20, 2))
     while not world.scheduler.paused:
@@ -451,7 +413,7 @@ def test_new_weights_hit_nothing_old_and_old_leases_publish_nothing():
     assert request.history.cached_tokens == 0
 
 
-def test_weights_that_come_back_do_not_bring_back_mixed_leases():
+def test_leases_of_mixed_weights_publish_no_more_when_a_weight_version_returns():
     world = World(caching=True, keep_cached=True)
     world.add(endless("a", 10, 20))
     world.step()
@@ -488,15 +450,6 @@ def test_requeue_all_keeps_tokens_and_order_of_arrival():
     world.drain()
 
 
-def test_cancelled_step_is_computed_again():
-    world = World(block_size=2)
-    world.add(make_group("g", prompt(7), 6, 3, stop_ids=NEVER))
-    world.fail_step("early")
-    assert world.context.num_free_rows == world.num_rows
-    assert names(world.scheduler.waiting) == ["g#0", "g#1", "g#2"]
-    world.drain()
-
-
 # ------------------------------------------------------------------ accounts
 
 
@@ -513,7 +466,7 @@ def test_events_agree_with_the_counters_and_the_requests():
     assert stats.as_dict()["finished"] == 3
 
 
-def test_two_schedulers_given_the_same_decide_the_same():
+def test_two_schedulers_with_equal_input_decide_alike():
     plans = []
     for _ in range(2):
         world = starved(paused_limit=3, overlap=True, caching=True, keep_cached=True)
@@ -521,8 +474,8 @@ def test_two_schedulers_given_the_same_decide_the_same():
         steps = []
         while world.scheduler.has_unfinished:
             plan = world.step()
-            pieces = [(p.request.id, p.start, p.n, names(p.forks)) for p in plan.prefill]
-            steps.append((names(plan.decode), list(plan.decode_starts), pieces, plan.copies_after))
+            chunks = [(p.request.id, p.start, p.n, names(p.forks)) for p in plan.prefill]
+            steps.append((names(plan.decode), list(plan.decode_starts), chunks, plan.copies_after))
         plans.append(steps)
     assert plans[0] == plans[1]
 
@@ -532,20 +485,6 @@ def test_nothing_to_do_is_an_empty_plan():
     plan = world.scheduler.schedule()
     assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == ((), [])
     assert not world.scheduler.has_unfinished
-
-
-def test_table_writes_lost_with_a_failed_step_reach_requests_outside_it():
-    world = World(block_size=2, caching=True, max_tokens=8)
-    world.add(endless("a", 3, 6))
-    other = world.add(endless("b", 3, 6, cache=CacheUse(allowed=False)))
-    world.step()  # both computed the same block: at the commit b moved to a's, which the device does not know yet
-    world.scheduler.max_tokens = 1
-    plan = world.scheduler.schedule()
-    assert names(plan.decode) == ["a"]
-    assert other.lease.row in {row for row, _, _ in world.context.take_table_writes()}, "nothing is lost: no proof"
-    world.scheduler.cancel(plan)
-    world.scheduler.max_tokens = 8
-    world.drain()
 
 
 def test_evicted_requests_wait_by_arrival_ahead_of_the_others():

@@ -21,7 +21,7 @@ SHOW = (
         ("import sys; sys.modules['torch'] = None; ", {}, "False None None"),
     ],
 )
-def test_threads_limit_spinning_where_nobody_chose(before, env, expected, monkeypatch):
+def test_threads_limit_spinning_unless_a_variable_is_set(before, env, expected, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

@@ -21,7 +21,7 @@ it = Cycle(); it.it = it; del it
 """
 
 
-def test_the_collector_is_as_it_was_afterwards():
+def test_the_collector_is_on_again_after_the_last_pause():
     with no_collection():
         assert not gc.isenabled()
         with no_collection():
@@ -30,7 +30,7 @@ def test_the_collector_is_as_it_was_afterwards():
     assert gc.isenabled()
 
 
-def test_who_is_first_to_go_leaves_the_collector_off_for_who_is_still_there():
+def test_the_first_pause_to_end_leaves_the_collector_off_for_the_other():
     """Two engines' threads capture at once."""
     first, second = no_collection(), no_collection()
     first.__enter__()

@@ -1,9 +1,10 @@
-"""Recurrent states in the books: when one is kept, who goes on from it, and when it is gone."""
+"""Recurrent states in the prefix cache: when one is kept, when one is loaded, and when it is dropped."""
 
 from __future__ import annotations
 
 import pytest
-from fake_device import World, continued, make_group, make_request, replace_digests
+from fake_device import continued, make_request, replace_digests
+from world import World
 
 from megatron_infer.context.build import build_context
 from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of
@@ -38,14 +39,14 @@ def finish(world, name, tokens, max_new=3, **kwargs):
 
 
 def finish_beside(world, name, tokens, max_new=1):
-    """Others go on as long as it takes, and no longer."""
+    """Others run until it is finished, and no longer."""
     request = world.add(make_request(name, tokens, max_new, stop_ids=frozenset()))
     while request.finish_reason is None:
         world.step()
     return request
 
 
-def test_same_prompt_goes_on_from_the_last_block_boundary():
+def test_equal_prompt_continues_from_the_last_block_boundary():
     w = world()
     finish(w, "first", PROMPT)
     again = finish(w, "second", PROMPT)
@@ -59,8 +60,8 @@ def test_without_room_for_states_nothing_is_hit():
     assert finish(w, "second", PROMPT).history.cached_tokens == 0
 
 
-def test_state_is_kept_where_prompts_part_ways():
-    """The second prompt finds blocks without a state behind them; the third goes on from where the second left it."""
+def test_state_is_kept_where_prompts_begin_to_differ():
+    """The second prompt finds blocks without a state behind them; the third continues from the one the second left."""
     w = world()
     head = PROMPT[:17]
     finish(w, "a", head + [50] * 10)
@@ -83,7 +84,7 @@ def test_answer_is_found_by_the_next_turn():
     assert second.history.cached_tokens == 40, "of 42 tokens, 41 of them computed"
 
 
-def test_states_of_answers_never_push_out_those_of_prompts():
+def test_states_of_answers_never_evict_those_of_prompts():
     w = world(num_cached_states=2, num_rows=2)
     finish(w, "a", PROMPT)
     finish(w, "b", PROMPT[::-1])
@@ -92,7 +93,7 @@ def test_states_of_answers_never_push_out_those_of_prompts():
     assert finish(w, "b again", PROMPT[::-1]).history.cached_tokens == 28
 
 
-def test_state_of_an_answer_is_the_first_to_make_room():
+def test_state_of_an_answer_is_the_first_to_be_evicted():
     w = world(num_cached_states=2)
     finish(w, "a", PROMPT)
     finish(w, "long", [70, 71], max_new=20)
@@ -101,7 +102,7 @@ def test_state_of_an_answer_is_the_first_to_make_room():
     assert finish(w, "a again", PROMPT).history.cached_tokens == 28
 
 
-def test_newer_prompts_push_out_the_state_used_longest_ago():
+def test_newer_prompts_evict_the_least_recently_used_state():
     w = world(num_cached_states=2)
     first, second, third = PROMPT, PROMPT[::-1], [x + 40 for x in PROMPT]
     for name, prompt in (("a", first), ("b", second), ("a again", first), ("c", third)):
@@ -113,7 +114,7 @@ def test_newer_prompts_push_out_the_state_used_longest_ago():
     ]
 
 
-def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
+def test_earlier_state_of_an_answer_stays_once_it_was_loaded():
     w = world()
     answer = continued([70, 71], 40, 0)
     w.add(make_request("long", [70, 71], 40, stop_ids=frozenset()))
@@ -121,7 +122,7 @@ def test_state_on_an_answers_way_stays_once_somebody_went_on_from_it():
         w.step()
     assert finish_beside(w, "turn", answer[:9]).history.cached_tokens == 4
     w.drain()
-    assert finish(w, "late", answer[:6]).history.cached_tokens == 4, "the one that the first turn went on from"
+    assert finish(w, "late", answer[:6]).history.cached_tokens == 4, "the one that the first turn loaded"
 
 
 def test_one_answer_keeps_one_state():
@@ -130,7 +131,7 @@ def test_one_answer_keeps_one_state():
     assert w.context.states.slots.num_cached == 1
 
 
-def test_late_state_lets_a_prompt_in_progress_skip_ahead():
+def test_late_state_lets_a_prompt_in_progress_skip_tokens():
     w = world(chunked=True, max_tokens=9)
     long = list(range(100, 160))
     w.add(make_request("a", long, 2, stop_ids=frozenset()))
@@ -140,8 +141,8 @@ def test_late_state_lets_a_prompt_in_progress_skip_ahead():
     assert b.history.cached_tokens > 0 and w.scheduler.stats.states_loaded >= 1
 
 
-def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
-    """A decoding request keeps one state: with blocks of one token it moves on with every step."""
+def test_no_request_waits_for_a_state_that_is_replaced_in_every_step():
+    """A decoding request keeps one state: with blocks of one token that is another one after each step."""
     w = world(block_size=1, num_blocks=300)
     start = [70, 71]
     w.add(make_request("decodes", start, 60, stop_ids=frozenset()))
@@ -154,7 +155,7 @@ def test_nobody_waits_for_a_state_that_is_gone_whenever_it_could_be_read():
     w.drain()
 
 
-def test_who_gains_much_by_waiting_waits_again():
+def test_a_request_that_gains_much_by_waiting_waits_again():
     """Each prompt is the one before and more: the last waits for the state of both of the others in turn."""
     w = world()
     for n in (21, 29, 37):
@@ -163,7 +164,7 @@ def test_who_gains_much_by_waiting_waits_again():
     assert w.device.num_prefilled == 21 + (29 - 20) + (37 - 28)
 
 
-def test_a_chain_of_longer_and_longer_prompts_does_not_wait_one_by_one():
+def test_a_chain_of_longer_and_longer_prompts_is_not_computed_one_per_step():
     w = world(num_blocks=2000, num_rows=40, max_tokens=4000, num_cached_states=40)
     for n in range(1, 33):
         w.add(make_request(f"of {n}", list(range(10, 11 + 4 * n)), 1, stop_ids=frozenset()))
@@ -230,7 +231,7 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
     context.check()
 
 
-def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_skips_ahead():
+def test_pending_state_is_attached_when_the_prompt_moves_to_the_published_block():
     """Two leases compute the same; the second's blocks wait for a commit, and it moves to the first's before that."""
     context, tokens = make_context(), list(range(14))
     first, second = (context.admit(tokens, root=ROOT) for _ in range(2))
@@ -250,7 +251,7 @@ def test_state_kept_before_its_block_was_known_gets_its_name_when_the_prompt_ski
     context.check()
 
 
-def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
+def test_lease_that_ends_gives_back_its_pending_states():
     context, tokens = make_context(), list(range(14))
     lease = context.admit(tokens, root=ROOT)
     assert context.extend(lease, 14)
@@ -261,8 +262,8 @@ def test_lease_that_ends_gives_back_states_that_have_no_block_yet():
     assert not context.states.slots.slots_of(())
 
 
-def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_compute_up_to_it_once():
-    """The first keeps none there, as nobody has come by yet; the second does, and the others wait for it."""
+def test_prompts_with_a_common_head_keep_one_state_behind_it_and_compute_it_once():
+    """The first keeps none there, as it is the only prompt yet; the second does, and the others wait for it."""
     w = world(num_blocks=200, num_rows=16, max_tokens=1000, num_cached_states=20)
     head = PROMPT[:17]
     for i in range(10):
@@ -270,29 +271,6 @@ def test_prompts_that_arrive_together_keep_one_state_where_they_part_ways_and_co
     w.drain()
     assert w.device.num_prefilled == 2 * 30 + 8 * (30 - 16)
     assert w.scheduler.stats.states_kept == 10 + 1
-
-
-def test_group_forks_the_state_of_one_prefill():
-    w = world(caching=False, keep_cached=False, num_cached_states=0)
-    w.add(make_group("g", PROMPT, 6, 4, stop_ids=frozenset()))
-    w.drain()
-    assert w.device.num_prefilled == len(PROMPT) and w.device.num_state_copies == 3
-
-
-def test_state_dies_with_its_block():
-    w = world(num_blocks=12, keep_cached=True, num_cached_states=8)
-    finish(w, "a", PROMPT)
-    assert w.context.states.slots.num_cached
-    finish(w, "b", list(range(200, 240)), max_new=4)
-    assert finish(w, "a again", PROMPT).history.cached_tokens == 0
-
-
-def test_reset_and_failed_steps_forget_every_state():
-    w = world()
-    finish(w, "a", PROMPT)
-    w.scheduler.reset_prefix_cache()
-    assert w.context.states.slots.num_cached == 0
-    assert finish(w, "b", PROMPT).history.cached_tokens == 0
 
 
 def test_state_of_former_weights_is_never_loaded():
@@ -303,7 +281,7 @@ def test_state_of_former_weights_is_never_loaded():
 
 
 def test_states_of_former_weights_leave_room_for_answers():
-    """An answer keeps its state only where a slot is free: those that nobody will look for again must not fill them."""
+    """An answer keeps its state only in a free slot: states that are never looked for again must not fill the slots."""
     w = world(num_cached_states=2, num_rows=2)
     finish(w, "a", PROMPT)
     finish(w, "b", PROMPT[::-1])
@@ -313,7 +291,7 @@ def test_states_of_former_weights_leave_room_for_answers():
     assert finish(w, "turn 2", [*first.tokens, 60]).history.cached_tokens == 20
 
 
-def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
+def test_running_requests_hold_no_pending_state_after_a_reset():
     """Equal prompts computed side by side: the second's state has no block before the step's commit."""
     w = world(num_cached_states=2, overlap=True)
     alone = CacheUse(allowed=False)
@@ -327,7 +305,7 @@ def test_running_requests_hold_no_state_that_a_reset_has_made_useless():
     w.drain()
 
 
-def test_prompt_under_way_at_a_reset_takes_no_slot_any_more():
+def test_prompt_in_progress_at_a_reset_keeps_no_more_states():
     w = world(chunked=True, max_tokens=9)
     w.add(make_request("begun", PROMPT, 20, stop_ids=frozenset()))
     w.step()
@@ -339,7 +317,7 @@ def test_prompt_under_way_at_a_reset_takes_no_slot_any_more():
     w.drain()
 
 
-def test_moves_of_a_failed_step_are_not_made_up_for():
+def test_copies_of_a_failed_step_are_not_repeated():
     w = world()
     w.add(make_request("decodes", [70, 71], 20, stop_ids=frozenset()))
     for _ in range(3):
@@ -349,7 +327,7 @@ def test_moves_of_a_failed_step_are_not_made_up_for():
     assert not w.context.take_copies()
 
 
-def test_oldest_unused_state_makes_room():
+def test_least_recently_used_state_is_evicted():
     pool = StateSlots(first_slot=5, count=2)
     pool.begin_step()
     for block in (1, 2):
@@ -363,7 +341,7 @@ def test_oldest_unused_state_makes_room():
     pool.check([], {1, 3})
 
 
-def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
+def test_slot_freed_within_a_step_is_not_taken_again_in_that_step():
     """A state kept behind a cached block, which a later admission of the same plan takes the memory of."""
     pool = StateSlots(first_slot=5, count=1)
     for give_up in (
@@ -380,7 +358,7 @@ def test_slot_given_up_within_a_step_goes_to_nobody_else_in_that_step():
         pool.release(slot)
 
 
-def test_second_state_behind_a_block_is_given_back():
+def test_second_state_behind_a_block_is_not_kept():
     pool = StateSlots(first_slot=0, count=2)
     pool.begin_step()
     assert pool.attach(pool.take(evict=True), 7, evict_first=False)
@@ -390,7 +368,7 @@ def test_second_state_behind_a_block_is_given_back():
         pool.check([], set())
 
 
-def test_held_states_are_rows_and_snapshots_behind_held_blocks():
+def test_held_states_are_those_of_rows_and_behind_held_blocks():
     w = world(num_rows=4)
     finish(w, "gone", PROMPT[::-1])
     w.add(make_request("live", PROMPT, 8, stop_ids=frozenset()))

@@ -1,15 +1,15 @@
-"""A world's requests that go on in another process: in another pool, some with the keys and values they had."""
+"""A world's requests continue in another process: in another pool, some with the keys and values they had."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from fake_device import Books, World
+from world import PrefillAccount, World
 
 from megatron_infer.scheduler.request import Request, Status
 
-VISITED = ("steps", "late hits", "taken back", "shared returns")
+VISITED = ("steps", "late hits", "readmitted", "shared returns")
 """Counts that say what a schedule has visited, kept from one process to the next."""
 
 
@@ -21,14 +21,14 @@ class Saved:
     heir: Request
     """Its successor in the next process."""
     blocks: list
-    """Those it held, and what was in them; empty when it brings no keys and values."""
+    """Blocks it held, and the cache entries of its tokens; empty when it keeps no KV."""
     entries: list
     state: tuple | None = None
-    """Its recurrent state, in a model that keeps one."""
+    """Its recurrent state, in a model that has one."""
 
 
 def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, keeps_kv) -> None:
-    """Save and load: afterwards `world` is the next process. `keeps_kv()`: whether the next request brings its KV."""
+    """Save and load: afterwards `world` is the next process. keeps_kv(): whether the next request keeps its KV."""
     world.commit_previous()
     for copy in world.context.take_copies():
         world.device.copy(*copy)
@@ -37,11 +37,11 @@ def restart(world: World, *, num_blocks, block_size, num_rows, slots, version, k
     saved_block_size = world.block_size
     world.num_blocks, world.block_size, world.num_rows = num_blocks, block_size, num_rows
     world.swap, world.version = replace(world.swap, slots=slots), version
-    world.books = Books(counts=Counter({what: world.books.counts[what] for what in VISITED}))
+    world.account = PrefillAccount(counts=Counter({what: world.account.counts[what] for what in VISITED}))
     world.build()
     returned: list[Saved] = []
     for one in _in_order(list(saved.values())):
-        if one.entries and _take_back(world, one, returned, saved_block_size):
+        if one.entries and _readmit(world, one, returned, saved_block_size):
             returned.append(one)
         else:
             world.scheduler.add(one.heir)
@@ -60,7 +60,7 @@ def _save(world, request, keeps_kv) -> Saved:
 
 
 def _in_order(saved: list[Saved]) -> list[Saved]:
-    """By arrival, those of a group that have drawn nothing behind the first of them that brings KV."""
+    """By arrival; siblings that have drawn nothing are led by the first of them that keeps its KV."""
     order = [one for one in saved if one.heir.num_output]
     fresh: dict[str, list[Saved]] = {}
     for one in saved:
@@ -73,8 +73,8 @@ def _in_order(saved: list[Saved]) -> list[Saved]:
     return sorted(order, key=lambda one: one.arrival)
 
 
-def _take_back(world, one: Saved, returned: list[Saved], saved_block_size: int) -> bool:
-    """As a load does: whole blocks are shared with the one whose blocks were the same for longest."""
+def _readmit(world, one: Saved, returned: list[Saved], saved_block_size: int) -> bool:
+    """Readmit as a load does: whole blocks are shared with the request that has most leading blocks in common."""
     like, num_shared = None, 0
     for other in returned:
         pairs = zip(one.blocks, other.blocks, strict=False)
@@ -88,6 +88,6 @@ def _take_back(world, one: Saved, returned: list[Saved], saved_block_size: int) 
         return False
     world.device.put(one.heir.lease, one.entries, start=num_shared)
     world.device.states[one.heir.lease.row] = one.state
-    world.books.readmit(one.heir, len(one.entries))
-    world.books.counts["shared returns"] += like is not None
+    world.account.readmit(one.heir, len(one.entries))
+    world.account.counts["shared returns"] += like is not None
     return True

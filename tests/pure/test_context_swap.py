@@ -1,4 +1,4 @@
-"""Host slots and the moves between device and host: books that add up, content held once, all or nothing."""
+"""Swaps: host slots add up, content is held once, each swap is all or nothing."""
 
 from __future__ import annotations
 
@@ -33,40 +33,33 @@ def lease_of(context, tokens):
     return lease
 
 
-def books(context):
+def num_free(context):
+    """(blocks, rows, host slots), all checked."""
     context.check()
     return context.num_free_blocks, context.num_free_rows, context.swap.num_free
 
 
-def test_what_goes_out_comes_back_column_by_column():
+def test_swapped_blocks_come_back_column_by_column():
     context = make()
     lease = lease_of(context, range(10))
     blocks = list(lease.blocks)
     swapped = context.swap_out(lease, 10)
-    assert books(context) == (8, 4, 5)
+    assert num_free(context) == (8, 4, 5)
     out = [Copy(CopyKind.BLOCK_OUT, block, slot) for block, slot in zip(blocks, swapped.slots, strict=True)]
     assert list(context.take_copies()) == out
     back = context.swap_in(swapped, capacity=13)
     assert (back.cached, back.capacity, back.root, len(back.blocks)) == (10, 16, ROOT, 4)
     assert list(context.take_copies()) == [Copy(CopyKind.BLOCK_IN, swapped.slots[i], back.blocks[i]) for i in range(3)]
-    assert books(context) == (4, 3, 8)
+    assert num_free(context) == (4, 3, 8)
     assert [write[2] for write in context.take_table_writes() if write[0] == back.row][-4:] == back.blocks
 
 
-def test_only_blocks_of_computed_tokens_go_out():
-    context = make()
-    lease = lease_of(context, range(4))
-    assert context.extend(lease, 16)
-    context.swap_out(lease, 5)
-    assert len(context.take_copies()) == 2
-
-
-def test_full_host_changes_nothing():
+def test_swap_out_to_a_full_host_changes_nothing():
     context = make(num_host_slots=2)
     lease = lease_of(context, range(10))
-    before = books(context)
+    before = num_free(context)
     assert context.swap_out(lease, 10) is None
-    assert books(context) == before and context.take_copies() == ()
+    assert num_free(context) == before and context.take_copies() == ()
     assert make(num_host_slots=0).swap_out(lease, 10) is None
 
 
@@ -78,9 +71,9 @@ def test_swap_in_is_all_or_nothing(lacking):
     lease_of(context, range(100, 124 if lacking == "blocks" else 104))
     if lacking == "row":
         lease_of(context, range(200, 204))
-    before = books(context)
+    before = num_free(context)
     assert context.swap_in(swapped, capacity=13, headroom=4 if lacking == "headroom" else 0) is None
-    assert books(context) == before and context.take_copies() == ()
+    assert num_free(context) == before and context.take_copies() == ()
 
 
 def test_content_that_is_on_the_host_already_is_held_once():
@@ -95,12 +88,12 @@ def test_content_that_is_on_the_host_already_is_held_once():
     context.release(other)
     two = context.swap_out(second, 9)
     assert two.slots[:2] == one.slots[:2] and two.slots[2] != one.slots[2]
-    assert len(context.take_copies()) == 4 and books(context) == (8, 4, 0)
+    assert len(context.take_copies()) == 4 and num_free(context) == (8, 4, 0)
     context.swap.drop(one)
-    assert books(context)[2] == 1, "its own tail only: the other still needs the rest"
+    assert num_free(context)[2] == 1, "its own tail only: the other still needs the rest"
     back = context.swap_in(two, capacity=10)
     assert len(context.take_copies()) == 3 and len(back.blocks) == 3
-    assert books(context)[2] == 4
+    assert num_free(context)[2] == 4
 
 
 def test_blocks_still_published_on_the_device_are_shared_and_not_copied():
@@ -112,7 +105,7 @@ def test_blocks_still_published_on_the_device_are_shared_and_not_copied():
     back = context.swap_in(swapped, capacity=11)
     assert back.blocks[:2] == blocks[:2] and len(back.digests) == 2
     assert [copy.kind for copy in context.take_copies()] == [CopyKind.BLOCK_IN], "the tail is not published"
-    books(context)
+    num_free(context)
 
 
 def test_cached_blocks_to_be_shared_are_not_counted_as_room():
@@ -127,7 +120,7 @@ def test_cached_blocks_to_be_shared_are_not_counted_as_room():
     context.check()
 
 
-def test_what_came_back_is_published_by_the_next_commit_and_not_before():
+def test_swapped_in_blocks_are_published_by_the_next_commit_and_not_before():
     context = make(caching=True)
     tokens = list(range(9))
     swapped = context.swap_out(lease_of(context, tokens), 9)
@@ -142,7 +135,7 @@ def test_what_came_back_is_published_by_the_next_commit_and_not_before():
     context.check()
 
 
-def test_slot_given_up_by_a_way_back_is_the_target_of_a_later_way_out():
+def test_host_slot_freed_by_a_swap_in_is_the_destination_of_a_later_swap_out():
     context = make(num_host_slots=1, num_blocks=4)
     swapped = context.swap_out(lease_of(context, range(4)), 4)
     other = lease_of(context, range(10, 14))
@@ -154,22 +147,22 @@ def test_slot_given_up_by_a_way_back_is_the_target_of_a_later_way_out():
     context.check()
 
 
-def test_without_a_place_for_its_state_nothing_goes_out():
+def test_without_a_place_for_its_state_nothing_is_swapped_out():
     """Whether the host has blocks to spare, or only because it holds their content already."""
     for num_host_slots in (8, 3):
         context = make(num_host_slots=num_host_slots, caching=True, num_host_states=1)
         first, second = lease_of(context, range(8)), lease_of(context, range(8))
         assert context.swap.has_room(first, 8)
         swapped = context.swap_out(first, 8)
-        before = books(context)
+        before = num_free(context)
         context.take_copies()
         assert not context.swap.has_room(second, 8) and context.swap_out(second, 8) is None
-        assert books(context) == before and context.take_copies() == ()
+        assert num_free(context) == before and context.take_copies() == ()
         context.swap.drop(swapped)
         assert context.swap.has_room(second, 8) and context.swap_out(second, 8) is not None
 
 
-def test_places_of_states_are_told_free_once_and_only_while_they_are():
+def test_freed_places_of_states_are_reported_once_and_only_while_they_are_free():
     context = make(num_host_states=1)
     swapped = context.swap_out(lease_of(context, range(4)), 4)
     assert context.swap.take_freed() == (set(), set())
@@ -180,10 +173,10 @@ def test_places_of_states_are_told_free_once_and_only_while_they_are():
     assert kinds == [CopyKind.STATE_OUT, CopyKind.STATE_IN, CopyKind.STATE_OUT]
     context.swap.drop(swapped)
     assert context.swap.take_freed()[1] == {0} and context.swap.take_freed()[1] == set()
-    books(context)
+    num_free(context)
 
 
-def test_check_notices_a_slot_that_leaked():
+def test_check_finds_a_lost_host_slot():
     context = make()
     swapped = context.swap_out(lease_of(context, range(8)), 8)
     swapped.slots.pop()

@@ -1,9 +1,10 @@
-"""What the scheduler promises when blocks run out: who gives way, how it comes back, and that everybody finishes."""
+"""When blocks run out: which request is preempted, how it comes back, and that every request finishes."""
 
 from __future__ import annotations
 
 import pytest
-from fake_device import Swap, World, make_group, make_request
+from fake_device import make_group, make_request
+from world import Swap, World
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.scheduler import policy
@@ -20,7 +21,7 @@ def endless(name, num_prompt, max_new, start=10, **kwargs):
 
 
 def crowd(num_prompt=6, max_new=9, names="abc", **kwargs):
-    """Requests of which not all can grow to their end."""
+    """Requests that cannot all grow to their end at once."""
     world = World(**({"num_blocks": 16, "block_size": 2, "paused_limit": 0, "max_tokens": 32} | kwargs))
     for name in names:
         world.add(endless(name, num_prompt, max_new, start=ord(name)))
@@ -30,7 +31,7 @@ def crowd(num_prompt=6, max_new=9, names="abc", **kwargs):
 def until(world, condition):
     while not condition():
         world.step()
-        assert world.scheduler.has_unfinished, "it never came to that"
+        assert world.scheduler.has_unfinished, "the condition never held"
 
 
 def evicted(world):
@@ -41,7 +42,7 @@ def hows(world):
     return {payload["how"] for _, kind, payload in world.events if kind == "evict"}
 
 
-# ------------------------------------------------------------------ whom
+# ------------------------------------------------------------------ which request
 
 
 def test_price_is_seconds_per_block_gained_and_rises_with_evictions_and_with_the_pause():
@@ -54,7 +55,7 @@ def test_price_is_seconds_per_block_gained_and_rises_with_evictions_and_with_the
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_victim_is_whoever_costs_least_for_a_freed_block(overlap):
+def test_the_victim_is_the_request_that_costs_least_for_a_freed_block(overlap):
     """b's last block is nearly empty, c's and d's are full: b loses the fewest tokens for each of its blocks."""
     world = World(num_blocks=12, block_size=4, paused_limit=0, max_tokens=64, overlap=overlap)
     world.add(endless("a", 8, 20))
@@ -67,7 +68,7 @@ def test_the_victim_is_whoever_costs_least_for_a_freed_block(overlap):
 
 
 def test_blocks_beyond_those_needed_do_not_make_a_victim_cheaper():
-    """b and c lose three tokens a block, but one block is enough and b loses three in all."""
+    """b and c lose three tokens a block, but one block is enough, and b loses three tokens in all."""
     world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64)
     for name, num_prompt in (("a", 8), ("b", 3), ("c", 9)):
         world.add(endless(name, num_prompt, 6, start=num_prompt * 5))
@@ -85,7 +86,7 @@ def test_equal_prices_take_the_youngest():
     world.drain()
 
 
-def test_earlier_evictions_protect():
+def test_earlier_evictions_make_a_request_dearer():
     world = crowd(num_prompt=8, max_new=7, num_blocks=12)
     world.requests[2].history.num_evictions = 1
     until(world, lambda: evicted(world))
@@ -93,7 +94,7 @@ def test_earlier_evictions_protect():
     world.drain()
 
 
-def test_who_would_free_nothing_is_no_victim():
+def test_a_request_that_would_free_nothing_is_no_victim():
     """g#0 and g#1 share all their blocks when they need their next one: evicting either would free none."""
     world = World(num_blocks=7, block_size=4, paused_limit=0, max_tokens=64)
     world.add(endless("a", 8, 4, start=60))
@@ -106,17 +107,6 @@ def test_who_would_free_nothing_is_no_victim():
     world.drain()
 
 
-def test_deadlock_among_those_who_share_all_their_blocks_is_broken():
-    world = World(num_blocks=3, block_size=4, paused_limit=3, max_tokens=64)
-    world.add(make_group("g", [10 + i for i in range(12)], 1, 2, stop_ids=NEVER))
-    world.drain()
-    tight = World(num_blocks=4, block_size=4, paused_limit=4, max_tokens=64)
-    tight.add(endless("a", 4, 9, start=60))
-    tight.add(make_group("g", [10 + i for i in range(12)], 3, 2, stop_ids=NEVER))
-    tight.drain()
-    assert evicted(tight)
-
-
 def test_victim_with_a_step_in_flight_is_paused_and_evicted_when_idle():
     world = crowd(overlap=True)
     world.drain()
@@ -126,7 +116,7 @@ def test_victim_with_a_step_in_flight_is_paused_and_evicted_when_idle():
 
 
 def test_victim_with_room_of_its_own_stays_paused_until_it_is_idle():
-    """a and b need a block, c does not and is the cheapest: it must not go on in between."""
+    """a and b need a block, c does not and is the cheapest: it must not run in between."""
     world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
     world.add(endless("a", 8, 6))
     world.add(endless("b", 8, 6, start=30))
@@ -139,7 +129,7 @@ def test_victim_with_room_of_its_own_stays_paused_until_it_is_idle():
     world.drain()
 
 
-def test_no_more_are_evicted_than_bring_the_paused_within_the_limit():
+def test_no_more_are_evicted_than_the_paused_limit_asks_for():
     world = World(num_blocks=4, block_size=4, paused_limit=2, max_tokens=64)
     for index, name in enumerate("abcd"):
         world.add(endless(name, 4, 5, start=10 * index))
@@ -150,7 +140,7 @@ def test_no_more_are_evicted_than_bring_the_paused_within_the_limit():
     world.drain()
 
 
-def test_price_knows_whether_the_host_has_room():
+def test_price_counts_recompute_where_the_host_has_no_room():
     """c is the younger, but too large for the host: to get it back would mean to compute it."""
     costs = CostModel(prefill_s_per_token=1.0, copy_s_per_block=1e-9)
     world = World(num_blocks=7, block_size=4, paused_limit=0, max_tokens=64, swap=Swap(slots=2, mode=AUTO, costs=costs))
@@ -163,7 +153,7 @@ def test_price_knows_whether_the_host_has_room():
     world.drain()
 
 
-def test_victim_that_is_no_longer_needed_goes_on():
+def test_victim_that_is_no_longer_needed_is_not_evicted():
     """The oldest finishes in the very step after which the victim would have gone."""
     world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
     world.add(endless("a", 4, 4))
@@ -172,13 +162,13 @@ def test_victim_that_is_no_longer_needed_goes_on():
     world.step()
     world.step()
     b = world.requests[1]
-    assert world.scheduler.paused, "nobody lacked a block"
+    assert world.scheduler.paused, "no request lacked a block"
     world.scheduler.abort(world.requests[0])
     world.drain()
     assert b.history.num_evictions == 0
 
 
-def test_a_request_about_to_end_is_waited_for():
+def test_a_request_about_to_end_spares_others_an_eviction():
     """With overlap a's last token is in flight when b needs a block: b waits one step instead of evicting c."""
     world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
     world.add(endless("a", 6, 2))
@@ -193,14 +183,14 @@ def test_a_request_about_to_end_is_waited_for():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_swapped_request_goes_on_where_it_was(overlap, caching):
+def test_swapped_request_continues_where_it_was(overlap, caching):
     world = crowd(overlap=overlap, caching=caching, swap=SWAPPING)
     world.drain()
     stats = world.scheduler.stats
     assert hows(world) == {"swap"} and stats.swapped_in == stats.swapped_out == stats.evicted > 0
     assert world.device.num_computed == 3 * (6 + 8), "something was computed twice"
     assert stats.recomputed_tokens == 0
-    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_moves > 0
+    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_swaps_and_loads > 0
     assert sum(request.history.num_swaps for request in world.requests) == stats.swapped_in
 
 
@@ -215,14 +205,14 @@ def test_request_swapped_in_mid_prefill_continues_its_prefill():
     assert world.device.num_computed == 2 + 14 + 12 + 2
 
 
-def test_auto_takes_what_is_cheaper_and_the_engine_may_change_its_mind():
+def test_auto_takes_the_cheaper_way_by_the_latest_costs():
     cheap, dear = CostModel(copy_s_per_block=1e-9), CostModel(copy_s_per_block=1e9)
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=cheap))
     world.drain()
     assert hows(world) == {"swap"}
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
     world.drain()
-    assert hows(world) == {"recompute"} and not world.device.num_moves
+    assert hows(world) == {"recompute"} and not world.device.num_swaps_and_loads
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=dear))
     world.scheduler.set_costs(cheap)
     world.drain()
@@ -244,14 +234,14 @@ def test_recompute_mode_ignores_the_host():
 
 
 def swapped_world(**kwargs):
-    """Somebody is on the host, its way out done."""
+    """A world in which one request is on the host, its copies done."""
     world = crowd(swap=SWAPPING, **kwargs)
     until(world, lambda: world.scheduler.preemption.swapped)
     (request,) = world.scheduler.preemption.swapped
     return world, request
 
 
-def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
+def test_swap_in_leaves_the_same_headroom_as_an_admission(monkeypatch):
     world, request = swapped_world()
     monkeypatch.setattr(policy, "admission_headroom", lambda num_live, num_blocks: num_blocks if num_live else 0)
     world.scheduler.abort(world.scheduler.running[-1])  # there would be room for it
@@ -260,15 +250,6 @@ def test_coming_back_leaves_the_same_headroom_as_any_admission(monkeypatch):
         world.step()
     world.drain()
     assert request.history.num_swaps == 1
-
-
-def test_aborting_a_swapped_request_frees_its_slots():
-    world, request = swapped_world()
-    assert world.context.swap.num_free < 64
-    world.scheduler.abort(request)
-    world.check()
-    assert world.context.swap.num_free == 64
-    world.drain()
 
 
 def test_swapped_request_keeps_its_kv_over_new_weights_and_publishes_no_more():
@@ -291,7 +272,7 @@ def test_requeue_all_drops_what_is_on_the_host():
 
 
 @pytest.mark.parametrize("moment", ["way out", "way back"])
-def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
+def test_copies_lost_with_a_failed_step_are_not_counted_on(moment):
     world = crowd(swap=SWAPPING)
     stats = world.scheduler.stats
     while True:
@@ -300,21 +281,21 @@ def test_moves_lost_with_a_failed_step_are_not_counted_on(moment):
         if (stats.swapped_out if moment == "way out" else stats.swapped_in) > before:
             break
         tokens = world.device.run(plan, world.version)
-        world.flights = [(plan, tokens, world.device.origins)]
+        world.in_flight_steps = [(plan, tokens, world.device.origins)]
         world.commit_previous()
     assert plan.copies_before, "nothing was to be copied"
     world.context.take_table_writes()
     world.device.host = [None] * 64
     live = world._scheduled()
-    world.books.counts["waived"] += sum(piece.n for piece in plan.prefill)  # planned, and never computed
+    world.account.counts["never computed"] += sum(chunk.n for chunk in plan.prefill)
     world.scheduler.cancel(plan)
-    world.books.restart(live)
+    world.account.restart(live)
     world.check()
     assert world.context.swap.num_free == 64
     world.drain()
 
 
-def test_moves_wait_for_a_step_that_is_launched():
+def test_copies_wait_for_a_step_with_tokens():
     """A plan without tokens runs nothing: what it wants moved is moved before the next step that does run."""
     world = crowd(swap=SWAPPING)
     until(world, lambda: world.scheduler.num_running == 3)
@@ -324,14 +305,14 @@ def test_moves_wait_for_a_step_that_is_launched():
     world.drain()
 
 
-# ------------------------------------------------------------------ nobody starves
+# ------------------------------------------------------------------ no request starves
 
 
 @pytest.mark.parametrize("demand", [2, 4, 8])
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("limit", [0, 12])
-def test_everyone_finishes_however_much_is_asked_of_the_pool(demand, mode, overlap, limit):
+def test_every_request_finishes_however_small_the_pool_is(demand, mode, overlap, limit):
     """Demand: blocks of all requests at their end, in multiples of the pool. `drain` compares tokens with the oracle
     and wants rows, blocks and host slots back."""
     num_blocks, size = 48, 4
@@ -359,7 +340,7 @@ def test_everyone_finishes_however_much_is_asked_of_the_pool(demand, mode, overl
     assert stats.evicted > 0 and stats.admitted == index + stats.evicted
     assert stats.swapped_in == stats.swapped_out and stats.swapped_out <= stats.evicted
     assert bool(stats.swapped_out) == (mode is not RECOMPUTE)
-    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_moves
+    assert stats.swap_blocks_out + stats.swap_blocks_in == world.device.num_swaps_and_loads
     order = [int(name[1:]) for name, kind, _ in world.events if kind == "finish"]
     overtaken = [sum(later > name for later in order[:place]) for place, name in enumerate(order)]
     assert max(overtaken) <= 20, f"{max(overtaken)} younger requests finished before one"
@@ -375,7 +356,7 @@ def test_oldest_request_runs_in_every_step_from_its_admission_to_its_end():
     world.drain()
 
 
-def test_a_pause_that_something_else_ended_does_not_make_the_next_one_dearer():
+def test_a_pause_ended_by_a_requeue_does_not_make_the_next_one_dearer():
     world = crowd(paused_limit=30)
     until(world, lambda: world.scheduler.num_running == 3)
     since = world.scheduler.preemption._paused_since

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import Swap, World, make_request
+from fake_device import make_request
+from world import Swap, World
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sizing import StateShape, kv_block_bytes
