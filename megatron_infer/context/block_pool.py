@@ -104,7 +104,7 @@ class BlockPool:
     def publish(self, block: int, digest: bytes, preimage: bytes) -> int | None:
         """Make held, unpublished `block` findable -> the block that has this content from now on.
 
-        That is another one if it was published before. None: the digest stands for other content, nothing changed.
+        That is another one if it was published before. None: the digest names other content, nothing changed.
         """
         assert self._refs[block] > 0, f"publish of free block {block}"
         owner = self._block_of.get(digest)
@@ -124,7 +124,7 @@ class BlockPool:
         return block if block is not None and self._preimage_of[block] == preimage else None
 
     def run_of(self, digests: list[bytes]) -> list[int]:
-        """The blocks these stand for, to the first that stands for none; only `lookup` compares the content.
+        """The blocks that these digests name, to the first that names none; only `lookup` compares the content.
 
         Many at once, because every chunk of a long prompt asks again.
         """

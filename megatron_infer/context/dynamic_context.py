@@ -231,7 +231,7 @@ class DynamicInferenceContext:
         return self.pool.held()
 
     def held_state_slots(self) -> list[int]:
-        """Every state slot whose content a sequence may go on from: of rows, and of the cache behind held blocks."""
+        """Every state slot whose content a sequence may continue from: those of rows, and those behind held blocks."""
         return [] if self.states is None else sorted([*self._leases, *self.states.held_slots()])
 
     def take_table_writes(self) -> list[tuple[int, int, int]]:
@@ -249,7 +249,7 @@ class DynamicInferenceContext:
             self._journal(lease)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Swaps and state loads since the last call: carry them out in order before the next forward."""
+        """Swaps, and loads and keeps of states, since the last call: run them in order before the next forward."""
         copies = tuple(self._copies)
         self._copies.clear()
         return copies
@@ -276,6 +276,7 @@ class DynamicInferenceContext:
         return find_published(self.pool, lease, tokens, self.block_size)
 
     def _publish(self, lease: Lease, tokens: Sequence[int], num_tokens: int, *, may_move: bool) -> None:
+        """may_move: to the block that has the content already; else stop there."""
         if not lease.publishes or not self.prefix_caching:
             return
         size, digests = self.block_size, lease.digests

@@ -15,10 +15,10 @@ from megatron_infer.context.state_slots import StateSlots
 
 @dataclass(slots=True)
 class _LeaseStates:
-    """What one lease wants of the cache and has given it."""
+    """What one lease is to load from the cache and keeps for it."""
 
     load_from: int | None = None
-    """Published block whose state the row goes on from, until that is loaded."""
+    """Published block whose state the row continues from, until that is loaded."""
     gains_by_waiting: bool = False
     """The step being planned writes a state that lets it skip more."""
     hashed: list[bytes] = field(default_factory=list)
@@ -34,7 +34,7 @@ class _LeaseStates:
 
 
 class StateCache:
-    """States of a recurrent model that prompts go on from: a hit ends at the last block that has one behind it.
+    """States of a recurrent model that prompts continue from: a hit ends at the last block with a state behind it.
 
     The state is copied to the row's own slot before the step, so that no two sequences ever compute in one slot.
     Without slots (count 0) no prefix of the model is ever hit.
@@ -44,16 +44,16 @@ class StateCache:
         """pool: tells `slots` of blocks that lose their content. journal: where copies of states are added."""
         self.slots = slots
         self._pool, self._block_size, self._journal = pool, block_size, journal
-        self._of: defaultdict[int, _LeaseStates] = defaultdict(_LeaseStates)
+        self._by_row: defaultdict[int, _LeaseStates] = defaultdict(_LeaseStates)
         """By row."""
 
     def admit(self, lease: Lease, num_tokens: int) -> None:
         """Keep the state behind the last full block of a prompt of `num_tokens` that a hit can end at."""
-        self._of[lease.row].keep_at.add((num_tokens - 1) // self._block_size * self._block_size)
+        self._by_row[lease.row].keep_at.add((num_tokens - 1) // self._block_size * self._block_size)
 
     def release(self, lease: Lease) -> None:
         """The lease ends: give back states whose blocks were not published."""
-        self._release_pending(self._of.pop(lease.row, None))
+        self._release_pending(self._by_row.pop(lease.row, None))
 
     def find(self, lease: Lease, tokens: Sequence[int], *, beyond: int) -> list[int]:
         """Published blocks that continue the digests of `lease` to the last one with a state behind it.
@@ -63,28 +63,28 @@ class StateCache:
         if not self.slots.count:
             return []
         digests, first, size = lease.digests, len(lease.digests), self._block_size
-        before = self._of[lease.row].hashed[first:]
-        blocks = self._pool.run_of(before)
-        num_again = len(blocks)
-        digests += before[:num_again]
-        if num_again == len(before):
+        known = self._by_row[lease.row].hashed[first:]
+        blocks = self._pool.run_of(known)
+        num_known = len(blocks)
+        digests += known[:num_known]
+        if num_known == len(known):
             blocks += find_published(self._pool, lease, tokens, size)
         if not blocks:
             return blocks
         self._stop_at_state(lease, blocks, first=first, beyond=beyond)
-        if num_again and not self._has_content(lease, tokens, first=first):
+        if num_known and not self._has_content(lease, tokens, first=first):
             del digests[first:]
-            self._of[lease.row].load_from = None
+            self._by_row[lease.row].load_from = None
             return []
         return blocks
 
     def gains_by_waiting(self, lease: Lease) -> bool:
         """Whether the step being planned writes a state that lets the prompt of `lease` skip more."""
-        return self._of[lease.row].gains_by_waiting
+        return self._by_row[lease.row].gains_by_waiting
 
     def load(self, lease: Lease) -> bool:
         """Journal the copy of the state that `find` ended at into the row's own slot -> whether there is one."""
-        states = self._of[lease.row]
+        states = self._by_row[lease.row]
         if states.load_from is None:
             return False
         self._journal.append(Copy(CopyKind.STATE, self.slots.load(states.load_from), lease.row))
@@ -92,7 +92,7 @@ class StateCache:
         return True
 
     def begin_step(self) -> None:
-        """A step is planned from here on; what the one before writes can be read now."""
+        """A step is planned from here on; the states that the one before writes can be read now."""
         self.slots.begin_step()
 
     def keep(self, lease: Lease, tokens: Sequence[int], start: int, end: int) -> list[tuple[int, int]]:
@@ -104,7 +104,7 @@ class StateCache:
         kept: list[tuple[int, int]] = []
         if not lease.publishes:
             return kept
-        states = self._of[lease.row]
+        states = self._by_row[lease.row]
         for position in sorted(states.keep_at):
             if not start < position <= end:
                 continue
@@ -124,10 +124,10 @@ class StateCache:
     def keep_decoded(self, lease: Lease, position: int) -> None:
         """Keep the state that the row has before the step being planned, if a slot is free: it lies behind `position`.
 
-        One a sequence, so that an answer is found by the next turn without evicting prompts: the one before goes when
-        this one's block is published.
+        One per sequence, so that the next turn finds an answer and no prompt is evicted for it: the one before is
+        dropped when this one's block is published.
         """
-        states = self._of[lease.row]
+        states = self._by_row[lease.row]
         if not lease.publishes or position in states.pending:
             return
         slot = self.slots.take(evict=False)
@@ -140,7 +140,7 @@ class StateCache:
 
     def attach(self, lease: Lease, column: int) -> None:
         """The block at `column` is published: a state kept for its end can be found from now on."""
-        states, position, block = self._of[lease.row], (column + 1) * self._block_size, lease.blocks[column]
+        states, position, block = self._by_row[lease.row], (column + 1) * self._block_size, lease.blocks[column]
         slot = states.pending.pop(position, None)
         if slot is None:
             return
@@ -157,7 +157,7 @@ class StateCache:
 
     def release_pending(self) -> None:
         """No block will be published for the states that leases have kept."""
-        for states in self._of.values():
+        for states in self._by_row.values():
             self._release_pending(states)
 
     def held_slots(self) -> list[int]:
@@ -166,13 +166,13 @@ class StateCache:
 
     def check(self, rows: Collection[int]) -> None:
         """Assert that only leases, on these rows, keep states, and that slots agree with them and with the blocks."""
-        assert self._of.keys() <= set(rows), f"states of rows {sorted(self._of)}, leases on {sorted(rows)}"
-        pending = [slot for states in self._of.values() for slot in states.pending.values()]
+        assert self._by_row.keys() <= set(rows), f"states of rows {sorted(self._by_row)}, leases on {sorted(rows)}"
+        pending = [slot for states in self._by_row.values() for slot in states.pending.values()]
         self.slots.check(pending, self._pool.contents().keys())
 
     def _published(self, lease: Lease, tokens: Sequence[int], position: int) -> int | None:
         """The block of another lease, found by `lease` before, that ends at `position`."""
-        hashed, size = self._of[lease.row].hashed, self._block_size
+        hashed, size = self._by_row[lease.row].hashed, self._block_size
         column = position // size - 1
         if column >= len(hashed):
             return None
@@ -181,7 +181,7 @@ class StateCache:
 
     def _stop_at_state(self, lease: Lease, blocks: list[int], *, first: int, beyond: int) -> None:
         """Cut found blocks behind the last one with a state; where they end is where other prompts part: keep one."""
-        states, slots, size, num_found = self._of[lease.row], self.slots, self._block_size, len(blocks)
+        states, slots, size, num_found = self._by_row[lease.row], self.slots, self._block_size, len(blocks)
         num_usable, states.gains_by_waiting = 0, False
         if slots.any_behind(blocks):
             num_usable = next((n for n in range(num_found, 0, -1) if slots.is_ready(blocks[n - 1])), 0)

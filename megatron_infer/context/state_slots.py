@@ -18,10 +18,10 @@ class _CachedState:
 class StateSlots:
     """Slots first_slot .. first_slot + count - 1 and what they hold.
 
-        free --take--> pending (a lease knows its position) --attach--> cached behind a block --evicted--> free
+        free --take--> pending (at a position of a lease) --attach--> cached behind a block --evicted--> free
                           +-- release: no block of that content was published     (oldest first, or with its block)
 
-    A state cached behind a block is what every Mamba layer knows after the sequence that ends with that block, so it
+    A state cached behind a block is every Mamba layer's state after the sequence that ends with that block, so it
     serves every lease on the block. A hit copies it to the row's own slot: no step computes in a slot of this pool.
     What the step being planned writes can be read by later steps only, because within a step all rows advance at once.
     """
@@ -123,8 +123,8 @@ class StateSlots:
         return len(self._cached)
 
     def check(self, pending: list[int], published: Collection[int]) -> None:
-        """Assert that slots add up, `pending` being those that leases know, and states lie behind published blocks."""
-        assert sorted(pending) == sorted(self._pending), f"pending {sorted(self._pending)}, leases know {pending}"
+        """Assert that slots add up, `pending` being those of leases, and states lie behind published blocks."""
+        assert sorted(pending) == sorted(self._pending), f"pending {sorted(self._pending)}, leases have {pending}"
         cached = [cached.slot for cached in self._cached.values()]
         slots = sorted([*self._free, *self._freed_in_step, *self._pending, *cached])
         assert slots == list(range(self.first_slot, self.first_slot + self.count)), f"slots {slots}"

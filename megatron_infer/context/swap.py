@@ -188,7 +188,7 @@ class Swap:
         for one in self._swapped:
             assert len(one.slots) == -(-one.num_tokens // size), f"{one.num_tokens} tokens in slots {one.slots}"
             assert len(one.contents) <= one.num_tokens // size, f"{len(one.contents)} contents"
-            assert len(set(one.slots)) == len(one.slots), f"a slot stands twice in {one.slots}"
+            assert len(set(one.slots)) == len(one.slots), f"a slot is twice in {one.slots}"
             for slot in one.slots:
                 held[slot] += 1
         self._slots.check(held)

@@ -126,7 +126,7 @@ class Request:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The smaller one goes first: by priority and then by arrival."""
+        """The request with the smaller one goes first: by priority and then by arrival."""
         return self.params.priority, self.arrival
 
     @property

@@ -256,7 +256,7 @@ def test_a_hit_ends_at_the_newest_state_though_more_blocks_match(model, fault, p
             stop_at(self, lease, blocks, *args, **places)
             blocks[:], lease.digests[:] = found, digests
             if fault == "no state":
-                self._of[lease.row].load_from = None
+                self._by_row[lease.row].load_from = None
 
         monkeypatch.setattr(StateCache, "_stop_at_state", no_stop)
     again = PROMPTS[1] + first.outputs[0].token_ids[:35] + [7, 8, 9]
@@ -272,7 +272,7 @@ def test_a_state_is_kept_only_where_the_slice_gets_to(model, protected, monkeypa
     if not protected:
 
         def too_early(self: Any, lease: Any, tokens: list[int], start: int, end: int) -> list[tuple[int, int]]:
-            kept, states = [], self._of[lease.row]
+            kept, states = [], self._by_row[lease.row]
             for position in sorted(states.keep_at - set(states.pending)):
                 if start < position and position > len(lease.digests) * self._block_size:
                     slot = self.slots.take(evict=True)

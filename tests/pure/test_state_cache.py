@@ -221,10 +221,10 @@ def test_digest_that_has_got_another_meaning_since_it_was_looked_up_is_no_hit(mo
     gone = compute(tokens)
     context.states.forget_all()
     waiting = context.admit(tokens, root=root)
-    assert context.extend(waiting, len(tokens)) and context.states._of[waiting.row].hashed == gone.digests
+    assert context.extend(waiting, len(tokens)) and context.states._by_row[waiting.row].hashed == gone.digests
     context.release(gone)
     other = compute([*head, 9, 9, 9, 9, 9])
-    assert other.digests == context.states._of[waiting.row].hashed and context.states.slots.num_cached == 1
+    assert other.digests == context.states._by_row[waiting.row].hashed and context.states.slots.num_cached == 1
     context.states.begin_step()
     assert context.catch_up(waiting, tokens, 0) == 0 and not context.states.load(waiting)
     assert context.catch_up(other, [*head, 9, 9, 9, 9, 9], 0) == 8
@@ -235,19 +235,19 @@ def test_pending_state_is_attached_when_the_prompt_moves_to_the_published_block(
     """Two leases compute the same; the second's blocks wait for a commit, and it moves to the first's before that."""
     context, tokens = make_context(), list(range(14))
     first, second = (context.admit(tokens, root=ROOT) for _ in range(2))
-    context.states._of[second.row].keep_at.add(8)
+    context.states._by_row[second.row].keep_at.add(8)
     context.states.begin_step()
     for lease in (first, second):
         assert context.extend(lease, 14)
         context.states.keep(lease, tokens, 0, 8)
         context.publish_planned(lease, tokens, 8)
-    assert list(context.states._of[second.row].pending) == [8]
+    assert list(context.states._by_row[second.row].pending) == [8]
     context.states.begin_step()
     context.states.keep(first, tokens, 8, 14)
     context.publish_planned(first, tokens, 14)
     context.states.begin_step()
     assert context.catch_up(second, tokens, 8) == 12
-    assert not context.states._of[second.row].pending and context.states.slots.num_cached == 2
+    assert not context.states._by_row[second.row].pending and context.states.slots.num_cached == 2
     context.check()
 
 
