@@ -8,11 +8,13 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.config.capacity import GIB
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.model_shape import ModelShape
 
 _AT_LEAST: dict[str, tuple[int, bool]] = {
     "block_size_tokens": (1, False),
@@ -212,3 +214,31 @@ def without_effect(config: InferenceConfig) -> Iterator[str]:
     for applies, message in messages:
         if applies:
             yield message
+
+
+def check_model(config: InferenceConfig, shape: ModelShape) -> None:
+    """Raise ConfigError for an option that this model excludes."""
+    if config.mamba_inference_state_config is not None and shape.state is None and not shape.is_stage:
+        raise ConfigError("mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None")
+
+
+def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[str]:
+    """The same as `without_effect`, for what this model makes of the options."""
+    snapshot_gb, is_whole = config.prefix_caching_mamba_gb, not shape.is_stage
+    if config.enable_prefix_caching and shape.state is None and snapshot_gb is not None and is_whole:
+        yield (
+            f"prefix_caching_mamba_gb={snapshot_gb} has no effect: the model keeps no recurrent state, its prefixes "
+            "are shared by KV blocks alone"
+        )
+    if config.enable_prefix_caching and shape.state is not None and snapshot_gb is None:
+        yield (
+            "enable_prefix_caching=True finds no prefix for this model: it keeps recurrent states, of which none are "
+            f"kept for others without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
+        )
+    if not shape.num_attention_layers and config.preemption_mode == "swap":
+        yield (
+            'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
+            "memory, so nobody is ever evicted"
+        )
+    if not shape.num_attention_layers and is_whole and config.kv_cache_dtype != "auto":
+        yield f"kv_cache_dtype={config.kv_cache_dtype.value!r} has no effect on a model without attention layers"

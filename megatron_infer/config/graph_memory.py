@@ -19,7 +19,8 @@ from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes, slices_bytes
 
 if TYPE_CHECKING:
-    from megatron_infer.config.sizing import ModelShape, ResolvedSizes
+    from megatron_infer.config.model_shape import ModelShape
+    from megatron_infer.config.resolved_sizes import ResolvedSizes
 
 LIVE_WIDTHS = 10
 """Activations of a token that live at once, in hidden sizes: the norm's output, a gated MLP's middle of twice four and

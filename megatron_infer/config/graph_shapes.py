@@ -5,10 +5,10 @@
 
 Megatron pads the same three numbers, and we deviate where its scheme costs memory or misses:
 * Its exponential list takes every size times every power of two of prefill rows. A prefill row of no tokens costs next
-  to nothing, so that one number of rows (`mixed_prefill_count`) does; decode rows do cost a token, so that the list
-  varies those instead.
+  to nothing, so that one number of rows (cuda_graph_mixed_prefill_count) does; decode rows do cost a token, so that
+  the list varies those instead.
 * Everything is captured at start there. Here a shape is captured when a step first needs it: the list may be long, and
-  `num_graphs` bounds it, not the start-up time.
+  num_cuda_graphs bounds it, not the start-up time.
 * A decode step of one request has its own shape (Megatron's smallest is 2): it is what a single user waits for.
 * Matching is a linear scan there. `ShapeIndex.find` reads three tables and one dict.
 * A decode row never takes a prefill row's place ("strict" there, for hybrid models only): the kernels take decode rows
@@ -21,10 +21,13 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_infer.errors import ConfigError
 
-EXPONENTIAL, LINEAR = "exponential", "linear"
+if TYPE_CHECKING:
+    from megatron_infer.config.inference import InferenceConfig
+
 SMALLEST_PREFILL = 16
 """Tokens of the smallest prefill shape: below it a step costs the same."""
 LINEAR_PREFILL_STEP = 64
@@ -66,62 +69,54 @@ class GraphShape:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeOptions:
-    """The fields of an InferenceConfig that decide on graphs (see there)."""
-
-    num_graphs: int | None
-    """Shapes at most; -1: as many as `make_shapes` finds useful; None: none."""
-    mixed_prefill_count: int | None = 16
-    non_decode: bool = True
-    distribution: str = EXPONENTIAL
-    max_graph_tokens: int = 512
-    all_prefills: bool = False
-
-
 def make_shapes(
-    options: ShapeOptions, *, max_requests: int, max_tokens: int, tensor_parallel_size: int = 1
+    config: InferenceConfig, *, max_requests: int, max_tokens: int, tensor_parallel_size: int = 1
 ) -> tuple[GraphShape, ...]:
-    """All shapes worth a graph, ascending, at most num_graphs of them.
+    """All shapes worth a graph, ascending, at most num_cuda_graphs of them.
 
     The largest decode shape holds max_requests rows, so that every step that only decodes finds one. Sizes are
     multiples of the tensor parallel size. Rows never exceed max_requests, tokens never max_tokens.
     Example: 8 requests, 64 tokens, -1 -> decode 1, 2, 4, 8; prefill tokens 16, 32, 64 beside 0, 4 or 7 decode rows.
-    Raises ConfigError where num_graphs is too small for what must hit one.
+    Raises ConfigError where num_cuda_graphs is too small for what must hit one.
     """
-    count, align = options.num_graphs, tensor_parallel_size
+    count, align = config.num_cuda_graphs, tensor_parallel_size
     if count is None:
         return ()
-    mixed = options.non_decode and options.mixed_prefill_count != 0 and max_tokens > align
-    if options.all_prefills and (not mixed or count == 1):
+    mixed = config.use_cuda_graphs_for_non_decode_steps and config.cuda_graph_mixed_prefill_count != 0
+    mixed = mixed and max_tokens > align
+    if config.cuda_graph_all_prefills and (not mixed or count == 1):
         raise ConfigError(
             "cuda_graph_all_prefills=True needs shapes that prefill: num_cuda_graphs of 2 or more, "
             "use_cuda_graphs_for_non_decode_steps=True and cuda_graph_mixed_prefill_count above 0"
         )
     auto = count < 0
     num_decode = None if auto else max(1, count if not mixed else (count + 1) // 2)
-    decode = _sizes(max_requests, options.distribution, num_decode, align)
+    decode = _decode_sizes(max_requests, config, num_decode, align)
     shapes = {GraphShape(size, 0, size) for size in decode}
     if mixed:
-        shapes |= _mixed(options, max_requests, max_tokens, align, None if auto else count - len(shapes))
+        shapes |= _mixed(config, max_requests, max_tokens, align, None if auto else count - len(shapes))
     return tuple(sorted(shapes))
 
 
-def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int, count: int | None) -> set[GraphShape]:
+def _mixed(
+    config: InferenceConfig, max_requests: int, max_tokens: int, align: int, count: int | None
+) -> set[GraphShape]:
     """Shapes that prefill, at most `count` of them (None: any number)."""
-    budget = max_tokens if options.all_prefills else min(max(options.max_graph_tokens, max_requests), max_tokens)
-    most_rows = options.mixed_prefill_count or max_requests
+    budget = max_tokens
+    if not config.cuda_graph_all_prefills:
+        budget = min(max(config.cuda_graph_max_tokens, max_requests), max_tokens)
+    most_rows = config.cuda_graph_mixed_prefill_count or max_requests
     decode = _decode_beside_prefill(max_requests, min(most_rows, max_requests), budget, align)
-    prefill = _prefill_sizes(budget, options.distribution, None, align)
+    prefill = _prefill_sizes(budget, config, None, align)
     if count is not None:
         if count < 1:
             return set()
-        if len(decode) > 2 and not options.all_prefills:
+        if len(decode) > 2 and not config.cuda_graph_all_prefills:
             decode = decode[:-1]  # few shapes leave room for several prompts rather than for a last row
         num_decode = min(len(decode), max(1, math.isqrt(count)))
         # The largest number of decode rows covers all others, none is the step of a lone prompt.
         decode = _spread(decode, num_decode)
-        prefill = _prefill_sizes(budget, options.distribution, max(1, count // num_decode), align)
+        prefill = _prefill_sizes(budget, config, max(1, count // num_decode), align)
     shapes: set[GraphShape] = set()
     for rows in decode:
         room = (budget - rows) // align * align
@@ -145,11 +140,11 @@ def _decode_beside_prefill(max_requests: int, prefill_rows: int, budget: int, al
     return sorted(rows for rows in aligned if 0 <= rows <= budget - align)
 
 
-def _prefill_sizes(budget: int, distribution: str, count: int | None, align: int) -> list[int]:
+def _prefill_sizes(budget: int, config: InferenceConfig, count: int | None, align: int) -> list[int]:
     """Tokens of prefill rows, ascending; the largest is the budget's."""
     budget = budget // align * align
     smallest = min(-(-SMALLEST_PREFILL // align) * align, budget)
-    if distribution == LINEAR:
+    if config.cuda_graph_sizing_distribution == "linear":
         step = -(-LINEAR_PREFILL_STEP // align) * align
         sizes = sorted({smallest, *range(step, budget, step), budget})
     else:
@@ -157,9 +152,9 @@ def _prefill_sizes(budget: int, distribution: str, count: int | None, align: int
     return sizes if count is None else _spread(sizes, count)
 
 
-def _sizes(largest: int, distribution: str, count: int | None, align: int) -> list[int]:
+def _decode_sizes(largest: int, config: InferenceConfig, count: int | None, align: int) -> list[int]:
     """Numbers of decode rows, ascending; the largest always, at most `count` of them."""
-    if distribution == LINEAR:
+    if config.cuda_graph_sizing_distribution == "linear":
         series = itertools.chain((1, 2, 4), range(8, min(largest, 256), 8), range(256, largest, 16))
         sizes = sorted({min(-(-size // align) * align, largest) for size in (*series, largest)})
     else:

@@ -6,67 +6,26 @@ below the line "ours" have no counterpart there. Importing this module needs no 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.config import checks
-from megatron_infer.config.graph_memory import GraphMemory
-from megatron_infer.config.graph_shapes import ShapeOptions, ends_of_shapes, make_shapes
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
-from megatron_infer.config.sizing import (
-    DEFAULT_MAX_TOKENS,
-    DTYPE_BYTES,
-    FP8_E4M3,
-    GIB,
-    REQUEST_ROUNDER,
-    ModelShape,
-    ResolvedSizes,
-    SizeRow,
-    SizingRequest,
-    StateShape,
-    cap_to_memory,
-    resolve_sizes,
-)
+from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-__all__ = [
-    "AttentionChoice",
-    "ConfigWarning",
-    "GraphSizing",
-    "InferenceConfig",
-    "KVCacheDtype",
-    "KVCacheManagementMode",
-    "MambaInferenceStateConfig",
-    "ModelShape",
-    "PreemptionMode",
-    "PrefixCachingCoordinatorPolicy",
-    "PrefixCachingEvictionPolicy",
-    "ResolvedSizes",
-    "SamplingChoice",
-    "SizeRow",
-    "machine_config",
-    "machine_defaults",
-]
-
 WandbModule = ModuleType
 _E = TypeVar("_E", bound=Enum)
-
-
-CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
-"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CPU_STEP_TOKENS = 512
-"""Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
-MAX_DEFAULT_SNAPSHOTS = 64
-"""Recurrent states that an LLM keeps for its prefix cache unless told otherwise, in an eighth of its buffer at most."""
 
 
 class ConfigWarning(UserWarning):
@@ -350,42 +309,12 @@ class InferenceConfig:
         """
         if tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, it must be at least 1")
-        asked, paused = int(self.buffer_size_gb * GIB), int((self.paused_buffer_size_gb or 0) * GIB)
-        snapshots = _snapshot_bytes(self, shape)
-        if not shape.num_attention_layers and self.preemption_mode is PreemptionMode.SWAP:
-            warnings.warn(
-                'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
-                "memory, so nobody is ever evicted",
-                ConfigWarning,
-                stacklevel=2,
-            )
-        if not shape.num_attention_layers and not shape.is_stage and self.kv_cache_dtype is not KVCacheDtype.AUTO:
-            message = f"kv_cache_dtype={self.kv_cache_dtype.value!r} has no effect on a model without attention layers"
+        checks.check_model(self, shape)
+        budget = budget_of(self, shape, available_bytes)
+        for message in (*checks.without_effect_on(self, shape), *filter(None, [budget.note])):
             warnings.warn(message, ConfigWarning, stacklevel=2)
-        if available_bytes is not None:
-            available_bytes = max(0, available_bytes - (snapshots or 0))
-        buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
-        if note:
-            warnings.warn(note, ConfigWarning, stacklevel=2)
-        sizes = resolve_sizes(
-            shape,
-            SizingRequest(
-                block_size=self.block_size_tokens,
-                buffer_bytes=buffer_bytes,
-                paused_bytes=paused_bytes,
-                max_requests=self.max_requests,
-                max_tokens=self.max_tokens,
-                max_sequence_length=self.max_sequence_length,
-                chunked_prefill=self.enable_chunked_prefill,
-                tensor_parallel_size=tensor_parallel_size,
-                unified_memory=self.unified_memory_level > 0,
-                buffer_note=note or "",
-                state_ratio=self.mamba_memory_ratio,
-                snapshot_bytes=snapshots,
-                kv_dtype=self.kv_dtype_of(shape),
-            ),
-        )
-        if sizes.max_sequence_length < self.max_sequence_length != _DEFAULTS["max_sequence_length"]:
+        sizes = resolve_sizes(self, shape, budget, tensor_parallel_size=tensor_parallel_size)
+        if sizes.max_sequence_length < self.max_sequence_length != InferenceConfig.max_sequence_length:
             warnings.warn(
                 f"max_sequence_length is {self.max_sequence_length:,}, the model has {sizes.max_sequence_length:,} "
                 "positions: the latter is used",
@@ -396,69 +325,13 @@ class InferenceConfig:
 
     def with_graphs(self, sizes: ResolvedSizes, shape: ModelShape, *, tensor_parallel_size: int = 1) -> ResolvedSizes:
         """The sizes with the shapes of graphs that follow from them. Raises ConfigError where they cannot be."""
-        shapes = make_shapes(
-            self.graph_options(),
-            max_requests=sizes.max_requests,
-            max_tokens=sizes.max_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        if not shapes:
-            return sizes
-        memory = GraphMemory.sized(sizes, shape, tensor_parallel_size=tensor_parallel_size)
-        graph_bytes = memory.pool_bytes(shapes) + memory.output_bytes(shapes)
-        how = {
-            "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}, {self.cuda_graph_sizing_distribution.value}; "
-            f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
-            "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
-            "they are captured",
-        }
-        return replace(sizes, graph_shapes=shapes, graph_bytes=graph_bytes, how={**sizes.how, **how})
+        return add_graphs(self, sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def kv_dtype_of(self, shape: ModelShape) -> str:
         """Name of the torch dtype that keys and values of a model are kept in."""
         return FP8_E4M3 if self.kv_cache_dtype is KVCacheDtype.FP8_E4M3 else shape.dtype
 
-    def graph_options(self) -> ShapeOptions:
-        return ShapeOptions(
-            num_graphs=self.num_cuda_graphs,
-            mixed_prefill_count=self.cuda_graph_mixed_prefill_count,
-            non_decode=self.use_cuda_graphs_for_non_decode_steps,
-            distribution=self.cuda_graph_sizing_distribution.value,
-            max_graph_tokens=self.cuda_graph_max_tokens,
-            all_prefills=self.cuda_graph_all_prefills,
-        )
 
-
-def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
-    """Memory for snapshots of recurrent states; says so where options of states meet a model that has none."""
-    budget = config.prefix_caching_mamba_gb
-    if shape.state is None:
-        if shape.is_stage:
-            return None  # other pipeline stages keep states
-        if config.mamba_inference_state_config is not None:
-            raise ConfigError(
-                "mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None"
-            )
-        if budget is not None and config.enable_prefix_caching:
-            message = (
-                f"prefix_caching_mamba_gb={budget} has no effect: the model keeps no recurrent state, its prefixes "
-                "are shared by KV blocks alone"
-            )
-            warnings.warn(message, ConfigWarning, stacklevel=3)
-        return None
-    if not config.enable_prefix_caching:
-        return None
-    if budget is None:
-        message = (
-            "enable_prefix_caching=True finds no prefix for this model: it keeps recurrent states, of which none are "
-            f"kept for others without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
-        )
-        warnings.warn(message, ConfigWarning, stacklevel=3)
-        return None
-    return int(budget * GIB)
-
-
-_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(InferenceConfig)}
 _PROCESS_OBJECTS = ("pg_collection", "metrics_writer")
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "kv_cache_management_mode": KVCacheManagementMode,
@@ -470,88 +343,6 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "sampling_backend": SamplingChoice,
     "kv_cache_dtype": KVCacheDtype,
 }
-LOGPROBS_MODES = checks.LOGPROBS_MODES
-
-
-def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
-    """Fields in which an LLM or a command that is given no config departs from the defaults above.
-
-    Prefix cache on and prompts chunked; on a CPU a pool that leaves the laptop alone.
-    """
-    common: dict[str, Any] = {
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
-    }
-    if is_cuda:
-        return common
-    return common | {
-        "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
-        "block_size_tokens": 64,
-        "max_requests": 256,
-        "max_tokens": CPU_STEP_TOKENS,
-    }
-
-
-def machine_config(
-    asked: Mapping[str, Any], shape: ModelShape | None = None, *, is_cuda: bool, available_bytes: int
-) -> InferenceConfig:
-    """What the user asked for over `machine_defaults`, and what suits the model where it is known.
-
-    A default that contradicts what was asked gives way.
-    """
-    base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
-    if asked.get("enable_prefix_caching") is False:
-        base.pop("prefix_caching_eviction_policy")
-    if asked.get("enable_chunked_prefill") is False:
-        base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
-    requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
-    if isinstance(tokens, int) and "max_requests" in base:
-        base["max_requests"] = min(base["max_requests"], tokens)
-    if isinstance(requests, int) and "max_tokens" in base:
-        base["max_tokens"] = max(base["max_tokens"], requests)
-    if shape is not None and shape.state is not None:
-        state = _state_asked_for(asked.get("mamba_inference_state_config"), shape.state)
-        _suit_states(base, asked, shape, state, available_bytes)
-    return InferenceConfig.from_dict(base | dict(asked))
-
-
-def _state_asked_for(config: object, state: StateShape) -> StateShape:
-    """The state in the dtypes of a state config, if there is a valid one: an invalid one is refused in a moment."""
-
-    def asked(field: str, default: str) -> str:
-        dtype = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
-        return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else default
-
-    conv, ssm = asked("conv_states_dtype", state.conv_dtype), asked("ssm_states_dtype", state.ssm_dtype)
-    return replace(state, conv_dtype=conv, ssm_dtype=ssm)
-
-
-def _suit_states(
-    base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape, available_bytes: int
-) -> None:
-    """Defaults for a model with recurrent state: requests whose states fit, and some states for the prefix cache.
-
-    States take half of the buffer at most, all of it where no layer keeps keys and values.
-    """
-    buffer_gb = asked.get("buffer_size_gb", base.get("buffer_size_gb", _DEFAULTS["buffer_size_gb"]))
-    max_tokens = asked.get("max_tokens") or DEFAULT_MAX_TOKENS
-    if not isinstance(buffer_gb, (int, float)) or not 0 < buffer_gb < math.inf or not isinstance(max_tokens, int):
-        return  # refused in a moment, with the reason
-    num_states = int(buffer_gb * GIB) // state.slot_bytes
-    if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
-        count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))
-        base["prefix_caching_mamba_gb"] = count * state.slot_bytes / GIB
-    if "max_requests" in asked:
-        return
-    most, snapshots = base.pop("max_requests", max_tokens), asked.get("prefix_caching_mamba_gb")
-    if "mamba_memory_ratio" in asked:
-        return
-    kept = base.get("prefix_caching_mamba_gb", 0) if snapshots is None else snapshots
-    left = available_bytes - int(kept * GIB) if isinstance(kept, (int, float)) and math.isfinite(kept) else 0
-    num_states = cap_to_memory(int(buffer_gb * GIB), 0, max(0, left))[0] // state.slot_bytes
-    fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most, max_tokens)
-    base["max_requests"] = max(1, fit // 16 * 16 or fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
 
 
 def _coerce(kind: type[_E], name: str, value: object) -> _E:

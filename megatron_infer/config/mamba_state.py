@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.config.sizing import DTYPE_BYTES
+from megatron_infer.config.model_shape import DTYPE_BYTES
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_infer.config.sizing import TOKEN_ID_BYTES, ModelShape, ResolvedSizes, blocks_for
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes, dependent_sizes
 
 UNLIMITED = 1 << 62
 """What a pipeline stage says of a resource that it does not need."""
@@ -49,36 +50,23 @@ def agree(shape: ModelShape, sizes: ResolvedSizes, limits: Sequence[int]) -> Sta
     Example: 100 and 80 blocks -> 80 on both; a stage without attention layers books 80, too, and keeps nothing in them.
     """
     length, max_requests, num_blocks, paused, host_blocks, snapshots, host_states, stateless = limits
-    recurrent, width = not stateless, blocks_for(length, sizes.block_size)
-    if not recurrent:
-        snapshots = host_states = 0
-    if num_blocks == UNLIMITED:
-        num_blocks, paused, host_blocks = (max_requests + snapshots) * width + 1, 0, 0
-    usable, has_state = num_blocks - 1, shape.state is not None
-    num_state_slots = max_requests + 1 + snapshots if has_state else 0
-    found: dict[str, int] = {
-        "num_blocks": num_blocks,
-        "num_usable_blocks": usable,
-        "paused_block_limit": paused,
-        "max_sequence_length": length,
-        "max_blocks_per_row": width,
-        "max_requests": max_requests,
-        "num_snapshot_slots": snapshots,
-        "num_state_slots": num_state_slots,
-        "state_bytes": num_state_slots * sizes.state_slot_bytes,
-        "max_decode_requests": max_requests,
-        "max_prompt_tokens": min(sizes.max_prompt_tokens, length - 1, usable * sizes.block_size),
-        "full_length_requests": min(usable // width, max_requests),
-        "kv_bytes": num_blocks * sizes.block_bytes,
-        "token_pool_bytes": (max_requests + 1) * length * TOKEN_ID_BYTES,
-        "block_table_bytes": (max_requests + 1) * width * 4,
-    }
+    recurrent, attends = not stateless, num_blocks != UNLIMITED
+    figures = dependent_sizes(
+        block_size=sizes.block_size,
+        block_bytes=sizes.block_bytes,
+        num_blocks=num_blocks if attends else None,
+        max_sequence_length=length,
+        max_requests=max_requests,
+        num_snapshot_slots=snapshots if recurrent else 0,
+        state_slot_bytes=sizes.state_slot_bytes,
+        max_prompt_tokens=sizes.max_prompt_tokens,
+    ) | {"paused_block_limit": paused if attends else 0}
     how = dict(sizes.how)
-    for name, value in found.items():
+    for name, value in figures.items():
         if value != getattr(sizes, name):
             how[name] += f"; {value:,} as the pipeline stages agreed"
     return StageSizes(
-        sizes=replace(sizes, how=how, **found),  # type: ignore[arg-type]
-        host=(host_blocks, host_states),
+        sizes=replace(sizes, how=how, **figures),  # type: ignore[arg-type]
+        host=(host_blocks if attends else 0, host_states if recurrent else 0),
         recurrent=recurrent,
     )

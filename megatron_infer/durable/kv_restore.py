@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.config.sizing import ModelShape
+from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.engine.build import Assembly

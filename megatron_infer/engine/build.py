@@ -16,14 +16,10 @@ from megatron_infer.comm.lockstep import ALONE_S
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
-from megatron_infer.config.inference import (
-    InferenceConfig,
-    ModelShape,
-    PreemptionMode,
-    PrefixCachingEvictionPolicy,
-    ResolvedSizes,
-)
-from megatron_infer.config.sizing import GIB, host_places
+from megatron_infer.config.capacity import GIB, host_places
+from megatron_infer.config.inference import InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of

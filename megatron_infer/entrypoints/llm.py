@@ -11,7 +11,8 @@ from megatron_infer.utils.openmp import limit_spinning
 limit_spinning()  # before the imports below bring torch in, unless the script has done so
 
 # ruff: noqa: E402
-from megatron_infer.config.inference import InferenceConfig, machine_config
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError

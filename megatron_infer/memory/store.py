@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.memory.copy_pipeline import CopyPipeline, Stopwatch, make_pipeline
 from megatron_infer.memory.host_arena import Tick

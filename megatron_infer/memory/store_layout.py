@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.kernels.ssm import LayerStates
 
 PAGE_BYTES = 4096

@@ -7,8 +7,11 @@ import warnings
 
 import pytest
 
-from megatron_infer.config.inference import ConfigWarning, MambaInferenceStateConfig, machine_config
-from megatron_infer.config.sizing import GIB, ModelShape, StateShape
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import ConfigWarning
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.errors import ConfigError
 
 LARGE = StateShape(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.sizing import ModelShape, kv_block_bytes
+from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba

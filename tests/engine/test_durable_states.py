@@ -13,9 +13,9 @@ from model_kinds import RECURRENT, prefix_caching
 from model_kinds import make_model as make_kind
 from safetensors import safe_open
 
-from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.sizing import StateShape
 from megatron_infer.durable import file_format as file_format
 from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_group, encode_group
 from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places

@@ -15,7 +15,8 @@ from model_kinds import RECURRENT, make_model
 from megatron_infer.cli import generate
 from megatron_infer.cli.loading import load_llm
 from megatron_infer.cli.main import main
-from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.regions.choose import resident_bytes

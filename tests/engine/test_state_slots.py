@@ -8,7 +8,7 @@ import pytest
 import torch
 from store_case import RandomMoves, Recorder, cut_pieces, quiet
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.errors import StateReleased
 from megatron_infer.memory.store import StateStore
 

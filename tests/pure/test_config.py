@@ -12,15 +12,10 @@ import warnings
 
 import pytest
 
-from megatron_infer.config.inference import (
-    ConfigWarning,
-    InferenceConfig,
-    MambaInferenceStateConfig,
-    ModelShape,
-    PrefixCachingEvictionPolicy,
-    machine_config,
-)
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, PrefixCachingEvictionPolicy
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.errors import CapacityError, ConfigError
 
 SHAPE = ModelShape(

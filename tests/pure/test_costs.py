@@ -6,7 +6,7 @@ import pytest
 from fake_device import Swap, World, make_request
 
 from megatron_infer.config.inference import PreemptionMode
-from megatron_infer.config.sizing import StateShape, kv_block_bytes
+from megatron_infer.config.model_shape import StateShape, kv_block_bytes
 from megatron_infer.scheduler.policy import CostModel, blocks_needed
 
 PCIE_BYTES_PER_S = 25e9

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Kinds of device and pinned memory, one module each; `memory.regions.choose` picks one."""
