@@ -119,7 +119,6 @@ NOT_YET = (
     "class-size: DynamicInferenceContext",
     "class-size: StateBook",
     "class-size: DynamicInferenceEngine",
-    "class-size: StateStore",
     "class-size: StageRunner",
     "class-size: EchoEngine",
     "class-attributes: EchoEngine",

@@ -6,9 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from megatron_infer.context.swap_slots import Move
 from megatron_infer.memory import host_arena
+from megatron_infer.memory.regions.choose import make_region
+from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 
 def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -19,6 +23,20 @@ def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 def quiet(what: str) -> None:
     """For work that is not to be stopped."""
+
+
+def build_store(
+    layout: StoreLayout,
+    *,
+    device: str | torch.device = "cpu",
+    static: bool = False,
+    unified: bool = False,
+    host_slots: tuple[int, int] = (0, 0),
+) -> StateStore:
+    """A store in the memory that the options `static_kv_memory_pointers` and `unified_memory_level` give."""
+    where = torch.device(device)
+    region = make_region((layout.num_bytes,), torch.uint8, where, static_pointers=static, unified_memory=unified)
+    return StateStore(layout, region, host_slots)
 
 
 class Recorder:

@@ -9,6 +9,7 @@ from megatron_infer.memory.copy_pipeline import Stream, make_pipeline
 from megatron_infer.memory.regions import managed, vmm
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -30,18 +31,8 @@ def free():
 
 
 def make_store(kind, num_blocks=256, slots=0):
-    return StateStore(
-        num_layers=3,
-        num_blocks=num_blocks,
-        block_size=16,
-        num_kv_heads=8,
-        head_dim=1024,
-        dtype=torch.bfloat16,
-        device=CUDA,
-        static_pointers=kind[0],
-        unified_memory=kind[1],
-        num_host_slots=slots,
-    )
+    layout = StoreLayout(kv_shape=(3, 2, num_blocks, 16, 8, 1024), dtype=torch.bfloat16)
+    return StateStore(layout, region_of(kind, layout.num_bytes), (slots, 0))
 
 
 def quiet(what):
@@ -75,7 +66,7 @@ def test_virtual_memory_needs_no_package_and_keeps_its_addresses():
     assert type(region).__name__ == dict(row[:2] for row in table(CUDA))["static pointers"] == "VmmRegion"
     tensor, address = region.tensor, region.tensor.data_ptr()
     region.release()
-    blocker = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # the addresses are nobody else's meanwhile
+    blocker = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # gets none of the reserved addresses
     assert not address <= blocker.data_ptr() < address + SIZE
     region.restore()
     assert region.tensor is tensor and tensor.data_ptr() == address
@@ -118,7 +109,7 @@ def test_more_than_there_is_leaves_nothing_behind():
     region.restore()
 
 
-def test_unified_memory_keeps_content_while_it_is_lent():
+def test_unified_memory_keeps_content_while_its_pages_may_migrate():
     if (reason := managed.unavailable(CUDA)) is not None:
         pytest.skip(reason)
     if free() < 4 * SIZE:  # more than is free makes pages move without end, which can hang a device
@@ -126,8 +117,8 @@ def test_unified_memory_keeps_content_while_it_is_lent():
     region = region_of(UNIFIED)
     address = region.tensor.data_ptr()
     region.tensor.fill_(3)
-    region.lend()
-    assert region.settle([(0, SIZE)]) == SIZE
+    region.allow_migration()
+    assert region.prefetch([(0, SIZE)]) == SIZE
     assert int(region.tensor.sum(dtype=torch.int64)) == 3 * SIZE and region.tensor.data_ptr() == address
     region.release()
     region.restore()
@@ -143,10 +134,10 @@ def test_offload_frees_the_pool_and_brings_back_what_was_kept(kind):
     content, address = store.kv_cache[:, :, kept].clone(), store.kv_cache.data_ptr()
     full = free()
     away = store.offload(kept, quiet)
-    assert free() - full >= store.num_bytes - SLACK and away.bytes_freed == store.num_bytes
+    assert free() - full >= store.layout.num_bytes - SLACK and away.bytes_freed == store.layout.num_bytes
     back = store.restore(set(kept), quiet)
     assert torch.equal(store.kv_cache[:, :, kept], content)
-    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
     assert 0 < away.copy_s <= away.seconds and settled(store) > 0 and back.bytes_copied == away.bytes_copied
     assert not store.addresses_stable or store.kv_cache.data_ptr() == address
 
@@ -154,8 +145,8 @@ def test_offload_frees_the_pool_and_brings_back_what_was_kept(kind):
 def settled(store):
     """Seconds that a restore's copies took, once they are done."""
     torch.cuda.synchronize()
-    assert store.arrival() is None
-    return store.arrived_s
+    assert store.pending_restore() is None
+    return store.restore_copy_s
 
 
 def test_second_offload_pins_nothing():
@@ -166,7 +157,7 @@ def test_second_offload_pins_nothing():
         store.restore(set(range(100)), quiet)
         settled(store)
     assert store.idle_host_bytes() == pinned
-    store._pipeline.host._pin = None  # type: ignore[assignment]
+    store._pipeline.pinned._pin = None  # type: ignore[assignment]
     store.offload(range(100), quiet)
     store.restore(set(range(100)), quiet)
 
@@ -177,7 +168,7 @@ def test_swaps_in_a_step_wait_for_nothing():
     before = store.kv_cache.clone()
     store.run_moves([("out", block, block) for block in range(64)])
     torch.cuda.synchronize()
-    store._pipeline.host._pin = None  # type: ignore[assignment]
+    store._pipeline.pinned._pin = None  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
         store.run_moves([("out", block, block) for block in range(64)] + [("in", 100 + i, i) for i in range(64)])
@@ -203,7 +194,7 @@ def test_pipelined_copies_come_near_a_plain_pinned_copy():
     """80 % of what one cudaMemcpyAsync of the same size does, out and in; blocks are scattered."""
     size = 2048 * MIB
     store = make_store(PLAIN, num_blocks=size // (3 * 2 * 16 * 8 * 1024 * 2) + 1)
-    blocks = list(range(store.num_blocks - 1))[::2] + list(range(1, store.num_blocks - 1))[::2]
+    blocks = list(range(store.layout.num_blocks - 1))[::2] + list(range(1, store.layout.num_blocks - 1))[::2]
     store.offload(blocks, quiet)  # pins
     store.restore(set(blocks), quiet)
     away, back = store.offload(blocks, quiet), store.restore(set(blocks), quiet)
@@ -213,9 +204,9 @@ def test_pipelined_copies_come_near_a_plain_pinned_copy():
     peaks = []
     for target, source in ((host, device), (device, host)):
         target.copy_(source, non_blocking=True)
-        lane = make_pipeline(CUDA).lane
-        first = lane.mark(Stream.STEPS)
+        streams = make_pipeline(CUDA).streams
+        first = streams.record_event(Stream.STEPS)
         target.copy_(source, non_blocking=True)
-        peaks.append(size / lane.seconds(first, lane.mark(Stream.STEPS)))
+        peaks.append(size / streams.seconds(first, streams.record_event(Stream.STEPS)))
     assert away.bytes_copied / away.copy_s > 0.8 * peaks[0]
     assert back.bytes_copied / back_s > 0.8 * peaks[1]

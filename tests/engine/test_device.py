@@ -74,7 +74,7 @@ def test_copies_carry_what_was_there_when_they_were_asked_for():
             host[:] = 255
         elif rng.random() < 0.5:
             array = np.arange(turn, turn + count, dtype=np.int64)
-            tensor = device.stage(array)
+            tensor = device.to_device(array)
             staged.append((tensor, array.copy()))
             array[:] = -1
         elif reads and rng.random() < 0.5:
@@ -142,7 +142,7 @@ def second_of_two_gpus(monkeypatch):
 
 def test_a_device_that_is_not_there_is_refused_with_what_is(second_of_two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for ask in (Device("cuda:2").available_bytes, Device("cuda:2").take_thread):
+    for ask in (Device("cuda:2").available_bytes, Device("cuda:2").make_current):
         with pytest.raises(ConfigError, match="cuda:2: there are 2 GPUs here, cuda:0 to cuda:1"):
             ask()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -176,7 +176,7 @@ def test_copies_on_a_gpu_carry_what_was_there_and_do_not_wait():
             host[:] = turn
             device.upload(host, mirror)
             host[:] = 255
-            reads.append((turn, device.begin_read(mirror[::4096], device.stage(np.full(5, turn)))))
+            reads.append((turn, device.begin_read(mirror[::4096], device.to_device(np.full(5, turn)))))
         assert not reads[-1][1].is_done() and not device.syncs["upload"]
     finally:
         torch.cuda.set_sync_debug_mode("default")

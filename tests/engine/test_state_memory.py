@@ -55,7 +55,7 @@ def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
     assert slot > 32 * PAGE_BYTES
     assert sizes.num_state_slots == 24 + 1 + int(0.01 * GIB) // slot
     assert sizes.state_bytes == sizes.num_state_slots * slot
-    assert store.num_bytes == -(-sizes.kv_bytes // PAGE_BYTES) * PAGE_BYTES + sizes.state_bytes
+    assert store.layout.num_bytes == -(-sizes.kv_bytes // PAGE_BYTES) * PAGE_BYTES + sizes.state_bytes
     at_rest = in_memory(engine)
     assert at_rest <= slot + 2 * PAGE_BYTES, "slots nobody uses are in memory"
     taken = at_rest
