@@ -1,4 +1,4 @@
-"""What an InferenceConfig's values must be, what has no effect in which combination. Pure; used by `config` alone."""
+"""Checks of an InferenceConfig: wrong values, unsupported values, and options without effect. Used by `config` only."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "seed": (0, False),
     "vocab_size": (1, True),
 }
-"""Integer fields: smallest value, and whether None is allowed."""
+"""Integer field -> (smallest value, whether None is allowed)."""
 _GIGABYTES = {
     "buffer_size_gb": False,
     "paused_buffer_size_gb": True,
     "swap_buffer_size_gb": True,
     "prefix_caching_mamba_gb": False,
 }
-"""Fields in GiB, and whether 0 is allowed."""
+"""Field in GiB -> whether 0 is allowed."""
 LOGPROBS_MODES = ("raw", "processed")
-_OF_GRAPHS = (
+_GRAPH_OPTIONS = (
     "cuda_graph_mixed_prefill_count",
     "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_sizing_distribution",
     "cuda_graph_max_tokens",
     "cuda_graph_all_prefills",
 )
-_NEEDS: dict[str, str] = {
-    "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
+_UNSUPPORTED: dict[str, str] = {
+    "request_metadata_types": "per-request device metadata for custom controllers, which is not supported yet",
 }
-"""Fields that act only together with machinery that comes later: away from the default they raise."""
+"""Field that raises away from its default -> what it would need."""
 
 
 def _is_int(value: object) -> bool:
@@ -60,7 +60,7 @@ def _defaults(config: InferenceConfig) -> dict[str, Any]:
 
 
 def check_values(config: InferenceConfig) -> None:
-    """Raise ConfigError that names the field for a value that can never be."""
+    """Raise ConfigError, with the name of the field, for a value that is never valid."""
     for name, (smallest, optional) in _AT_LEAST.items():
         value = getattr(config, name)
         if value is None and optional:
@@ -87,20 +87,21 @@ def check_values(config: InferenceConfig) -> None:
     if config.preemption_mode == "swap" and not config.swap_buffer_size_gb:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
-        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 as many as are useful")
     for name in ("attention_backend", "sampling_backend"):
         asked = getattr(config, name).value
         if config.batch_invariant and asked not in ("auto", "native"):
             raise ConfigError(
-                f'{name}={asked!r} excludes batch_invariant=True, whose kernels are native ones; leave it "auto"'
+                f'{name}={asked!r} excludes batch_invariant=True, which has native kernels only; leave it "auto"'
             )
     if config.batch_invariant and config.use_flashinfer_fused_rope:
         raise ConfigError(
-            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"
+            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
+            "themselves; leave it False"
         )
     if config.batch_invariant and config.compile_layers:
         raise ConfigError(
-            "compile_layers=True excludes batch_invariant=True: the order of compiled sums is the compiler's"
+            "compile_layers=True excludes batch_invariant=True: the compiler chooses the order of sums; leave it False"
         )
     if config.batch_invariant and config.kv_cache_dtype.value != "auto":
         raise ConfigError(
@@ -109,7 +110,7 @@ def check_values(config: InferenceConfig) -> None:
         )
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
-            "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "
+            "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt larger than every graph could "
             "never be computed"
         )
     timeout_s = config.collective_timeout_s
@@ -164,9 +165,9 @@ def _check_gigabytes(config: InferenceConfig) -> None:
 
 
 def check_supported(config: InferenceConfig) -> None:
-    """Raise NotImplementedError for a value whose machinery does not exist yet."""
+    """Raise NotImplementedError for a value that is not supported yet."""
     defaults = _defaults(config)
-    for name, needed in _NEEDS.items():
+    for name, needed in _UNSUPPORTED.items():
         value = getattr(config, name)
         if value != defaults[name]:
             shown = value.value if isinstance(value, Enum) else value
@@ -178,9 +179,9 @@ def _shown(default: Any) -> str:
 
 
 def without_effect(config: InferenceConfig) -> Iterator[str]:
-    """What each option that is set does nothing for, and why."""
+    """A message for each option that is set and has no effect: why, and what to set instead."""
     defaults = _defaults(config)
-    graphs = [name for name in _OF_GRAPHS if getattr(config, name) != defaults[name]]
+    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != defaults[name]]
     messages: tuple[tuple[bool, str], ...] = (
         (
             not config.materialize_only_last_token_logits,
@@ -223,7 +224,7 @@ def check_model(config: InferenceConfig, shape: ModelShape) -> None:
 
 
 def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[str]:
-    """The same as `without_effect`, for what this model makes of the options."""
+    """A message for each option that is set and has no effect with this model."""
     snapshot_gb, is_whole = config.prefix_caching_mamba_gb, not shape.is_stage
     if config.enable_prefix_caching and shape.state is None and snapshot_gb is not None and is_whole:
         yield (
@@ -232,13 +233,13 @@ def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[st
         )
     if config.enable_prefix_caching and shape.state is not None and snapshot_gb is None:
         yield (
-            "enable_prefix_caching=True finds no prefix for this model: it keeps recurrent states, of which none are "
-            f"kept for others without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
+            "enable_prefix_caching=True finds no prefix for this model: it has recurrent states, and the prefix cache "
+            f"keeps none without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
         )
     if not shape.num_attention_layers and config.preemption_mode == "swap":
         yield (
             'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
-            "memory, so nobody is ever evicted"
+            "memory, so no request is ever evicted"
         )
     if not shape.num_attention_layers and is_whole and config.kv_cache_dtype != "auto":
         yield f"kv_cache_dtype={config.kv_cache_dtype.value!r} has no effect on a model without attention layers"

@@ -1,7 +1,7 @@
-"""What the user asks for: `InferenceConfig`, and the one place where everything else is derived from it (`resolve`).
+"""The options of an engine: `InferenceConfig`. `resolve` derives every size from it and a model.
 
-Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config moves over unchanged; fields
-below the line "ours" have no counterpart there. Importing this module needs no torch.
+Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config written for it works here
+unchanged; fields below the line "ours" have no counterpart there. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _E = TypeVar("_E", bound=Enum)
 
 
 class ConfigWarning(UserWarning):
-    """An option that acts differently from what its value suggests; names what is used instead."""
+    """An option that acts differently from what its value suggests; the message names what is used instead."""
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """What becomes of a cached prefix block that no request holds any more."""
+    """What happens to a cached prefix block that no request holds any more."""
 
     REF_ZERO = "ref_zero"
-    """Forgotten at once: prefixes are shared only among requests that overlap in time."""
+    """Dropped at once: prefixes are shared only among requests that overlap in time."""
     LRU = "lru"
-    """Kept until its memory is needed, oldest first."""
+    """Kept until its memory is needed; the least recently used block goes first."""
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
     """Which data-parallel rank a coordinator sends a request to."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """The rank with the longest run of matching blocks."""
+    """The rank with the longest run of matching cached blocks."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The rank that holds the first block; looks at one hash per rank."""
+    """The rank that has the first block of the prompt cached; compares one hash per rank."""
     ROUND_ROBIN = "round_robin"
-    """Ranks in turn, whatever they hold."""
+    """Ranks in turn, whatever they have cached."""
     LOAD_BALANCED = "load_balanced"
-    """The rank with the largest share of free rows, whatever it holds."""
+    """The rank with the largest share of free rows, whatever it has cached."""
 
 
 class KVCacheManagementMode(str, Enum):
@@ -60,68 +60,68 @@ class KVCacheManagementMode(str, Enum):
     PERSIST = "persist"
     """They stay where they are."""
     OFFLOAD = "offload"
-    """They move to host memory and come back."""
+    """They are copied to host memory and back."""
     RECOMPUTE = "recompute"
-    """They are freed; running requests are computed again."""
+    """They are freed; running requests are recomputed."""
 
 
 class PreemptionMode(str, Enum):
     """How an evicted request gets its keys and values back."""
 
     AUTO = "auto"
-    """Whichever is faster by the speeds measured, as far as the swap buffer has room."""
+    """Whichever is faster by measured speeds; recompute where the swap buffer is full."""
     RECOMPUTE = "recompute"
-    """They are dropped and computed again."""
+    """They are dropped and recomputed."""
     SWAP = "swap"
-    """They wait in host memory; recomputed only when the swap buffer is full."""
+    """They are kept in host memory, and recomputed only when the swap buffer is full."""
 
 
 class AttentionChoice(str, Enum):
-    """Whose kernels compute attention."""
+    """Which backend computes attention."""
 
     AUTO = "auto"
-    """The first that can: on a GPU Triton, FlashInfer, flash-attn, then torch; on a CPU native, then torch."""
+    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn, torch; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs."""
     FLASHINFER = "flashinfer"
-    """FlashInfer's; steps are not captured in CUDA graphs then."""
+    """FlashInfer; steps are then not captured in CUDA graphs."""
     FLASH_ATTN = "flash_attn"
-    """flash-attn's: version 3 on Hopper where it is installed, else version 2, for blocks of 256."""
+    """flash-attn: version 3 on Hopper where it is installed, else version 2, which needs blocks of 256 tokens."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
-    """torch's, wherever it runs."""
+    """torch operations, on any device."""
 
 
 class SamplingChoice(str, Enum):
-    """Whose kernels draw tokens; a seed gives the same ones with each."""
+    """Which backend draws tokens; a seed gives the same tokens with each."""
 
     AUTO = "auto"
-    """On a GPU Triton, then torch; on a CPU native, then torch."""
+    """The first that can run: on a GPU Triton, torch; on a CPU native, torch."""
     TRITON = "triton"
-    """The package's own kernels for GPUs, which also draw within CUDA graphs."""
+    """The package's own kernels for GPUs; they can also draw inside CUDA graphs."""
     FLASHINFER = "flashinfer"
-    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; behind CUDA graphs."""
+    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; not inside CUDA graphs."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
-    """torch's, wherever it runs."""
+    """torch operations, on any device."""
 
 
 class KVCacheDtype(str, Enum):
-    """What keys and values are kept in."""
+    """The dtype of keys and values in the cache."""
 
     AUTO = "auto"
     """The model's dtype."""
     FP8_E4M3 = "fp8_e4m3"
-    """Eight bits: half of the memory of bfloat16, and of what decoding reads; rounded, see `kernels.kv_rounding`."""
+    """Eight bits: half the memory of bfloat16, half the bytes that decode reads; rounded, see `kernels.kv_rounding`."""
 
 
 class GraphSizing(str, Enum):
-    """How far apart the sizes of CUDA graphs lie."""
+    """The steps between sizes of CUDA graphs."""
 
     EXPONENTIAL = "exponential"
-    """Each twice the one before: few graphs, a step is padded to twice its size at most."""
+    """Each size is twice the one before: few graphs, and a step is padded to at most twice its size."""
     LINEAR = "linear"
     """Many graphs, little padding."""
 
@@ -130,145 +130,149 @@ class GraphSizing(str, Enum):
 class InferenceConfig:
     """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
 
-    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value whose machinery does not
-    exist yet. Nothing is ignored: what has no effect in some combination warns with `ConfigWarning`.
+    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value that is not supported yet.
+    No option is ignored silently: one that has no effect in some combination warns with `ConfigWarning`.
     """
 
     block_size_tokens: int = 256
     """Tokens per KV cache block; also the granularity of the prefix cache. Small blocks waste less memory and share
-    more, large ones are faster to read."""
+    more, large blocks are faster to read."""
     buffer_size_gb: int | float = 20
-    """GiB reserved for the KV cache on each rank, fractions allowed. Above 80 % of the memory that is free it is cut
-    to 60 %, with a warning."""
+    """GiB reserved for the KV cache on each rank, fractions allowed. A buffer above 80 % of the free memory is cut to
+    60 % of it, with a warning."""
     paused_buffer_size_gb: int | float | None = None
-    """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and comes back
-    later (see preemption_mode). None: 0, every pause that cannot end at once evicts."""
+    """GiB of the buffer (not on top of it) that paused requests may keep. Requests beyond that are evicted and
+    readmitted later (see preemption_mode). None: 0, so that every pause that cannot end at once evicts."""
     mamba_memory_ratio: float | None = None
-    """Share of both buffers for recurrent states, between 0 and 1; models with Mamba layers only. None: those of
-    max_requests, or one state per KV block where that is None, too."""
+    """Share of both buffers for recurrent states, between 0 and 1; only for models with Mamba layers. None: the states
+    of max_requests requests, or one state per KV block where max_requests is None, too."""
     max_requests: int | None = None
-    """Requests that hold memory at once, and the largest decode batch. None: one per usable block, at most max_tokens,
-    rounded down to a multiple of the tensor parallel size and of 4."""
+    """The most requests that hold memory at once, and the largest decode batch. None: one per usable block, at most
+    max_tokens, rounded down to a multiple of the tensor parallel size and of 4."""
     max_tokens: int | None = None
-    """Tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt needs
-    enable_chunked_prefill."""
+    """The most tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt
+    needs enable_chunked_prefill."""
     unified_memory_level: int = 0
-    """0: cache in device memory. 1: in unified memory (on a CPU all memory is), and the paused buffer adds to the
-    buffer. Not together with kv_cache_management_mode="offload"."""
+    """0: the cache is in device memory. 1: it is in unified memory (as all memory of a CPU is), and the paused buffer
+    adds to the buffer instead of being a part of it. Excludes kv_cache_management_mode="offload"."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
-    """Shapes of steps to capture CUDA graphs for, at most; -1: chosen automatically. A graph is captured when a step
-    first needs it. None: no graphs, every step runs eagerly; so it does on a CPU, and where a kernel cannot be
+    """The most step shapes to capture CUDA graphs for; -1: as many as are useful. A graph is captured when a step first
+    needs it. None: no graphs, every step runs eagerly. Steps also run eagerly on a CPU, and where a kernel cannot be
     captured."""
     cuda_graph_mixed_prefill_count: int | None = 16
-    """Prefill requests in each graph that prefills, at most; steps with more of them run eagerly. None: max_requests.
-    0: none prefills. Acts only with CUDA graphs."""
+    """The most prefill requests in a graph that prefills; steps with more of them run eagerly. None: max_requests. 0:
+    no graph prefills. Acts only with CUDA graphs."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Capture graphs for steps that prefill, too. Acts only with CUDA graphs."""
     static_kv_memory_pointers: bool = False
     """The cache keeps its addresses over suspend and resume, so that CUDA graphs stay valid."""
     max_sequence_length: int = 2560
-    """Tokens of prompt and output together, per request; cut to the positions the model has."""
+    """The most tokens of prompt and output together, per request; cut to the positions the model has."""
     mamba_inference_state_config: MambaInferenceStateConfig | None = None
     """Recurrent states of a model with Mamba layers (see `MambaInferenceStateConfig.from_model`): needed only for
-    other dtypes than its own; shapes that are not the model's are refused. None: what the model says."""
+    dtypes other than the model's; shapes other than the model's are refused. None: the model's own."""
     pg_collection: ProcessGroupCollection | None = None
-    """megatron-core process groups of a distributed model. What it lacks, or all for None, is taken from the model's
-    own pg_collection; parallel_state is never read."""
+    """megatron-core process groups of a distributed model. Groups that it lacks (None: all groups) are taken from the
+    model's own pg_collection; parallel_state is never read."""
     use_flashinfer_fused_rope: bool | None = False
     """Rotate queries and keys with FlashInfer's fused kernel. None: where it is available and the attention backend has
-    none of its own (Triton and native do). True: an engine that cannot raises, and says why."""
+    no fused kernel of its own (Triton and native have). True: an engine that cannot raises and says why."""
     materialize_only_last_token_logits: bool = True
-    """Logits of each sequence's last token only. False changes nothing but memory elsewhere; here only rows that
-    somebody asked for (sampling, prompt logprobs) are ever computed."""
+    """Compute logits of each sequence's last token only. Has no effect: only the rows that are needed (sampled
+    positions, prompt logprobs) are ever computed, whatever its value."""
     enable_chunked_prefill: bool = False
-    """Split prompts over steps to fill max_tokens exactly, next to decoding requests; allows prompts longer than
-    max_tokens."""
+    """Split prompts into chunks over several steps, to fill max_tokens exactly beside decoding requests; allows prompts
+    longer than max_tokens."""
     enable_prefix_caching: bool = False
     """Requests that begin with the same full blocks share them and skip their prefill."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
-    """ref_zero: a cached block is forgotten when its last request ends. lru: it is kept until memory is needed. Acts
-    only with enable_prefix_caching."""
+    """ref_zero: a cached block is dropped when its last request ends. lru: it is kept until memory is needed. Acts only
+    with enable_prefix_caching."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
     """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
-    load_balanced. A coordinator that was not told itself asks its replicas' configs. Acts only behind a coordinator."""
+    load_balanced. A coordinator without a policy of its own uses this one of its replicas. Acts only behind a
+    coordinator."""
     track_paused_request_events: bool = False
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
     track_generated_token_events: bool = False
     """Record an event with a timestamp for every generated token; costs memory per token."""
     metrics_writer: WandbModule | None = None
-    """The wandb module (or a run): engine metrics go there every logging_step_interval steps."""
+    """The wandb module (or a run): engine metrics are logged to it every logging_step_interval steps."""
     logging_step_interval: int = 0
-    """Steps between two lines of metrics. 0: none."""
+    """Steps between two lines of metrics. 0: no metrics."""
     request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = None
     """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
 
     # ours
     attention_backend: AttentionChoice = AttentionChoice.AUTO
-    """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named
-    one cannot serve the model or the device, the engine raises and says why."""
+    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. The engine
+    raises and says why where a named backend does not support the model or the device."""
     sampling_backend: SamplingChoice = SamplingChoice.AUTO
-    """Whose kernels draw tokens: auto, triton, flashinfer (its top-k under the package's seeded draw), native (on a
-    CPU) or torch. Where a named one cannot run, the engine raises and says why."""
+    """Which backend draws tokens: auto, triton, flashinfer (its top-k, then the package's seeded draw), native (on a
+    CPU) or torch. The engine raises and says why where a named backend cannot run."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """What keys and values are kept in: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without scales:
-    SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). The latter runs on Triton kernels from
-    compute capability 8.9 on, elsewhere on torch's; not together with batch_invariant."""
+    """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
+    scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
+    from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
-    """How far apart the sizes of graphs lie: exponential or linear. Acts only with CUDA graphs."""
+    """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512
-    """Tokens of the largest graph that prefills; larger steps run eagerly. Acts only with CUDA graphs."""
+    """Tokens of the largest graph that prefills; larger steps that prefill run eagerly. Acts only with CUDA graphs."""
     cuda_graph_all_prefills: bool = False
-    """Every step that prefills hits a graph: graphs reach up to max_tokens, and requests are admitted, and prompts
-    chunked, only as far as there is one. Steps that keep recurrent states for the prefix cache, or fork more samples
-    than a graph has rows, run eagerly still. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
+    """Every step that prefills runs in a graph: graphs reach up to max_tokens, and requests are admitted and prompts
+    chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
+    than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
     compile_layers: bool = False
-    """Compile what lies between a layer's attention, scan, experts and collectives with torch.compile, when the engine
-    is built (seconds to a minute). Fuses biases, norms and activations that no kernel here does in one launch; where
-    nothing compiles, layers run as they are and a warning says why. Answers agree within rounding. For GPUs: on a CPU
-    the layers lose their packed weights to it."""
+    """Compile the operations between a layer's attention, scan, experts and collectives with torch.compile when the
+    engine is built (seconds to a minute). Fuses biases, norms and activations that no kernel here computes in one
+    launch. Where nothing compiles, layers run uncompiled and a warning says why. Answers agree within rounding. For
+    GPUs: on a CPU compiled layers lose their packed weights."""
     overlap: bool = False
-    """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
-    stay the same."""
+    """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
+    tokens stay the same."""
     seed: int = 0
-    """Seed of requests that bring none, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else is in the
-    batch."""
+    """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
+    is in the batch."""
     logprobs_mode: str = "raw"
-    """raw: logprobs of the model's distribution. processed: of the one sampled from, after penalties, temperature and
-    filters."""
+    """raw: logprobs of the model's distribution. processed: logprobs of the distribution that tokens are sampled from,
+    after penalties, temperature and filters."""
     batch_invariant: bool = False
     """Exact mode: a token's log probability has the same bits in any batch, chunk, cache hit or pause, and in a
-    training forward under `models.exact_forward.exact_math`. On a CPU in fp32 or bf16, one rank a replica."""
+    training forward under `models.exact_forward.exact_math`. Only on a CPU, in fp32 or bf16, with one rank per
+    replica."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
-    and swap act only with swap_buffer_size_gb above 0; auto then takes what is faster by measured speeds."""
+    and swap act only with swap_buffer_size_gb above 0; auto then takes the faster one by measured speeds."""
     swap_buffer_size_gb: int | float = 0
-    """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; taken as it is needed. 0:
-    evicted requests are recomputed."""
+    """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; on a CPU it is allocated as it
+    is needed, on a GPU machine it is pinned at the start. 0: evicted requests are recomputed."""
     prefix_caching_mamba_gb: float | None = None
-    """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
-    none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
+    """GiB for recurrent states that the prefix cache keeps, on top of the buffer; only for models with Mamba layers.
+    None: no states are kept, so that such a model never finds a cached prefix. Acts only with
+    enable_prefix_caching."""
     prefix_caching_routing_alpha: float = 0.5
-    """What a coordinator's prefix policies weigh, 0 to 1: a rank's score is alpha * the share of the prompt it has
-    cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
+    """Weight of cached prefixes in a coordinator's prefix policies, 0 to 1: a rank's score is alpha * the share of the
+    prompt it has cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
     check_invariants: bool = False
-    """Prove the books (blocks, rows, references) after every step, and with several ranks that all of them plan the
-    same; for debugging, costs time."""
+    """Check the accounting of blocks, rows and references after every step, and with several ranks that all of them
+    plan the same step. For debugging; costs time."""
     collective_timeout_s: int | float = 120
-    """Seconds that a rank of a distributed engine may be late or silent before the others end with RankFailure. Bounds
-    the engine's own collectives, too; between its calls the process groups keep the timeouts they came with."""
+    """Seconds that a rank of a distributed engine may be late or silent before the other ranks raise RankFailure.
+    Bounds the engine's own collectives, too; between its calls the process groups keep the timeouts they were made
+    with."""
     offset_sampling_seed_by_dp_rank: bool = True
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
     vocab_size: int | None = None
-    """Tokens that exist, where the model's embedding is padded beyond them: no other is taken in or drawn. None: what
-    the model's files say; all rows of the embedding for a model that somebody else has built."""
+    """The number of tokens that exist, where the model's embedding is padded beyond it: no other token is accepted or
+    drawn. None: as the model's files say; for a model built by the caller, all rows of the embedding."""
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
-        """Refuse an unknown keyword with the nearest known one, where dataclasses would only name it."""
+        """Refuse an unknown keyword and name the nearest known one; dataclasses would only name the unknown."""
         known = [item.name for item in fields(cls)]
         for name in kwargs:
             if name not in known:
@@ -324,11 +328,11 @@ class InferenceConfig:
         return self.with_graphs(sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def with_graphs(self, sizes: ResolvedSizes, shape: ModelShape, *, tensor_parallel_size: int = 1) -> ResolvedSizes:
-        """The sizes with the shapes of graphs that follow from them. Raises ConfigError where they cannot be."""
+        """The sizes with the CUDA graphs that follow from them. Raises ConfigError where there can be none as asked."""
         return add_graphs(self, sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def kv_dtype_of(self, shape: ModelShape) -> str:
-        """Name of the torch dtype that keys and values of a model are kept in."""
+        """Name of the torch dtype of keys and values in the cache."""
         return FP8_E4M3 if self.kv_cache_dtype is KVCacheDtype.FP8_E4M3 else shape.dtype
 
 

@@ -1,4 +1,4 @@
-"""The options of an engine that is given no config, or a part of one: what suits the machine and the model."""
+"""Options for a caller that gives no config, or only some options: defaults that suit the machine and the model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from megatron_infer.config.model_shape import DTYPE_BYTES, ModelShape, StateShap
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 
 CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
-"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
+"""KV buffer on a CPU by default: the smaller of this size and this share of the free memory."""
 CPU_STEP_TOKENS = 512
-"""Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
+"""Tokens of one step on a CPU by default: longer prompts are chunked, so that other requests wait a quarter of a second
+for a token."""
 MAX_DEFAULT_SNAPSHOTS = 64
-"""Recurrent states that an LLM keeps for its prefix cache unless told otherwise, in an eighth of its buffer at most."""
+"""The most recurrent states that the prefix cache keeps by default; they take at most an eighth of the buffer."""
 
 
 def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
-    """Fields in which an LLM or a command that is given no config departs from the defaults above.
+    """Fields in which an LLM or a command without a config departs from the defaults of `InferenceConfig`.
 
-    Prefix cache on and prompts chunked; on a CPU a pool that leaves the laptop alone.
+    The prefix cache is on and prompts are chunked; on a CPU the buffer is small enough for a laptop.
     """
     common: dict[str, Any] = {
         "enable_chunked_prefill": True,
@@ -43,9 +44,9 @@ def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
 def machine_config(
     asked: Mapping[str, Any], shape: ModelShape | None = None, *, is_cuda: bool, available_bytes: int
 ) -> InferenceConfig:
-    """What the user asked for over `machine_defaults`, and what suits the model where it is known.
+    """The options asked for, over `machine_defaults` and over defaults that suit the model where its shape is known.
 
-    A default that contradicts what was asked gives way.
+    A default that contradicts an option asked for is dropped.
     """
     base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
     if asked.get("enable_prefix_caching") is False:
@@ -59,12 +60,12 @@ def machine_config(
         base["max_tokens"] = max(base["max_tokens"], requests)
     if shape is not None and shape.state is not None:
         state = _state_asked_for(asked.get("mamba_inference_state_config"), shape.state)
-        _suit_states(base, asked, shape, state, available_bytes)
+        _set_state_defaults(base, asked, shape, state, available_bytes)
     return InferenceConfig.from_dict(base | dict(asked))
 
 
 def _state_asked_for(config: object, state: StateShape) -> StateShape:
-    """The state in the dtypes of a state config, if there is a valid one: an invalid one is refused in a moment."""
+    """The state with the dtypes of a state config, as far as they are valid: `InferenceConfig` refuses others later."""
 
     def asked(field: str, default: str) -> str:
         dtype = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
@@ -74,17 +75,17 @@ def _state_asked_for(config: object, state: StateShape) -> StateShape:
     return replace(state, conv_dtype=conv, ssm_dtype=ssm)
 
 
-def _suit_states(
+def _set_state_defaults(
     base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape, available_bytes: int
 ) -> None:
     """Defaults for a model with recurrent state: requests whose states fit, and some states for the prefix cache.
 
-    States take half of the buffer at most, all of it where no layer keeps keys and values.
+    States take at most half of the buffer, or all of it where no layer keeps keys and values.
     """
     buffer_gb = asked.get("buffer_size_gb", base.get("buffer_size_gb", InferenceConfig.buffer_size_gb))
     max_tokens = asked.get("max_tokens") or DEFAULT_MAX_TOKENS
     if not isinstance(buffer_gb, (int, float)) or not 0 < buffer_gb < math.inf or not isinstance(max_tokens, int):
-        return  # refused in a moment, with the reason
+        return  # InferenceConfig refuses it and says why
     num_states = int(buffer_gb * GIB) // state.slot_bytes
     if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
         count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))

@@ -304,7 +304,7 @@ def _how_blocks(
             "block_bytes": f"{none}: blocks name positions and take no memory",
             "num_blocks": "(max_requests + num_snapshot_slots) x max_blocks_per_row + a dummy block: never lacking",
             "num_usable_blocks": usable,
-            "paused_block_limit": f"{none}: nobody pauses for a block",
+            "paused_block_limit": f"{none}: no request pauses for a block",
         }
     less = ""
     if shape.state is not None and budget.state_ratio is not None:
@@ -354,7 +354,7 @@ def _how_states(
     return how | {
         "state_slot_bytes": f"{state.num_layers} Mamba layers x (conv {state.conv_shape} {state.conv_dtype} + SSM "
         f"{state.ssm_shape} {state.ssm_dtype}), each part up to {CACHE_LINE} B",
-        "num_snapshot_slots": "prefix_caching_mamba_gb is None or prefix caching is off: no state is kept for others"
+        "num_snapshot_slots": "prefix_caching_mamba_gb is None or prefix caching is off: no states are cached"
         if budget.snapshot_bytes is None
         else f"{budget.snapshot_bytes:,} bytes (prefix_caching_mamba_gb, on top of the buffer) // state_slot_bytes",
         "num_state_slots": "max_requests + 1 dummy slot + num_snapshot_slots",

@@ -1,6 +1,6 @@
-"""How the stages of a pipeline agree on sizes: every rank books the same, so that all of them schedule alike.
+"""How the stages of a pipeline agree on sizes: every rank schedules with the same ids, so the sizes must be equal.
 
-each stage: its own sizes --stage_limits--> ints --least over the stages--> agree --> the sizes it works with
+each stage: its own sizes --stage_limits--> ints --minimum over the stages--> agree --> the sizes of the engine
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes, dependent_sizes
 
 UNLIMITED = 1 << 62
-"""What a pipeline stage says of a resource that it does not need."""
+"""The limit of a pipeline stage for a resource that it does not use."""
 
 
 def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int]) -> list[int]:
-    """What one pipeline stage can hold, by itself; the least of each entry over the stages is for `agree`.
+    """What one pipeline stage can hold; `agree` takes the minimum of each entry over the stages.
 
-    host: its `host_places`.
+    host: the stage's `host_places`.
     """
     attends, recurrent = shape.num_attention_layers > 0, shape.state is not None
     return [
@@ -35,19 +35,19 @@ def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
-    """What the stages of a pipeline agreed on: each books the same blocks and slots, its own memory holds its part."""
+    """The sizes of one stage after `agree`: ids of blocks and slots are the same on all stages, bytes are its own."""
 
     sizes: ResolvedSizes
     host: tuple[int, int]
-    """(blocks, recurrent states) of evicted requests."""
+    """(blocks, recurrent states) of evicted requests that host memory holds."""
     recurrent: bool
-    """Some stage keeps recurrent states, so that all of them book state slots."""
+    """Some stage keeps recurrent states, so that all stages assign state slots."""
 
 
 def agree(shape: ModelShape, sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
-    """One stage's sizes under the limits of all (see `stage_limits`).
+    """One stage's sizes under the limits of all stages (see `stage_limits`).
 
-    Example: 100 and 80 blocks -> 80 on both; a stage without attention layers books 80, too, and keeps nothing in them.
+    Example: 100 and 80 blocks -> 80 on both; a stage without attention layers also has 80, which take no memory there.
     """
     length, max_requests, num_blocks, paused, host_blocks, snapshots, host_states, stateless = limits
     recurrent, attends = not stateless, num_blocks != UNLIMITED
