@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
@@ -45,22 +44,15 @@ _GRAPH_OPTIONS = (
     "cuda_graph_max_tokens",
     "cuda_graph_all_prefills",
 )
-_UNSUPPORTED: dict[str, str] = {
-    "request_metadata_types": "per-request device metadata for custom controllers, which is not supported yet",
-}
-"""Field that raises away from its default -> what it would need."""
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _defaults(config: InferenceConfig) -> dict[str, Any]:
-    return {item.name: item.default for item in fields(config)}
-
-
 def check_values(config: InferenceConfig) -> None:
-    """Raise ConfigError, with the name of the field, for a value that is never valid."""
+    """Raise ConfigError, with the name of the field, for a value that is never valid; NotImplementedError for one that
+    is not supported yet."""
     for name, (smallest, optional) in _AT_LEAST.items():
         value = getattr(config, name)
         if value is None and optional:
@@ -72,7 +64,7 @@ def check_values(config: InferenceConfig) -> None:
             )
         if value < smallest:
             raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
-    for name in (name for name, default in _defaults(config).items() if isinstance(default, bool)):
+    for name in (item.name for item in fields(config) if isinstance(item.default, bool)):
         value = getattr(config, name)
         if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
@@ -133,13 +125,17 @@ def check_values(config: InferenceConfig) -> None:
             f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
             "takes one token per request of a step); raise max_tokens or lower max_requests"
         )
+    if config.request_metadata_types is not None:
+        raise NotImplementedError(
+            f"request_metadata_types={config.request_metadata_types!r} needs per-request device metadata for custom "
+            "controllers, which is not supported yet; leave it at None"
+        )
 
 
 def _check_gigabytes(config: InferenceConfig) -> None:
-    defaults = _defaults(config)
     for name, allow_zero in _GIGABYTES.items():
         value = getattr(config, name)
-        if value is None and defaults[name] is None:
+        if value is None and getattr(type(config), name) is None:
             continue
         if not (_is_int(value) or isinstance(value, float)):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
@@ -164,57 +160,28 @@ def _check_gigabytes(config: InferenceConfig) -> None:
         raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
 
 
-def check_supported(config: InferenceConfig) -> None:
-    """Raise NotImplementedError for a value that is not supported yet."""
-    defaults = _defaults(config)
-    for name, needed in _UNSUPPORTED.items():
-        value = getattr(config, name)
-        if value != defaults[name]:
-            shown = value.value if isinstance(value, Enum) else value
-            raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown(defaults[name])}")
-
-
-def _shown(default: Any) -> str:
-    return repr(default.value if isinstance(default, Enum) else default)
-
-
 def without_effect(config: InferenceConfig) -> Iterator[str]:
     """A message for each option that is set and has no effect: why, and what to set instead."""
-    defaults = _defaults(config)
-    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != defaults[name]]
-    messages: tuple[tuple[bool, str], ...] = (
-        (
-            not config.materialize_only_last_token_logits,
+    if not config.materialize_only_last_token_logits:
+        yield (
             "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
-            "logprobs in chunks) are ever computed, whatever its value",
-        ),
-        (
-            config.prefix_caching_eviction_policy != "ref_zero" and not config.enable_prefix_caching,
-            f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
-            "enable_prefix_caching=True, which is off: nothing is cached",
-        ),
-        (
-            config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching,
-            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} acts only with enable_prefix_caching=True, "
-            "which is off: nothing is cached",
-        ),
-        (
-            config.preemption_mode == "recompute" and bool(config.swap_buffer_size_gb),
+            "logprobs in chunks) are ever computed, whatever its value"
+        )
+    nothing_cached = "acts only with enable_prefix_caching=True, which is off: nothing is cached"
+    if config.prefix_caching_eviction_policy != "ref_zero" and not config.enable_prefix_caching:
+        yield f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} {nothing_cached}"
+    if config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching:
+        yield f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} {nothing_cached}"
+    if config.preemption_mode == "recompute" and config.swap_buffer_size_gb:
+        yield (
             f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
-            'preemption_mode="recompute": nothing is swapped',
-        ),
-        (
-            config.num_cuda_graphs is None and bool(graphs),
-            f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured",
-        ),
-        (
-            config.metrics_writer is not None and config.logging_step_interval == 0,
-            "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval",
-        ),
-    )
-    for applies, message in messages:
-        if applies:
-            yield message
+            'preemption_mode="recompute": nothing is swapped'
+        )
+    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
+    if config.num_cuda_graphs is None and graphs:
+        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured"
+    if config.metrics_writer is not None and config.logging_step_interval == 0:
+        yield "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval"
 
 
 def check_model(config: InferenceConfig, shape: ModelShape) -> None:

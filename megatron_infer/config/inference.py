@@ -286,7 +286,6 @@ class InferenceConfig:
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
         checks.check_values(self)
-        checks.check_supported(self)
         for message in checks.without_effect(self):
             warnings.warn(message, ConfigWarning, stacklevel=3)
 
@@ -325,10 +324,6 @@ class InferenceConfig:
                 ConfigWarning,
                 stacklevel=2,
             )
-        return self.with_graphs(sizes, shape, tensor_parallel_size=tensor_parallel_size)
-
-    def with_graphs(self, sizes: ResolvedSizes, shape: ModelShape, *, tensor_parallel_size: int = 1) -> ResolvedSizes:
-        """The sizes with the CUDA graphs that follow from them. Raises ConfigError where there can be none as asked."""
         return add_graphs(self, sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def kv_dtype_of(self, shape: ModelShape) -> str:

@@ -21,21 +21,22 @@ class SizeRow(NamedTuple):
     how: str
 
 
-def _in(unit: str) -> Any:
-    return field(metadata={"unit": unit})
+def _in(unit: str, how: str = "") -> Any:
+    """how: the derivation, where it is always the same."""
+    return field(metadata={"unit": unit, "how": how})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSizes:
     """Every size that follows from (config, model, memory), derived once; `table()` says how."""
 
-    block_size: int = _in("tokens")
+    block_size: int = _in("tokens", "block_size_tokens")
     block_bytes: int = _in("bytes")
     num_blocks: int = _in("blocks")
     num_usable_blocks: int = _in("blocks")
     paused_block_limit: int = _in("blocks")
     max_sequence_length: int = _in("tokens")
-    max_blocks_per_row: int = _in("blocks")
+    max_blocks_per_row: int = _in("blocks", "ceil(max_sequence_length / block_size)")
     max_requests: int = _in("requests")
     state_slot_bytes: int = _in("bytes")
     """This and the next three are 0 for a model without recurrent state."""
@@ -44,17 +45,17 @@ class ResolvedSizes:
     """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the snapshots follow."""
     state_bytes: int = _in("bytes")
     max_tokens: int = _in("tokens/step")
-    max_decode_requests: int = _in("requests/step")
-    max_prefill_tokens: int = _in("tokens/step")
+    max_decode_requests: int = _in("requests/step", "max_requests: one token each")
+    max_prefill_tokens: int = _in("tokens/step", "max_tokens, less one per request that decodes in the same step")
     max_prompt_tokens: int = _in("tokens")
-    full_length_requests: int = _in("requests")
+    full_length_requests: int = _in("requests", "min(num_usable_blocks // max_blocks_per_row, max_requests)")
     """How many requests of max_sequence_length fit at once."""
-    kv_bytes: int = _in("bytes")
-    token_pool_bytes: int = _in("bytes")
-    block_table_bytes: int = _in("bytes")
-    graph_shapes: tuple[GraphShape, ...] = _in("shapes")
+    kv_bytes: int = _in("bytes", "num_blocks x block_bytes")
+    token_pool_bytes: int = _in("bytes", f"(max_requests + 1) x max_sequence_length x {TOKEN_ID_BYTES} B")
+    block_table_bytes: int = _in("bytes", f"(max_requests + 1) x max_blocks_per_row x {BLOCK_ID_BYTES} B")
+    graph_shapes: tuple[GraphShape, ...] = _in("shapes", "num_cuda_graphs is None: every step runs eagerly")
     """Steps that CUDA graphs are captured for, ascending."""
-    graph_bytes: int = _in("bytes")
+    graph_bytes: int = _in("bytes", "no graphs")
     """Estimate of the memory of all graphs together, outputs included."""
     how: Mapping[str, str] = field(repr=False, compare=False)
     """Field name -> how its value was derived."""
@@ -70,6 +71,10 @@ class ResolvedSizes:
                 value = counted_shapes(value)
             rows.append(SizeRow(item.name, value, item.metadata["unit"], self.how[item.name]))
         return rows
+
+
+CONSTANT_HOW = {item.name: item.metadata["how"] for item in fields(ResolvedSizes) if item.metadata.get("how")}
+"""Entries of `ResolvedSizes.how` that are always the same (those of graphs: without any)."""
 
 
 def dependent_sizes(

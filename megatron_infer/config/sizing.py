@@ -33,7 +33,7 @@ from megatron_infer.config.capacity import (
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import ends_of_shapes, make_shapes
 from megatron_infer.config.model_shape import CACHE_LINE, KV_DTYPE_BYTES, ModelShape, kv_block_bytes
-from megatron_infer.config.resolved_sizes import BLOCK_ID_BYTES, TOKEN_ID_BYTES, ResolvedSizes, dependent_sizes
+from megatron_infer.config.resolved_sizes import CONSTANT_HOW, ResolvedSizes, dependent_sizes
 from megatron_infer.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def resolve_sizes(
         state_slot_bytes=slot_bytes,
         max_prompt_tokens=None if config.enable_chunked_prefill else max_tokens,
     )
-    how = _how_tokens(config, length)
+    how = CONSTANT_HOW | _how_tokens(config, length)
     how |= _how_blocks(config, shape, budget, figures["num_blocks"], paused)
     how |= _how_states(config, shape, budget, num_states, tensor_parallel_size)
     return ResolvedSizes(
@@ -274,23 +274,12 @@ def _check_max_requests(
 
 
 def _how_tokens(config: InferenceConfig, max_sequence_length: int) -> dict[str, str]:
+    length = f"the model's positions; {config.max_sequence_length:,} were asked for"
+    chunked = ")" if config.enable_chunked_prefill else ", max_tokens: enable_chunked_prefill is off)"
     return {
-        "block_size": "block_size_tokens",
-        "max_sequence_length": "as configured"
-        if max_sequence_length == config.max_sequence_length
-        else f"the model's positions; {config.max_sequence_length:,} were asked for",
-        "max_blocks_per_row": "ceil(max_sequence_length / block_size)",
+        "max_sequence_length": "as configured" if max_sequence_length == config.max_sequence_length else length,
         "max_tokens": "as configured" if config.max_tokens is not None else "default",
-        "max_decode_requests": "max_requests: one token each",
-        "max_prefill_tokens": "max_tokens, less one per request that decodes in the same step",
-        "max_prompt_tokens": "min(max_sequence_length - 1, num_usable_blocks x block_size"
-        + (")" if config.enable_chunked_prefill else ", max_tokens: enable_chunked_prefill is off)"),
-        "full_length_requests": "min(num_usable_blocks // max_blocks_per_row, max_requests)",
-        "kv_bytes": "num_blocks x block_bytes",
-        "token_pool_bytes": f"(max_requests + 1) x max_sequence_length x {TOKEN_ID_BYTES} B",
-        "block_table_bytes": f"(max_requests + 1) x max_blocks_per_row x {BLOCK_ID_BYTES} B",
-        "graph_shapes": "num_cuda_graphs is None: every step runs eagerly",
-        "graph_bytes": "no graphs",
+        "max_prompt_tokens": "min(max_sequence_length - 1, num_usable_blocks x block_size" + chunked,
     }
 
 

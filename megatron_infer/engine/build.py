@@ -20,6 +20,7 @@ from megatron_infer.config.capacity import GIB, host_places
 from megatron_infer.config.inference import InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.config.sizing import add_graphs
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of
@@ -481,7 +482,7 @@ def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, rank
         sizes = config.resolve(shape, tensor_parallel_size=rank_group.groups.tp_size, available_bytes=available)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
     agreed = agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
-    sizes = config.with_graphs(agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
+    sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
     return replace(agreed, sizes=sizes)
 
 
