@@ -1,4 +1,4 @@
-"""What tests of the large tensors share: pieces that are small, work that fails where it is told to, random moves."""
+"""Shared by tests of the store: stores, small pieces, a progress callback that fails at a given call, random moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def quiet(what: str) -> None:
-    """For work that is not to be stopped."""
+    """A progress callback that does nothing."""
 
 
 def build_store(
@@ -40,20 +40,20 @@ def build_store(
 
 
 class Recorder:
-    """A tick that raises `error` at its fail_at-th call."""
+    """A progress callback that raises `error` at call number fail_at."""
 
     def __init__(self, fail_at: int | None = None, error: type[BaseException] = TimeoutError) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.fail_at, self.error = fail_at, error
 
     def __call__(self, what: str) -> None:
-        self.said.append(what)
-        if self.fail_at == len(self.said) - 1:
+        self.calls.append(what)
+        if self.fail_at == len(self.calls) - 1:
             raise self.error(what)
 
 
 class RandomMoves:
-    """Moves between pools and host slots, and what is where when they have been done one after the other."""
+    """Moves between pools and host slots, and which content is where after all of them, done one after the other."""
 
     def __init__(self, rng: random.Random, *, num_slots: int, **pools: Sequence[int]) -> None:
         """pools: "block" or "state" -> its places."""
@@ -64,7 +64,7 @@ class RandomMoves:
         self._kinds += [("state", "copy")] * 2 if "state" in pools else []
 
     def draw(self, most: int) -> list[Move]:
-        """Up to so many moves, of which `held` knows from now on."""
+        """Up to so many moves; `held` is what it is after them."""
         moves: list[Move] = []
         for _ in range(self.rng.randint(0, most)):
             pool, how = self.rng.choice(self._kinds)
@@ -83,7 +83,7 @@ class RandomMoves:
         return moves
 
     def free(self, pool: str) -> list[int]:
-        """Slots that nobody wants any more; some of them hold nothing."""
+        """Host slots to free; some of them hold nothing."""
         freed = [slot for slot in range(self.num_slots) if self.rng.random() < 0.2]
         for slot in freed:
             self.held.pop((f"host {pool}", slot), None)

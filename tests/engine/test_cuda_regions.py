@@ -1,4 +1,4 @@
-"""Each kind of device memory by the driver's own account: what is released is free before the call returns."""
+"""Each kind of device memory, as the driver counts it: released memory is free before the call returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 MIB = 1 << 20
 SIZE = 600 * MIB
 SLACK = 32 * MIB
-"""Of memory: kernels that are loaded at their first use, and pages of several sizes."""
+"""Bytes of other uses: kernels that are loaded at their first use, and pages of several sizes."""
 PLAIN, STATIC, UNIFIED = (False, False), (True, False), (False, True)
 
 
@@ -138,12 +138,12 @@ def test_offload_frees_the_pool_and_brings_back_what_was_kept(kind):
     back = store.restore(set(kept), quiet)
     assert torch.equal(store.kv_cache[:, :, kept], content)
     assert not store.kv_cache[:, :, store.layout.dummy_block].any()
-    assert 0 < away.copy_s <= away.seconds and settled(store) > 0 and back.bytes_copied == away.bytes_copied
+    assert 0 < away.copy_s <= away.seconds and copy_seconds(store) > 0 and back.bytes_copied == away.bytes_copied
     assert not store.addresses_stable or store.kv_cache.data_ptr() == address
 
 
-def settled(store):
-    """Seconds that a restore's copies took, once they are done."""
+def copy_seconds(store):
+    """Seconds that the copies of a restore took, after waiting for them."""
     torch.cuda.synchronize()
     assert store.pending_restore() is None
     return store.restore_copy_s
@@ -155,7 +155,7 @@ def test_second_offload_pins_nothing():
         store.offload(range(100), quiet)
         pinned = store.host_bytes()
         store.restore(set(range(100)), quiet)
-        settled(store)
+        copy_seconds(store)
     assert store.idle_host_bytes() == pinned
     store._pipeline.pinned._pin = None  # type: ignore[assignment]
     store.offload(range(100), quiet)
@@ -198,7 +198,7 @@ def test_pipelined_copies_come_near_a_plain_pinned_copy():
     store.offload(blocks, quiet)  # pins
     store.restore(set(blocks), quiet)
     away, back = store.offload(blocks, quiet), store.restore(set(blocks), quiet)
-    back_s = settled(store)
+    back_s = copy_seconds(store)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=CUDA)
     peaks = []

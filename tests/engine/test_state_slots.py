@@ -1,4 +1,4 @@
-"""Recurrent states and KV blocks live in one store: what is promised of the one holds for the other, in every mix."""
+"""Recurrent states and KV blocks are in one store: the promises for one hold for the other, in every combination."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_pools_do_not_touch_each_other():
     assert store.layout.num_bytes >= 8 * store.layout.block_bytes + SLOTS * 1024
 
 
-def test_without_state_there_is_nothing_of_it():
+def test_a_store_without_states_ignores_what_is_asked_of_them():
     store = make_store(state=None)
     assert store.states is None and store.layout.num_bytes == 8 * store.layout.block_bytes
     store.measure_copies()
@@ -174,8 +174,8 @@ BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # five pieces, then seven of st
 def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal, state_slots=KEPT_SLOTS)
-    assert len(rehearsal.said) == 5 + 7 + 1, rehearsal.said
-    for fail_at in range(len(rehearsal.said)):
+    assert len(rehearsal.calls) == 5 + 7 + 1, rehearsal.calls
+    for fail_at in range(len(rehearsal.calls)):
         store = make_store(static=static)
         (cache, states), held = fill(store), store.states
         with pytest.raises(error):
@@ -203,8 +203,8 @@ def test_layers_go_and_come_back_in_the_order_in_which_a_step_uses_them():
         "states 2",
         "blocks 2",
     ]
-    for said in (out.said[:-1], back.said[1:]):
-        assert [f"{words[1]} {words[8].strip(',')}" for words in map(str.split, said)] == expected, "two parts a state"
+    for calls in (out.calls[:-1], back.calls[1:]):
+        assert [f"{words[1]} {words[8].strip(',')}" for words in map(str.split, calls)] == expected, "two parts a state"
 
 
 def test_a_region_that_cannot_be_released_leaves_both_pools(monkeypatch):
@@ -231,9 +231,9 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal, keep_states=set(KEPT_SLOTS))
-    assert len(rehearsal.said) == 1 + 5 + 7, rehearsal.said
+    assert len(rehearsal.calls) == 1 + 5 + 7, rehearsal.calls
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
-    for fail_at in range(len(rehearsal.said)):
+    for fail_at in range(len(rehearsal.calls)):
         with pytest.raises(error):
             store.restore(set(BLOCKS), Recorder(fail_at, error), keep_states=set(KEPT_SLOTS))
         assert store.is_released and store.resident_bytes() == 0 and store.host_bytes() == host_bytes

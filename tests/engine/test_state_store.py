@@ -1,4 +1,4 @@
-"""The large tensors give their memory back and come back as they were, and a failure on the way loses nothing."""
+"""The store gives its memory back and restores its content, and a failure on the way loses nothing."""
 
 from __future__ import annotations
 
@@ -228,8 +228,8 @@ BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # five pieces: nine rows of a layer to a chu
 def test_offload_that_fails_anywhere_changes_nothing(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal)
-    assert len(rehearsal.said) == 6, rehearsal.said
-    for fail_at in range(len(rehearsal.said)):
+    assert len(rehearsal.calls) == 6, rehearsal.calls
+    for fail_at in range(len(rehearsal.calls)):
         store = make_store(static=static)
         before, address = fill(store), store.kv_cache.data_ptr()
         with pytest.raises(error):
@@ -250,9 +250,9 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal)
-    assert len(rehearsal.said) == 6, rehearsal.said
+    assert len(rehearsal.calls) == 6, rehearsal.calls
     store.offload(BLOCKS, quiet)
-    for fail_at in range(len(rehearsal.said)):
+    for fail_at in range(len(rehearsal.calls)):
         with pytest.raises(error):
             store.restore(set(BLOCKS), Recorder(fail_at, error))
         assert store.is_released and store.resident_bytes() == 0

@@ -82,7 +82,7 @@ def test_touching_released_memory_ends_the_process(fake):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
-def test_memory_outlives_the_region_as_long_as_a_tensor_looks_at_it(fake):
+def test_memory_outlives_the_region_as_long_as_a_tensor_views_it(fake):
     region = make_region(fake)
     view = region.tensor[100:200]
     del region
@@ -146,7 +146,7 @@ def test_undoing_that_fails_too_is_caught_up_by_the_next_restore(fake, monkeypat
     assert fake.fake_taken_bytes() == 5 * GRAIN
 
 
-def test_memory_somebody_else_took_is_an_out_of_memory_error(fake):
+def test_memory_taken_by_another_process_is_an_out_of_memory_error(fake):
     region = make_region(fake)
     region.release()
     fake.fake_set_limit(3 * GRAIN)
@@ -166,7 +166,7 @@ def test_driver_without_virtual_memory_says_so(fake):
     assert "no CUDA driver" in vmm.unavailable(CPU) or torch.cuda.is_available()
 
 
-def test_saver_is_taken_where_the_driver_lacks_virtual_memory(monkeypatch):
+def test_saver_is_used_where_the_driver_lacks_virtual_memory(monkeypatch):
     cuda, made = torch.device("cuda"), []
     monkeypatch.setattr(choose.vmm, "unavailable", lambda device: "old driver")
     monkeypatch.setattr(choose.managed, "unavailable", lambda device: "no pages move")

@@ -93,7 +93,7 @@ WRONG = [
     ("prefix_caching_routing_alpha", "high", "number from 0 to 1"),
     ("check_invariants", None, "True or False"),
 ]
-LATER = [
+UNSUPPORTED = [
     ("request_metadata_types", [], "metadata"),
 ]
 
@@ -105,8 +105,8 @@ def test_wrong_value_is_refused_by_name(name, value, message):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value", "needed"), LATER)
-def test_value_without_machinery_raises_and_says_what_it_needs(name, value, needed):
+@pytest.mark.parametrize(("name", "value", "needed"), UNSUPPORTED)
+def test_unsupported_value_raises_and_says_what_it_needs(name, value, needed):
     with pytest.raises(NotImplementedError, match=needed) as caught:
         InferenceConfig(**{name: value})
     assert name in str(caught.value)

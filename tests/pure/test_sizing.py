@@ -1,4 +1,4 @@
-"""Sizing arithmetic gives Megatron's numbers, and says what does not fit."""
+"""Sizes are those of Megatron, and an error says what does not fit."""
 
 from __future__ import annotations
 
@@ -356,11 +356,11 @@ def test_attention_models_have_no_states():
 def test_host_memory_is_divided_between_blocks_and_states():
     half = {"block_bytes": 5, "slot_bytes": 10, "max_requests": 16, "max_blocks_per_row": 8}
     assert host_places(100, **half) == (14, 3)
-    assert host_places(0, **half) == host_places(14, **half) == (0, 0), "a state without a block serves nobody"
+    assert host_places(0, **half) == host_places(14, **half) == (0, 0), "a state without a block is of no use"
     assert host_places(15, **half) == (1, 1)
     assert host_places(10_000, **half) == (1968, 16), "no more states than requests"
     assert host_places(100, **{**half, "slot_bytes": 0}) == (20, 0)
-    assert host_places(100, **{**half, "block_bytes": 0}) == (0, 0), "who needs no blocks is never evicted"
+    assert host_places(100, **{**half, "block_bytes": 0}) == (0, 0), "a request that needs no blocks is never evicted"
     for swap_bytes in range(3000):
         num_blocks, num_states = host_places(swap_bytes, **half)
         assert num_blocks * 5 + num_states * 10 <= swap_bytes

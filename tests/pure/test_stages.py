@@ -1,4 +1,4 @@
-"""Pipeline stages that hold different layers book the same blocks and slots."""
+"""Pipeline stages with different layers assign the same blocks and slots."""
 
 from __future__ import annotations
 
