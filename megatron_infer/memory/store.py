@@ -41,10 +41,10 @@ class StoreReport:
 
     seconds: float
     bytes_copied: int
-    """Between pools and host copy."""
+    """Bytes copied between the pools and the host copy."""
     bytes_freed: int
-    """Of the memory the pools are in, measured: before minus after, negative where memory was taken. On a CPU the host
-    copy is in the same memory and counts against it."""
+    """Bytes in use before minus after, measured in the memory that the pools are in; negative where memory was taken.
+    On a CPU the host copy is in the same memory and counts against it."""
     bytes_resident: int
     """Memory the pools take now."""
     num_blocks: int
@@ -123,7 +123,11 @@ class StateStore:
 
         Does not wait for the device; drops the host copy once the restore is done.
         """
-        return self._host_copy.poll()
+        restore = self._host_copy.pending
+        if restore is not None and restore.is_done():
+            self._host_copy.finish()
+            restore = None
+        return None if restore is None or restore.needs_no_wait else restore
 
     @property
     def restore_copy_s(self) -> float | None:
@@ -135,7 +139,8 @@ class StateStore:
         """Raise StateReleased without memory; else order the steps' stream behind all that a restore still copies."""
         if self._kv_cache is None:
             raise _released(self._host_copy)
-        self._host_copy.order_steps_behind()
+        if self._host_copy.pending is not None:
+            self._host_copy.pending.wait_for_all()
 
     # ------------------------------------------------------------------ memory given back and taken again
 
@@ -203,15 +208,13 @@ class StateStore:
         return before - self.host_bytes()
 
     def allow_migration(self) -> None:
-        """No step runs for a while and all content is needed later: pages of unified memory may leave the device when
-        others need room there. Nothing for other memory."""
+        """Until `prefetch`, while no step runs: pages of unified memory may leave the device with their content."""
         self._check_held()
         self._host_copy.finish()
         self._region.allow_migration()
 
     def prefetch(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:
-        """End `allow_migration` and bring these blocks and states to the device -> bytes asked for, those that are
-        there already among them."""
+        """Bring these blocks and states back to the device -> bytes asked for, those that never left included."""
         self._check_held()
         return self._region.prefetch(self.layout.ranges(blocks, state_slots))
 
@@ -352,7 +355,7 @@ class StateStore:
             num_blocks=num_blocks,
             num_states=num_states,
             copy_s=copy_s,
-            bytes_under_way=num_bytes if self._host_copy.is_reloading else 0,
+            bytes_under_way=0 if self._host_copy.pending is None else num_bytes,
         )
 
 

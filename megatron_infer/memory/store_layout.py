@@ -32,7 +32,7 @@ class StoreLayout:
     kv_shape: tuple[int, int, int, int, int, int]
     """[layers, 2, num_blocks, B, K, H]; layers: attention layers, 0 or more."""
     dtype: torch.dtype
-    """Of keys and values."""
+    """The dtype of keys and values."""
     state: StateShape | None = None
     num_state_slots: int = 0
     dummy_state_slot: int | None = None

@@ -37,7 +37,7 @@ Places = Mapping[str, Sequence[int]]
 class SuspendCopy:
     """Owns the host memory of an offload until a restore has copied it back, or `drop`.
 
-    With a pipeline (CUDA) `reload` only enqueues; `poll` and `finish` tell when the copies are done.
+    With a pipeline (CUDA) `reload` only enqueues; `pending` is the restore whose copies may still run.
     """
 
     def __init__(self, pools: Sequence[PoolMemory], layers: Sequence[Layer], pipeline: CopyPipeline | None) -> None:
@@ -45,7 +45,8 @@ class SuspendCopy:
         self._pools = {pool.noun: pool for pool in pools}
         self._copies = {pool.noun: PoolCopy(pool.noun, pipeline) for pool in pools}
         self._layers, self._pipeline = layers, pipeline
-        self._pending: LayerwiseRestore | None = None
+        self.pending: LayerwiseRestore | None = None
+        """The restore whose copies may still run; only this class sets it."""
         self.reload_s: float | None = None
         """Seconds that the copies of the last reload took, by the device's clock where it is not the CPU; None while
         they may still run, and before the first."""
@@ -94,46 +95,28 @@ class SuspendCopy:
                 self._copies[noun].reload(layer, self._pools[noun].layers[layer], progress)
                 if restore is not None:
                     restore.record_layer((noun, layer))
-        self._pending, self.reload_s = restore, (time.perf_counter() - start if restore is None else None)
+        self.pending, self.reload_s = restore, (time.perf_counter() - start if restore is None else None)
 
     def abandon_reload(self) -> None:
         """After a reload that raised: the copy stays for the next try. The caller waits for the device."""
-        self._pending = None
+        self.pending = None
         self.drop_staging()
 
     def end_if_done(self) -> float:
         """Drop the copy if the reload's copies are done -> seconds they took; 0.0 while they may still run."""
-        if self._pending is None:
+        if self.pending is None:
             self._end_reload()
             return self.reload_s or 0.0
-        return self.finish() if self._pending.is_done() else 0.0
-
-    @property
-    def is_reloading(self) -> bool:
-        """The copies of a reload may still run."""
-        return self._pending is not None
-
-    def poll(self) -> LayerwiseRestore | None:
-        """The restore whose layers steps still have to wait for; drops the copy of one that is done. Does not wait."""
-        restore = self._pending
-        if restore is not None and restore.is_done():
-            self.finish()
-            return None
-        return None if restore is None or restore.needs_no_wait else restore
-
-    def order_steps_behind(self) -> None:
-        """Work enqueued on the steps' stream from now on runs behind all copies of a reload."""
-        if self._pending is not None:
-            self._pending.wait_for_all()
+        return self.finish() if self.pending.is_done() else 0.0
 
     def finish(self) -> float:
         """Wait for a pending restore and drop the copy -> seconds its copies took; 0.0 where none is pending."""
-        if (restore := self._pending) is None:
+        if (restore := self.pending) is None:
             return 0.0
         self.reload_s = seconds = restore.finish()
         restore.wait_for_all()
         self._end_reload()
-        self._pending = None
+        self.pending = None
         return seconds
 
     def drop(self) -> None:
