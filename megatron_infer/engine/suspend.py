@@ -202,7 +202,7 @@ class Suspension:
         if done is not None:
             self._parts.context.forget_free()
             return _cache_report(done, store)
-        freed = store.drop_copy() if store.is_released else store.release(_no_tick).bytes_freed
+        freed = store.drop_host_copy() if store.is_released else store.release(_no_tick).bytes_freed
         freed += self._drop_requests()
         store.trim_host(keep_bytes=0)
         return TagReport(bytes_freed=freed, bytes_resident=_resident(store))

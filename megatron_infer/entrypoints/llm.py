@@ -35,7 +35,7 @@ class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
     `config` is an InferenceConfig, or a mapping of some of its options: what it leaves open (all of it, for None) suits
-    the machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it,
+    the machine and the model, see `machine_config`. dtype "auto" is bfloat16 where the device computes in it,
     else float32. The engine underneath is `llm.engine`.
     """
 

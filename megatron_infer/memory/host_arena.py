@@ -43,18 +43,12 @@ class HostArena:
     """
 
     def __init__(
-        self,
-        slot_shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        pipeline: CopyPipeline | None = None,
-        max_slots: int | None = None,
+        self, slot_shape: Sequence[int], dtype: torch.dtype, *, max_slots: int, pipeline: CopyPipeline | None = None
     ) -> None:
-        self.slot_bytes = math.prod(slot_shape) * dtype.itemsize
-        self.max_slots = max_slots
         self._slot_shape, self._dtype, self._pipeline = tuple(slot_shape), dtype, pipeline
-        self._slots_per_chunk = slots_per_chunk(self.slot_bytes)
-        self.slots_per_piece = max(1, PIECE_BYTES // self.slot_bytes)
+        self._slot_bytes, self._max_slots = math.prod(slot_shape) * dtype.itemsize, max_slots
+        self._slots_per_chunk = slots_per_chunk(self._slot_bytes)
+        self._slots_per_piece = max(1, PIECE_BYTES // self._slot_bytes)
         self._chunks: dict[int, _Chunk] = {}
         self._is_reserved = False
 
@@ -63,9 +57,9 @@ class HostArena:
 
         Does nothing where host memory is not pinned. Raises MemoryError.
         """
-        if self._pipeline is None or not self.max_slots:
+        if self._pipeline is None or not self._max_slots:
             return
-        for first in range(0, self.max_slots, self._slots_per_chunk):
+        for first in range(0, self._max_slots, self._slots_per_chunk):
             self._chunk(first // self._slots_per_chunk, first)
         self._is_reserved = True
 
@@ -113,7 +107,7 @@ class HostArena:
         while begin < len(slots):
             first, end = slots[begin], begin + 1
             number, offset = divmod(first, self._slots_per_chunk)
-            longest = min(self.slots_per_piece, self._slots_per_chunk - offset)
+            longest = min(self._slots_per_piece, self._slots_per_chunk - offset)
             while end < len(slots) and end - begin < longest and slots[end] == first + end - begin:
                 end += 1
             run = slots[begin:end]
@@ -125,14 +119,10 @@ class HostArena:
             begin = end
 
     def _chunk(self, number: int, last_slot: int) -> _Chunk:
-        assert self.max_slots is None or last_slot < self.max_slots, (
-            f"host slot {last_slot} of {self.max_slots}: the buffer has no such slot"
-        )
+        assert last_slot < self._max_slots, f"host slot {last_slot} of {self._max_slots}: the buffer has no such slot"
         if number not in self._chunks:
-            size = self._slots_per_chunk
-            if self.max_slots is not None:
-                size = min(size, self.max_slots - number * size)
-            region = host_region(self._pipeline, size * self.slot_bytes)
+            size = min(self._slots_per_chunk, self._max_slots - number * self._slots_per_chunk)
+            region = host_region(self._pipeline, size * self._slot_bytes)
             slots_SX = region.tensor.view(self._dtype).view(size, *self._slot_shape)
             self._chunks[number] = _Chunk(region, slots_SX)
         return self._chunks[number]

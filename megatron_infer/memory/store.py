@@ -200,7 +200,7 @@ class StateStore:
             raise
         return self._report(start, before, places, self._host_copy.end_if_done())
 
-    def drop_copy(self) -> int:
+    def drop_host_copy(self) -> int:
         """Drop the host copy of an offload -> bytes given back; the next restore gives empty pools."""
         before = self.host_bytes()
         self._host_copy.finish()

@@ -268,7 +268,7 @@ def test_nothing_reads_or_writes_released_states():
     ):
         with pytest.raises(StateReleased, match=r"1 blocks, 2 states of it are kept .* resume before"):
             use()
-    assert store.drop_copy() > 0
+    assert store.drop_host_copy() > 0
     store.restore(set(), quiet)
     assert store.states.layer(0).conv_SCW.shape == (SLOTS, 10, 4)
 
