@@ -27,7 +27,7 @@ import torch
 
 from megatron_infer import DynamicInferenceEngine, SamplingParams
 from megatron_infer.comm.groups import build_groups, check_world
-from megatron_infer.config.inference import machine_config
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.errors import ConfigError, InferenceError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
 from megatron_infer.model_loader.build import build_model

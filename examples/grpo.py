@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from megatron_infer import SamplingParams
 from megatron_infer.comm.groups import build_groups
-from megatron_infer.config.inference import machine_config
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.memory.device import Device, choose_dtype

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig as InferenceConfig
     from megatron_infer.config.inference import KVCacheDtype as KVCacheDtype
     from megatron_infer.config.inference import KVCacheManagementMode as KVCacheManagementMode
-    from megatron_infer.config.inference import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.inference import PreemptionMode as PreemptionMode
     from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.config.inference import SamplingChoice as SamplingChoice
+    from megatron_infer.config.mamba_state import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
     from megatron_infer.config.structured_output import StructuredOutput as StructuredOutput
     from megatron_infer.durable.snapshot import LoadReport as LoadReport
@@ -47,7 +47,7 @@ _HOMES = {
     "KVCacheManagementMode": "config.inference",
     "LLM": "entrypoints.llm",
     "LoadReport": "durable.snapshot",
-    "MambaInferenceStateConfig": "config.inference",
+    "MambaInferenceStateConfig": "config.mamba_state",
     "MemoryReport": "engine.suspend",
     "PrefixCachingCoordinatorPolicy": "config.inference",
     "AttentionChoice": "config.inference",

@@ -1,4 +1,4 @@
-"""One exception family. Errors carry data: what, got, limit, remedy."""
+"""The exceptions of the package, one family. Messages say what is wrong, what was given, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class InferenceError(Exception):
 
 
 class RequestError(InferenceError, ValueError):
-    """A request that cannot be served as asked; belongs to that request alone."""
+    """A request that cannot be served as asked; other requests are not affected."""
 
 
 class PromptTooLong(RequestError):
-    """Prompt (plus one generated token) does not fit a limit."""
+    """A prompt (plus one generated token) that exceeds a limit."""
 
     def __init__(self, *, got: int, limit: int, limit_name: str, remedy: str) -> None:
         super().__init__(f"prompt has {got:,} tokens, limit is {limit:,} ({limit_name}); {remedy}")
@@ -23,7 +23,7 @@ class PromptTooLong(RequestError):
 
 
 class InvalidPrompt(RequestError):
-    """Empty prompt, ids outside the vocabulary, or a prompt of the wrong type."""
+    """An empty prompt, ids outside the vocabulary, or a prompt of the wrong type."""
 
 
 class DuplicateRequest(RequestError):
@@ -31,22 +31,22 @@ class DuplicateRequest(RequestError):
 
 
 class UnknownRequest(InferenceError, KeyError):
-    """An operation on a request id the engine does not hold."""
+    """An operation on a request id that the engine does not have."""
 
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0])
 
 
 class StateReleased(InferenceError):
-    """The large tensors were asked for while their memory is given back (between suspend and resume)."""
+    """The KV cache or recurrent states were used while their memory is released (between suspend and resume)."""
 
 
 class ConfigError(InferenceError, ValueError):
-    """A configuration value that is wrong by itself or together with another."""
+    """An option that is wrong by itself or together with another."""
 
 
 class CapacityError(ConfigError):
-    """The memory given cannot hold what the configuration asks for."""
+    """The given memory cannot hold what the options ask for."""
 
 
 class ModelError(InferenceError, ValueError):
@@ -54,7 +54,7 @@ class ModelError(InferenceError, ValueError):
 
 
 class AdoptionError(ModelError):
-    """A live model that cannot become paged; names the module and the reason."""
+    """A live model that cannot be adopted for paged inference; names the module and the reason."""
 
     def __init__(self, module_name: str, reason: str) -> None:
         super().__init__(f"{module_name or '<root>'}: {reason}")
@@ -62,7 +62,7 @@ class AdoptionError(ModelError):
 
 
 class WrongState(InferenceError, RuntimeError):
-    """A call that the engine's state does not allow; `state` is its name."""
+    """A call that the engine's state does not allow; `state` is the name of that state."""
 
     def __init__(self, message: str, *, state: str) -> None:
         super().__init__(message)
@@ -74,7 +74,8 @@ class TransitionFailed(InferenceError, RuntimeError):
 
 
 class OtherRankFailed(TransitionFailed):
-    """What failed failed elsewhere, and was undone here; `ranks` are those it failed on, counted in the engine."""
+    """A transition that failed on other ranks and was undone on this one; `ranks` are those ranks, counted in the
+    engine."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -82,10 +83,10 @@ class OtherRankFailed(TransitionFailed):
 
 
 class SwitchFailed(TransitionFailed):
-    """A suspend, update and resume that is undone on all ranks.
+    """A sequence of suspend, update and resume that failed and was undone on all ranks.
 
-    `rank` counts within the engine, `phase` is "suspend", "update" or "resume", `tensor` the one that could not be
-    written, "" where it was none. `error.__cause__` is what this rank saw.
+    `rank` counts within the engine, `phase` is "suspend", "update" or "resume", `tensor` is the one that could not be
+    written, "" if the failure was not about a tensor. `error.__cause__` is this rank's error.
     """
 
     def __init__(self, message: str, *, rank: int, phase: str, tensor: str) -> None:
@@ -94,13 +95,14 @@ class SwitchFailed(TransitionFailed):
 
 
 class TransitionTimeout(TransitionFailed, TimeoutError):
-    """A transition that did not end in the time allowed and was undone."""
+    """A transition that did not end within its deadline and was undone."""
 
 
 class MismatchAlarm(InferenceError, RuntimeError):
-    """Rollouts and the trainer's forward disagree by more than the alarm allows.
+    """Log probabilities of rollouts and of the trainer's forward differ by more than the alarm allows.
 
-    `report` is the MismatchReport: the figures, what tripped, and the place. The engine and its requests are as before.
+    `report` is the MismatchReport: the figures, the limit exceeded, and the place. The engine and its requests are
+    unchanged.
     """
 
     def __init__(self, message: str, *, report: object) -> None:
@@ -109,14 +111,14 @@ class MismatchAlarm(InferenceError, RuntimeError):
 
 
 class StaleCache(InferenceError, RuntimeError):
-    """Something derived from the weights does not belong to the weights the model has now."""
+    """A copy derived from the weights does not match the present weights of the model."""
 
 
 class WeightUpdateError(InferenceError, ValueError):
-    """Weights that could not be written, or that are not what they should be.
+    """Weights that could not be written, or that differ from what was sent.
 
-    tensor: the first that is wrong, "" where it is not about one. rank: where. written: tensors that had been written
-    by then and were not put back; 0: the model is as it was before.
+    tensor: the first wrong one, "" if the error is not about a tensor. rank: the rank it happened on. written: tensors
+    that had been written before and were not put back; 0: the model is unchanged.
     """
 
     def __init__(self, message: str, *, tensor: str = "", rank: int = 0, written: int = 0) -> None:
@@ -125,7 +127,8 @@ class WeightUpdateError(InferenceError, ValueError):
 
 
 class SnapshotError(InferenceError, ValueError):
-    """A file of saved requests that is damaged, foreign to this engine or in its way; nothing was loaded or written."""
+    """A file of saved requests that is damaged, does not fit this engine, or must not be overwritten; nothing was
+    loaded or written."""
 
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -133,17 +136,17 @@ class SnapshotError(InferenceError, ValueError):
 
 
 class NotLeader(InferenceError, RuntimeError):
-    """A call that belongs to the first rank of an engine, made on another."""
+    """A call that only the first rank of an engine may make, made on another rank."""
 
 
 class LockstepError(InferenceError, RuntimeError):
-    """The ranks of an engine are not doing the same: different calls, arguments or plans."""
+    """The ranks of an engine diverged: different calls, arguments or step plans."""
 
 
 class RankFailure(InferenceError, RuntimeError):
-    """A rank of the engine died, stalled or failed alone. The engine cannot go on, on any rank.
+    """A rank of the engine died, stalled or failed alone. The engine cannot continue on any rank.
 
-    `rank` counts within the engine, `phase` is what the engine was doing when it was noticed.
+    `rank` counts within the engine, `phase` is what the engine was doing when the failure was noticed.
     """
 
     def __init__(self, rank: int, phase: str, reason: str) -> None:
@@ -152,6 +155,6 @@ class RankFailure(InferenceError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Message for an unknown keyword, with the nearest known name when there is one."""
+    """Message for an unknown name, with the nearest known one if there is any."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")

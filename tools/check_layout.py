@@ -119,7 +119,6 @@ PURE = (
 IMPURE_ROOTS = ("torch", "numpy", "megatron")
 NOT_YET = (
     "class-size: DynamicInferenceEngine",
-    "class-size: StateStore",
     "class-size: StageRunner",
     "class-size: EchoEngine",
     "class-attributes: EchoEngine",

@@ -21,8 +21,8 @@ from megatron_infer.cli.bench_workload import (
     run_engine,
 )
 from megatron_infer.cli.loading import add_model_options, describe, load_llm, note
+from megatron_infer.config.model_shape import KV_DTYPE_BYTES
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.sizing import KV_DTYPE_BYTES
 from megatron_infer.errors import InferenceError
 
 OURS = "megatron_infer"

@@ -13,14 +13,17 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_infer.config import inference as config_module
-from megatron_infer.config.inference import InferenceConfig, ModelShape, machine_config, machine_defaults
+from megatron_infer.config.checks import LOGPROBS_MODES
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config, machine_defaults
+from megatron_infer.config.model_shape import ModelShape
 
 NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
 """Objects of a running process; a command line cannot say them."""
 RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 """Names that belong to sampling on a command line: the length of an answer, the seed of a request."""
 BY_MODEL = ("prefix_caching_mamba_gb",)
-"""Chosen for models with recurrent state, see `config.machine_config`."""
+"""Chosen for models with recurrent state, see `config.machine_defaults`."""
 DEST_PREFIX = "config_"
 
 
@@ -93,7 +96,7 @@ def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
     if isinstance(enum, type) and issubclass(enum, Enum):
         return {"choices": [member.value for member in enum]}
     if name == "logprobs_mode":
-        return {"choices": list(config_module.LOGPROBS_MODES)}
+        return {"choices": list(LOGPROBS_MODES)}
     if kind == "bool" and not optional:
         return {"action": argparse.BooleanOptionalAction}
     parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}

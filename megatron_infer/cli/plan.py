@@ -10,9 +10,11 @@ from typing import Any
 
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.options import add_config_options, config_from
+from megatron_infer.config.capacity import GIB
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
-from megatron_infer.config.inference import InferenceConfig, ModelShape, ResolvedSizes
-from megatron_infer.config.sizing import GIB
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")

@@ -1,18 +1,19 @@
-"""What an InferenceConfig's values must be, what has no effect in which combination. Pure; used by `config` alone."""
+"""Checks of an InferenceConfig: wrong values, unsupported values, and options without effect. Used by `config` only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_infer.config.capacity import GIB
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.model_shape import ModelShape
 
 _AT_LEAST: dict[str, tuple[int, bool]] = {
     "block_size_tokens": (1, False),
@@ -27,38 +28,31 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "seed": (0, False),
     "vocab_size": (1, True),
 }
-"""Integer fields: smallest value, and whether None is allowed."""
+"""Integer field -> (smallest value, whether None is allowed)."""
 _GIGABYTES = {
     "buffer_size_gb": False,
     "paused_buffer_size_gb": True,
     "swap_buffer_size_gb": True,
     "prefix_caching_mamba_gb": False,
 }
-"""Fields in GiB, and whether 0 is allowed."""
+"""Field in GiB -> whether 0 is allowed."""
 LOGPROBS_MODES = ("raw", "processed")
-_OF_GRAPHS = (
+_GRAPH_OPTIONS = (
     "cuda_graph_mixed_prefill_count",
     "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_sizing_distribution",
     "cuda_graph_max_tokens",
     "cuda_graph_all_prefills",
 )
-_NEEDS: dict[str, str] = {
-    "request_metadata_types": "per-request device metadata for custom controllers, the GPU issue",
-}
-"""Fields that act only together with machinery that comes later: away from the default they raise."""
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _defaults(config: InferenceConfig) -> dict[str, Any]:
-    return {item.name: item.default for item in fields(config)}
-
-
 def check_values(config: InferenceConfig) -> None:
-    """Raise ConfigError that names the field for a value that can never be."""
+    """Raise ConfigError, with the name of the field, for a value that is never valid; NotImplementedError for one that
+    is not supported yet."""
     for name, (smallest, optional) in _AT_LEAST.items():
         value = getattr(config, name)
         if value is None and optional:
@@ -70,7 +64,7 @@ def check_values(config: InferenceConfig) -> None:
             )
         if value < smallest:
             raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
-    for name in (name for name, default in _defaults(config).items() if isinstance(default, bool)):
+    for name in (item.name for item in fields(config) if isinstance(item.default, bool)):
         value = getattr(config, name)
         if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
@@ -85,20 +79,21 @@ def check_values(config: InferenceConfig) -> None:
     if config.preemption_mode == "swap" and not config.swap_buffer_size_gb:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
-        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 an automatic number")
+        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 as many as are useful")
     for name in ("attention_backend", "sampling_backend"):
         asked = getattr(config, name).value
         if config.batch_invariant and asked not in ("auto", "native"):
             raise ConfigError(
-                f'{name}={asked!r} excludes batch_invariant=True, whose kernels are native ones; leave it "auto"'
+                f'{name}={asked!r} excludes batch_invariant=True, which has native kernels only; leave it "auto"'
             )
     if config.batch_invariant and config.use_flashinfer_fused_rope:
         raise ConfigError(
-            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate themselves"
+            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
+            "themselves; leave it False"
         )
     if config.batch_invariant and config.compile_layers:
         raise ConfigError(
-            "compile_layers=True excludes batch_invariant=True: the order of compiled sums is the compiler's"
+            "compile_layers=True excludes batch_invariant=True: the compiler chooses the order of sums; leave it False"
         )
     if config.batch_invariant and config.kv_cache_dtype.value != "auto":
         raise ConfigError(
@@ -107,7 +102,7 @@ def check_values(config: InferenceConfig) -> None:
         )
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
-            "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt that no graph holds whole could "
+            "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt larger than every graph could "
             "never be computed"
         )
     timeout_s = config.collective_timeout_s
@@ -130,13 +125,17 @@ def check_values(config: InferenceConfig) -> None:
             f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
             "takes one token per request of a step); raise max_tokens or lower max_requests"
         )
+    if config.request_metadata_types is not None:
+        raise NotImplementedError(
+            f"request_metadata_types={config.request_metadata_types!r} needs per-request device metadata for custom "
+            "controllers, which is not supported yet; leave it at None"
+        )
 
 
 def _check_gigabytes(config: InferenceConfig) -> None:
-    defaults = _defaults(config)
     for name, allow_zero in _GIGABYTES.items():
         value = getattr(config, name)
-        if value is None and defaults[name] is None:
+        if value is None and getattr(type(config), name) is None:
             continue
         if not (_is_int(value) or isinstance(value, float)):
             raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
@@ -161,54 +160,53 @@ def _check_gigabytes(config: InferenceConfig) -> None:
         raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
 
 
-def check_supported(config: InferenceConfig) -> None:
-    """Raise NotImplementedError for a value whose machinery does not exist yet."""
-    defaults = _defaults(config)
-    for name, needed in _NEEDS.items():
-        value = getattr(config, name)
-        if value != defaults[name]:
-            shown = value.value if isinstance(value, Enum) else value
-            raise NotImplementedError(f"{name}={shown!r} needs {needed}; leave it at {_shown(defaults[name])}")
-
-
-def _shown(default: Any) -> str:
-    return repr(default.value if isinstance(default, Enum) else default)
-
-
 def without_effect(config: InferenceConfig) -> Iterator[str]:
-    """What each option that is set does nothing for, and why."""
-    defaults = _defaults(config)
-    graphs = [name for name in _OF_GRAPHS if getattr(config, name) != defaults[name]]
-    messages: tuple[tuple[bool, str], ...] = (
-        (
-            not config.materialize_only_last_token_logits,
+    """A message for each option that is set and has no effect: why, and what to set instead."""
+    if not config.materialize_only_last_token_logits:
+        yield (
             "materialize_only_last_token_logits=False: only the rows that are needed (sampled positions, prompt "
-            "logprobs in chunks) are ever computed, whatever its value",
-        ),
-        (
-            config.prefix_caching_eviction_policy != "ref_zero" and not config.enable_prefix_caching,
-            f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} acts only with "
-            "enable_prefix_caching=True, which is off: nothing is cached",
-        ),
-        (
-            config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching,
-            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} acts only with enable_prefix_caching=True, "
-            "which is off: nothing is cached",
-        ),
-        (
-            config.preemption_mode == "recompute" and bool(config.swap_buffer_size_gb),
+            "logprobs in chunks) are ever computed, whatever its value"
+        )
+    nothing_cached = "acts only with enable_prefix_caching=True, which is off: nothing is cached"
+    if config.prefix_caching_eviction_policy != "ref_zero" and not config.enable_prefix_caching:
+        yield f"prefix_caching_eviction_policy={config.prefix_caching_eviction_policy.value!r} {nothing_cached}"
+    if config.prefix_caching_mamba_gb is not None and not config.enable_prefix_caching:
+        yield f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} {nothing_cached}"
+    if config.preemption_mode == "recompute" and config.swap_buffer_size_gb:
+        yield (
             f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
-            'preemption_mode="recompute": nothing is swapped',
-        ),
-        (
-            config.num_cuda_graphs is None and bool(graphs),
-            f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured",
-        ),
-        (
-            config.metrics_writer is not None and config.logging_step_interval == 0,
-            "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval",
-        ),
-    )
-    for applies, message in messages:
-        if applies:
-            yield message
+            'preemption_mode="recompute": nothing is swapped'
+        )
+    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
+    if config.num_cuda_graphs is None and graphs:
+        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured"
+    if config.metrics_writer is not None and config.logging_step_interval == 0:
+        yield "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval"
+
+
+def check_model(config: InferenceConfig, shape: ModelShape) -> None:
+    """Raise ConfigError for an option that this model excludes."""
+    if config.mamba_inference_state_config is not None and shape.state is None and not shape.is_stage:
+        raise ConfigError("mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None")
+
+
+def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[str]:
+    """A message for each option that is set and has no effect with this model."""
+    snapshot_gb, is_whole = config.prefix_caching_mamba_gb, not shape.is_stage
+    if config.enable_prefix_caching and shape.state is None and snapshot_gb is not None and is_whole:
+        yield (
+            f"prefix_caching_mamba_gb={snapshot_gb} has no effect: the model keeps no recurrent state, its prefixes "
+            "are shared by KV blocks alone"
+        )
+    if config.enable_prefix_caching and shape.state is not None and snapshot_gb is None:
+        yield (
+            "enable_prefix_caching=True finds no prefix for this model: it has recurrent states, and the prefix cache "
+            f"keeps none without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
+        )
+    if not shape.num_attention_layers and config.preemption_mode == "swap":
+        yield (
+            'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
+            "memory, so no request is ever evicted"
+        )
+    if not shape.num_attention_layers and is_whole and config.kv_cache_dtype != "auto":
+        yield f"kv_cache_dtype={config.kv_cache_dtype.value!r} has no effect on a model without attention layers"

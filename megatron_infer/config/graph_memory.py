@@ -1,12 +1,12 @@
-"""What captured steps take of a device's memory, shape by shape: an estimate made before any is. Pure: needs no torch.
+"""An estimate of the device memory that captured steps take, by shape, before any is captured. Pure: needs no torch.
 
-    a shape needs alive:  activations + the larger of (a layer's scratch, logits and what draws from them)
-    pool of all graphs:   the most that a shape needs, since one runs at a time and all share the memory
-    outputs beside it:    hidden states, logits, drawn tokens; of the largest shape, made when the first is captured
+    live memory of a shape:  activations + the larger of (a layer's scratch, logits and the scratch of their draw)
+    pool of all graphs:      the most that any shape needs, since one graph runs at a time and all share the memory
+    outputs beside it:       hidden states, logits, drawn tokens of the largest shape, allocated at the first capture
 
-Scratch is that of `kernels.triton`, of whose backends graphs are captured by default, at upper bounds: any row may be
-as long as the context allows, no layer has a window. What the allocator loses between pieces is not in it, nor is what
-a graph itself takes (kernels' arguments); both are in what is measured when a shape is captured.
+Scratch is that of `kernels.triton`, the default backend of captured steps, at upper bounds: every row may be as long as
+the context allows, and no layer has a window. Fragmentation of the allocator is not counted, nor is what a graph itself
+takes (kernels' arguments); the figures measured when a shape is captured include both.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes, slices_bytes
 
 if TYPE_CHECKING:
-    from megatron_infer.config.sizing import ModelShape, ResolvedSizes
+    from megatron_infer.config.model_shape import ModelShape
+    from megatron_infer.config.resolved_sizes import ResolvedSizes
 
 LIVE_WIDTHS = 10
-"""Activations of a token that live at once, in hidden sizes: the norm's output, a gated MLP's middle of twice four and
-the product of it. (The residual stream comes on top, in fp32.)"""
+"""Activations of one token that are live at once, in hidden sizes: the norm's output, 2 x 4 in the middle of a gated
+MLP and their product. (The residual stream comes on top, in fp32.)"""
 DRAWN_BYTES = 49
-"""A row of `kernels.draw_columns.DrawRoom`: four int64, four fp32, a flag."""
+"""Bytes of one row of `kernels.draw_columns.DrawRoom`: four int64, four fp32, a flag."""
 MAX_WHOLE_BYTES = 64 << 20
-"""Logits that a captured step gathers on each rank, at most; with more rows the ranks exchange behind the step."""
+"""Bytes of logits that a captured step gathers on each rank, at most; with more, ranks exchange after the step."""
 
 
 class ShapeBytes(NamedTuple):
-    """Estimate for one shape."""
+    """The estimate for one shape."""
 
     shape: GraphShape
     activations: int
     scratch: int
-    """Of the layer that takes most: partial sums of attention, those and states of the scan, products of experts."""
+    """Of the layer that takes most: partial sums of attention, partial sums and states of a scan, outputs of
+    experts."""
     draw: int
-    """Logits, and what their draw works in."""
+    """Logits, and the scratch of their draw."""
 
     @property
     def live(self) -> int:
-        """What it needs of the pool."""
+        """What the shape needs of the pool."""
         return self.activations + max(self.scratch, self.draw)
 
 
@@ -52,16 +54,16 @@ class GraphMemory:
 
     model: ModelShape
     max_keys: int
-    """Tokens that a request's block table has room for."""
+    """Tokens that the block table of a request has room for."""
     tensor_parallel_size: int = 1
     is_last: bool = True
-    """It has the output layer."""
+    """This rank has the output layer."""
 
     @classmethod
     def sized(
         cls, sizes: ResolvedSizes, model: ModelShape, *, tensor_parallel_size: int = 1, is_last: bool = True
     ) -> GraphMemory:
-        """Of an engine of these sizes."""
+        """The estimates for an engine of these sizes."""
         max_keys = sizes.max_blocks_per_row * sizes.block_size
         return cls(model=model, max_keys=max_keys, tensor_parallel_size=tensor_parallel_size, is_last=is_last)
 
@@ -74,11 +76,12 @@ class GraphMemory:
         return ShapeBytes(shape, activations, scratch, self._draw(shape) if self.is_last else 0)
 
     def pool_bytes(self, shapes: Iterable[GraphShape]) -> int:
-        """What graphs of these share."""
+        """The pool that graphs of these shapes share."""
         return max((self.of(shape).live for shape in shapes), default=0)
 
     def output_bytes(self, shapes: Iterable[GraphShape]) -> int:
-        """What all of them write their results to. A stage that is not the last hands on its residual stream, fp32."""
+        """The outputs of graphs of these shapes. A stage that is not the last passes on its residual stream, in
+        fp32."""
         model, shapes = self.model, tuple(shapes)
         tokens = max((s.num_tokens for s in shapes if s.num_prefill or not self.is_last), default=0)
         if not self.is_last:
@@ -89,24 +92,25 @@ class GraphMemory:
         return hidden + rows * self._own_logits() + (rows * DRAWN_BYTES if drawn else 0)
 
     def draws(self, shape: GraphShape) -> bool:
-        """Whether tokens are drawn within its graph."""
+        """Whether tokens are drawn inside the graph of this shape."""
         most = self.max_drawn_rows
         return most is None or shape.num_rows <= most
 
     @property
     def max_drawn_rows(self) -> int | None:
-        """Rows whose logits several ranks gather within a graph, at most; None: there is nothing to gather."""
+        """The most rows whose logits several ranks gather inside a graph; None: one rank has them all."""
         return None if self.tensor_parallel_size == 1 else MAX_WHOLE_BYTES // self._logits()
 
     def _logits(self) -> int:
-        """Of one row, whole."""
+        """Bytes of the logits of one row, whole vocabulary."""
         return self.model.padded_vocab_size * self.model.kv_dtype_bytes
 
     def _own_logits(self) -> int:
         return self._logits() // self.tensor_parallel_size
 
     def _draw(self, shape: GraphShape) -> int:
-        """Its own logits; of several ranks everyone's as they come and again in rows; and the draw's."""
+        """The rank's own logits; with several ranks the gathered ones twice (as received, and by row); scratch of the
+        draw."""
         logits = shape.num_rows * self._own_logits()
         if not self.draws(shape):
             return logits
@@ -114,7 +118,7 @@ class GraphMemory:
         return logits + gathered + draw_bytes(shape.num_rows, self.model.vocab_size)
 
     def _attention(self, shape: GraphShape) -> int:
-        """Decode rows and slices take theirs one after the other."""
+        """Scratch of attention; decode rows and prefill rows use theirs one after the other."""
         model = self.model
         if not model.num_attention_layers:
             return 0
@@ -138,7 +142,7 @@ class GraphMemory:
         )
 
     def _mixer_width(self) -> int:
-        """A Mamba layer's (z, x, B, C, dt), what its convolution and its scan make of them, and the gated norm's."""
+        """A Mamba layer's (z, x, B, C, dt), the outputs of its convolution and its scan, and the gated norm's."""
         state = self.model.state
         if state is None:
             return 0

@@ -1,18 +1,18 @@
-"""Shapes that steps are padded to so that one captured CUDA graph serves many of them. Pure: needs no torch.
+"""Shapes that steps are padded to, so that one captured CUDA graph serves many steps. Pure: needs no torch.
 
     a step:   d decode rows, p prefill rows with x tokens   --find-->   the smallest shape that covers it
     a shape:  |<------- D decode tokens ------->|<--- X = T - D tokens of P prefill rows --->|
 
-Megatron pads the same three numbers, and we deviate where its scheme costs memory or misses:
-* Its exponential list takes every size times every power of two of prefill rows. A prefill row of no tokens costs next
-  to nothing, so that one number of rows (`mixed_prefill_count`) does; decode rows do cost a token, so that the list
-  varies those instead.
-* Everything is captured at start there. Here a shape is captured when a step first needs it: the list may be long, and
-  `num_graphs` bounds it, not the start-up time.
-* A decode step of one request has its own shape (Megatron's smallest is 2): it is what a single user waits for.
-* Matching is a linear scan there. `ShapeIndex.find` reads three tables and one dict.
-* A decode row never takes a prefill row's place ("strict" there, for hybrid models only): the kernels take decode rows
-  by a path of their own, in every model.
+Megatron pads the same three numbers. The differences save memory or find a graph for more steps:
+* Megatron's exponential list takes every size times every power of two of prefill rows. A prefill row without tokens
+  costs next to nothing, so one number of rows (cuda_graph_mixed_prefill_count) is enough; a decode row costs a token,
+  so the list varies those instead.
+* Megatron captures everything at start. Here a shape is captured when a step first needs it: the list may be long;
+  num_cuda_graphs bounds it, not the start-up time.
+* A decode step of one request has its own shape (Megatron's smallest is 2): it sets the latency of a single user.
+* Megatron matches by a linear scan. `ShapeIndex.find` reads three tables and one dict.
+* A decode row never takes a prefill row's place (Megatron: "strict", for hybrid models only): the kernels have a path
+  of their own for decode rows, in every model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_infer.errors import ConfigError
 
-EXPONENTIAL, LINEAR = "exponential", "linear"
+if TYPE_CHECKING:
+    from megatron_infer.config.inference import InferenceConfig
+
 SMALLEST_PREFILL = 16
-"""Tokens of the smallest prefill shape: below it a step costs the same."""
+"""Tokens of the smallest prefill shape: a smaller step costs the same."""
 LINEAR_PREFILL_STEP = 64
 DECODE_STEP_IN_MIXED = 4
 """Factor between two numbers of decode rows in mixed shapes."""
@@ -34,7 +37,7 @@ DECODE_STEP_IN_MIXED = 4
 
 @dataclass(frozen=True, order=True, slots=True)
 class GraphShape:
-    """A padded step: tokens in all, rows that prefill, rows that decode (one token each, first)."""
+    """A padded step: all tokens, rows that prefill, rows that decode (one token each, first in the step)."""
 
     num_tokens: int
     num_prefill: int
@@ -57,7 +60,7 @@ class GraphShape:
         return self.num_tokens, self.num_prefill, self.num_decode
 
     def covers(self, num_tokens: int, num_prefill: int, num_decode: int) -> bool:
-        """Whether a step of these can be padded to it; one that only decodes, to a shape that only decodes."""
+        """Whether such a step can be padded to this shape; a step that only decodes needs a shape that only decodes."""
         return (
             num_decode <= self.num_decode
             and num_prefill <= self.num_prefill
@@ -66,62 +69,54 @@ class GraphShape:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeOptions:
-    """The fields of an InferenceConfig that decide on graphs (see there)."""
-
-    num_graphs: int | None
-    """Shapes at most; -1: as many as `make_shapes` finds useful; None: none."""
-    mixed_prefill_count: int | None = 16
-    non_decode: bool = True
-    distribution: str = EXPONENTIAL
-    max_graph_tokens: int = 512
-    all_prefills: bool = False
-
-
 def make_shapes(
-    options: ShapeOptions, *, max_requests: int, max_tokens: int, tensor_parallel_size: int = 1
+    config: InferenceConfig, *, max_requests: int, max_tokens: int, tensor_parallel_size: int = 1
 ) -> tuple[GraphShape, ...]:
-    """All shapes worth a graph, ascending, at most num_graphs of them.
+    """All shapes worth a graph, ascending, at most num_cuda_graphs of them.
 
-    The largest decode shape holds max_requests rows, so that every step that only decodes finds one. Sizes are
+    The largest decode shape holds max_requests rows, so that every step that only decodes finds a shape. Sizes are
     multiples of the tensor parallel size. Rows never exceed max_requests, tokens never max_tokens.
     Example: 8 requests, 64 tokens, -1 -> decode 1, 2, 4, 8; prefill tokens 16, 32, 64 beside 0, 4 or 7 decode rows.
-    Raises ConfigError where num_graphs is too small for what must hit one.
+    Raises ConfigError where num_cuda_graphs is too small for cuda_graph_all_prefills.
     """
-    count, align = options.num_graphs, tensor_parallel_size
+    count, align = config.num_cuda_graphs, tensor_parallel_size
     if count is None:
         return ()
-    mixed = options.non_decode and options.mixed_prefill_count != 0 and max_tokens > align
-    if options.all_prefills and (not mixed or count == 1):
+    mixed = config.use_cuda_graphs_for_non_decode_steps and config.cuda_graph_mixed_prefill_count != 0
+    mixed = mixed and max_tokens > align
+    if config.cuda_graph_all_prefills and (not mixed or count == 1):
         raise ConfigError(
             "cuda_graph_all_prefills=True needs shapes that prefill: num_cuda_graphs of 2 or more, "
             "use_cuda_graphs_for_non_decode_steps=True and cuda_graph_mixed_prefill_count above 0"
         )
     auto = count < 0
     num_decode = None if auto else max(1, count if not mixed else (count + 1) // 2)
-    decode = _sizes(max_requests, options.distribution, num_decode, align)
+    decode = _decode_sizes(max_requests, config, num_decode, align)
     shapes = {GraphShape(size, 0, size) for size in decode}
     if mixed:
-        shapes |= _mixed(options, max_requests, max_tokens, align, None if auto else count - len(shapes))
+        shapes |= _mixed(config, max_requests, max_tokens, align, None if auto else count - len(shapes))
     return tuple(sorted(shapes))
 
 
-def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int, count: int | None) -> set[GraphShape]:
+def _mixed(
+    config: InferenceConfig, max_requests: int, max_tokens: int, align: int, count: int | None
+) -> set[GraphShape]:
     """Shapes that prefill, at most `count` of them (None: any number)."""
-    budget = max_tokens if options.all_prefills else min(max(options.max_graph_tokens, max_requests), max_tokens)
-    most_rows = options.mixed_prefill_count or max_requests
+    budget = max_tokens
+    if not config.cuda_graph_all_prefills:
+        budget = min(max(config.cuda_graph_max_tokens, max_requests), max_tokens)
+    most_rows = config.cuda_graph_mixed_prefill_count or max_requests
     decode = _decode_beside_prefill(max_requests, min(most_rows, max_requests), budget, align)
-    prefill = _prefill_sizes(budget, options.distribution, None, align)
+    prefill = _prefill_sizes(budget, config, None, align)
     if count is not None:
         if count < 1:
             return set()
-        if len(decode) > 2 and not options.all_prefills:
-            decode = decode[:-1]  # few shapes leave room for several prompts rather than for a last row
+        if len(decode) > 2 and not config.cuda_graph_all_prefills:
+            decode = decode[:-1]  # with few shapes, leave room for several prompts rather than for a last decode row
         num_decode = min(len(decode), max(1, math.isqrt(count)))
-        # The largest number of decode rows covers all others, none is the step of a lone prompt.
+        # The largest number of decode rows covers all others; 0 is the step of a prompt alone.
         decode = _spread(decode, num_decode)
-        prefill = _prefill_sizes(budget, options.distribution, max(1, count // num_decode), align)
+        prefill = _prefill_sizes(budget, config, max(1, count // num_decode), align)
     shapes: set[GraphShape] = set()
     for rows in decode:
         room = (budget - rows) // align * align
@@ -133,8 +128,8 @@ def _mixed(options: ShapeOptions, max_requests: int, max_tokens: int, align: int
 
 
 def _decode_beside_prefill(max_requests: int, prefill_rows: int, budget: int, align: int) -> list[int]:
-    """Numbers of decode rows in mixed shapes, ascending: none, then by powers, then what leaves `prefill_rows` and
-    what leaves one row to prefill."""
+    """Numbers of decode rows in mixed shapes, ascending: 0, then by powers, then the numbers that leave `prefill_rows`
+    and one row to prefill."""
     found = {0}
     size = DECODE_STEP_IN_MIXED
     while size < max_requests - prefill_rows:
@@ -145,11 +140,11 @@ def _decode_beside_prefill(max_requests: int, prefill_rows: int, budget: int, al
     return sorted(rows for rows in aligned if 0 <= rows <= budget - align)
 
 
-def _prefill_sizes(budget: int, distribution: str, count: int | None, align: int) -> list[int]:
-    """Tokens of prefill rows, ascending; the largest is the budget's."""
+def _prefill_sizes(budget: int, config: InferenceConfig, count: int | None, align: int) -> list[int]:
+    """Tokens of prefill rows, ascending; the largest is the budget."""
     budget = budget // align * align
     smallest = min(-(-SMALLEST_PREFILL // align) * align, budget)
-    if distribution == LINEAR:
+    if config.cuda_graph_sizing_distribution == "linear":
         step = -(-LINEAR_PREFILL_STEP // align) * align
         sizes = sorted({smallest, *range(step, budget, step), budget})
     else:
@@ -157,9 +152,9 @@ def _prefill_sizes(budget: int, distribution: str, count: int | None, align: int
     return sizes if count is None else _spread(sizes, count)
 
 
-def _sizes(largest: int, distribution: str, count: int | None, align: int) -> list[int]:
-    """Numbers of decode rows, ascending; the largest always, at most `count` of them."""
-    if distribution == LINEAR:
+def _decode_sizes(largest: int, config: InferenceConfig, count: int | None, align: int) -> list[int]:
+    """At most `count` numbers of decode rows, ascending; `largest` is always one of them."""
+    if config.cuda_graph_sizing_distribution == "linear":
         series = itertools.chain((1, 2, 4), range(8, min(largest, 256), 8), range(256, largest, 16))
         sizes = sorted({min(-(-size // align) * align, largest) for size in (*series, largest)})
     else:
@@ -168,7 +163,7 @@ def _sizes(largest: int, distribution: str, count: int | None, align: int) -> li
 
 
 def _halvings(largest: int, smallest: int, align: int) -> list[int]:
-    """largest, its half, ... down to smallest, each rounded up to a multiple of align; ascending."""
+    """largest, half of it, ... down to smallest, each rounded up to a multiple of align; ascending."""
     sizes, size = {largest, smallest}, largest
     while size > smallest:
         size //= 2
@@ -177,7 +172,7 @@ def _halvings(largest: int, smallest: int, align: int) -> list[int]:
 
 
 def _spread(sizes: Sequence[int], count: int) -> list[int]:
-    """`count` of the sizes, the largest and (from 2 on) the smallest among them, evenly between."""
+    """`count` of the sizes, evenly spread: the largest always, the smallest from count 2 on."""
     if count >= len(sizes):
         return list(sizes)
     if count == 1:
@@ -189,8 +184,8 @@ def _spread(sizes: Sequence[int], count: int) -> list[int]:
 class ShapeIndex:
     """Finds the shape of a step in constant time.
 
-    A number of tokens or rows stands for the class of shapes that can hold it, by table; what the smallest shape of a
-    combination of classes is, is worked out once.
+    Tables map each number of tokens or rows to the smallest number in a shape that holds it; the smallest shape for
+    each combination of the three is searched once.
     """
 
     def __init__(self, shapes: Iterable[GraphShape]) -> None:
@@ -216,9 +211,10 @@ class ShapeIndex:
         return self._found[key]
 
     def prefill_room(self, num_decode: int) -> tuple[int, int]:
-        """(tokens, rows) that may prefill beside so many decode rows for the step to find a shape; (0, 0): none may.
+        """(tokens, rows) that may prefill beside so many decode rows such that the step finds a shape; (0, 0): none
+        may.
 
-        Of the shapes that hold the decode rows, the one with the most tokens, then the most rows.
+        They are those of the shape that holds the decode rows and has the most tokens, then the most rows.
         """
         fitting = [
             (shape.prefill_tokens, shape.num_prefill)
@@ -229,7 +225,7 @@ class ShapeIndex:
 
 
 def _classes(values: Iterable[int]) -> list[int]:
-    """Table: n -> the least of the values that is not less than n, for n from 0 to the largest of them."""
+    """Table: n -> the smallest of the values that is at least n, for n from 0 to the largest of them."""
     table: list[int] = []
     for value in sorted(set(values)):
         table += [value] * (value + 1 - len(table))
@@ -237,12 +233,12 @@ def _classes(values: Iterable[int]) -> list[int]:
 
 
 def counted_shapes(shapes: Sequence[GraphShape]) -> str:
-    """How many decode only and how many do not, for a table's column of figures."""
+    """How many shapes only decode and how many are mixed, for a column of a table."""
     return ", ".join(f"{len(group)} {noun}" for noun, group in _kinds(shapes)) or "none"
 
 
 def ends_of_shapes(shapes: Sequence[GraphShape]) -> str:
-    """The least and the largest of those that decode only and of the others, as (tokens, prefill, decode)."""
+    """The smallest and the largest decode shape and mixed shape, as (tokens, prefill, decode)."""
     ends = [dict.fromkeys((min(group), max(group))) for _, group in _kinds(shapes)]
     return ", ".join(" .. ".join(f"({s.num_tokens}, {s.num_prefill}, {s.num_decode})" for s in pair) for pair in ends)
 

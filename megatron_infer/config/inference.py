@@ -1,98 +1,57 @@
-"""What the user asks for: `InferenceConfig`, and the one place where everything else is derived from it (`resolve`).
+"""The options of an engine: `InferenceConfig`. `resolve` derives every size from it and a model.
 
-Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config moves over unchanged; fields
-below the line "ours" have no counterpart there. Importing this module needs no torch.
+Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config written for it works here
+unchanged; fields below the line "ours" have no counterpart there. Importing this module needs no torch.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.config import checks
-from megatron_infer.config.graph_memory import GraphMemory
-from megatron_infer.config.graph_shapes import ShapeOptions, ends_of_shapes, make_shapes
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
-from megatron_infer.config.sizing import (
-    DEFAULT_MAX_TOKENS,
-    DTYPE_BYTES,
-    FP8_E4M3,
-    GIB,
-    REQUEST_ROUNDER,
-    ModelShape,
-    ResolvedSizes,
-    SizeRow,
-    SizingRequest,
-    StateShape,
-    cap_to_memory,
-    resolve_sizes,
-)
+from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-__all__ = [
-    "AttentionChoice",
-    "ConfigWarning",
-    "GraphSizing",
-    "InferenceConfig",
-    "KVCacheDtype",
-    "KVCacheManagementMode",
-    "MambaInferenceStateConfig",
-    "ModelShape",
-    "PreemptionMode",
-    "PrefixCachingCoordinatorPolicy",
-    "PrefixCachingEvictionPolicy",
-    "ResolvedSizes",
-    "SamplingChoice",
-    "SizeRow",
-    "machine_config",
-    "machine_defaults",
-]
-
 WandbModule = ModuleType
 _E = TypeVar("_E", bound=Enum)
 
 
-CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
-"""KV pool of an LLM without a config on a CPU: at most this much, at most this share of the memory still free."""
-CPU_STEP_TOKENS = 512
-"""Tokens of one step there: a longer prompt is chunked, so that others wait a quarter of a second for a token."""
-MAX_DEFAULT_SNAPSHOTS = 64
-"""Recurrent states that an LLM keeps for its prefix cache unless told otherwise, in an eighth of its buffer at most."""
-
-
 class ConfigWarning(UserWarning):
-    """An option that acts differently from what its value suggests; names what is used instead."""
+    """An option that acts differently from what its value suggests; the message names what is used instead."""
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """What becomes of a cached prefix block that no request holds any more."""
+    """What happens to a cached prefix block that no request holds any more."""
 
     REF_ZERO = "ref_zero"
-    """Forgotten at once: prefixes are shared only among requests that overlap in time."""
+    """Dropped at once: prefixes are shared only among requests that overlap in time."""
     LRU = "lru"
-    """Kept until its memory is needed, oldest first."""
+    """Kept until its memory is needed; the least recently used block goes first."""
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
     """Which data-parallel rank a coordinator sends a request to."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """The rank with the longest run of matching blocks."""
+    """The rank with the longest run of matching cached blocks."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The rank that holds the first block; looks at one hash per rank."""
+    """The rank that has the first block of the prompt cached; compares one hash per rank."""
     ROUND_ROBIN = "round_robin"
-    """Ranks in turn, whatever they hold."""
+    """Ranks in turn, whatever they have cached."""
     LOAD_BALANCED = "load_balanced"
-    """The rank with the largest share of free rows, whatever it holds."""
+    """The rank with the largest share of free rows, whatever it has cached."""
 
 
 class KVCacheManagementMode(str, Enum):
@@ -101,68 +60,68 @@ class KVCacheManagementMode(str, Enum):
     PERSIST = "persist"
     """They stay where they are."""
     OFFLOAD = "offload"
-    """They move to host memory and come back."""
+    """They are copied to host memory and back."""
     RECOMPUTE = "recompute"
-    """They are freed; running requests are computed again."""
+    """They are freed; running requests are recomputed."""
 
 
 class PreemptionMode(str, Enum):
     """How an evicted request gets its keys and values back."""
 
     AUTO = "auto"
-    """Whichever is faster by the speeds measured, as far as the swap buffer has room."""
+    """Whichever is faster by measured speeds; recompute where the swap buffer is full."""
     RECOMPUTE = "recompute"
-    """They are dropped and computed again."""
+    """They are dropped and recomputed."""
     SWAP = "swap"
-    """They wait in host memory; recomputed only when the swap buffer is full."""
+    """They are kept in host memory, and recomputed only when the swap buffer is full."""
 
 
 class AttentionChoice(str, Enum):
-    """Whose kernels compute attention."""
+    """Which backend computes attention."""
 
     AUTO = "auto"
-    """The first that can: on a GPU Triton, FlashInfer, flash-attn, then torch; on a CPU native, then torch."""
+    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn, torch; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs."""
     FLASHINFER = "flashinfer"
-    """FlashInfer's; steps are not captured in CUDA graphs then."""
+    """FlashInfer; steps are then not captured in CUDA graphs."""
     FLASH_ATTN = "flash_attn"
-    """flash-attn's: version 3 on Hopper where it is installed, else version 2, for blocks of 256."""
+    """flash-attn: version 3 on Hopper where it is installed, else version 2, which needs blocks of 256 tokens."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
-    """torch's, wherever it runs."""
+    """torch operations, on any device."""
 
 
 class SamplingChoice(str, Enum):
-    """Whose kernels draw tokens; a seed gives the same ones with each."""
+    """Which backend draws tokens; a seed gives the same tokens with each."""
 
     AUTO = "auto"
-    """On a GPU Triton, then torch; on a CPU native, then torch."""
+    """The first that can run: on a GPU Triton, torch; on a CPU native, torch."""
     TRITON = "triton"
-    """The package's own kernels for GPUs, which also draw within CUDA graphs."""
+    """The package's own kernels for GPUs; they can also draw inside CUDA graphs."""
     FLASHINFER = "flashinfer"
-    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; behind CUDA graphs."""
+    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; not inside CUDA graphs."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
-    """torch's, wherever it runs."""
+    """torch operations, on any device."""
 
 
 class KVCacheDtype(str, Enum):
-    """What keys and values are kept in."""
+    """The dtype of keys and values in the cache."""
 
     AUTO = "auto"
     """The model's dtype."""
     FP8_E4M3 = "fp8_e4m3"
-    """Eight bits: half of the memory of bfloat16, and of what decoding reads; rounded, see `kernels.kv_rounding`."""
+    """Eight bits: half the memory of bfloat16, half the bytes that decode reads; rounded, see `kernels.kv_rounding`."""
 
 
 class GraphSizing(str, Enum):
-    """How far apart the sizes of CUDA graphs lie."""
+    """The steps between sizes of CUDA graphs."""
 
     EXPONENTIAL = "exponential"
-    """Each twice the one before: few graphs, a step is padded to twice its size at most."""
+    """Each size is twice the one before: few graphs, and a step is padded to at most twice its size."""
     LINEAR = "linear"
     """Many graphs, little padding."""
 
@@ -171,145 +130,149 @@ class GraphSizing(str, Enum):
 class InferenceConfig:
     """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
 
-    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value whose machinery does not
-    exist yet. Nothing is ignored: what has no effect in some combination warns with `ConfigWarning`.
+    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value that is not supported yet.
+    No option is ignored silently: one that has no effect in some combination warns with `ConfigWarning`.
     """
 
     block_size_tokens: int = 256
     """Tokens per KV cache block; also the granularity of the prefix cache. Small blocks waste less memory and share
-    more, large ones are faster to read."""
+    more, large blocks are faster to read."""
     buffer_size_gb: int | float = 20
-    """GiB reserved for the KV cache on each rank, fractions allowed. Above 80 % of the memory that is free it is cut
-    to 60 %, with a warning."""
+    """GiB reserved for the KV cache on each rank, fractions allowed. A buffer above 80 % of the free memory is cut to
+    60 % of it, with a warning."""
     paused_buffer_size_gb: int | float | None = None
-    """GiB of the buffer (not on top of it) that paused requests may keep; what exceeds it is evicted and comes back
-    later (see preemption_mode). None: 0, every pause that cannot end at once evicts."""
+    """GiB of the buffer (not on top of it) that paused requests may keep. Requests beyond that are evicted and
+    readmitted later (see preemption_mode). None: 0, so that every pause that cannot end at once evicts."""
     mamba_memory_ratio: float | None = None
-    """Share of both buffers for recurrent states, between 0 and 1; models with Mamba layers only. None: those of
-    max_requests, or one state per KV block where that is None, too."""
+    """Share of both buffers for recurrent states, between 0 and 1; only for models with Mamba layers. None: the states
+    of max_requests requests, or one state per KV block where max_requests is None, too."""
     max_requests: int | None = None
-    """Requests that hold memory at once, and the largest decode batch. None: one per usable block, at most max_tokens,
-    rounded down to a multiple of the tensor parallel size and of 4."""
+    """The most requests that hold memory at once, and the largest decode batch. None: one per usable block, at most
+    max_tokens, rounded down to a multiple of the tensor parallel size and of 4."""
     max_tokens: int | None = None
-    """Tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt needs
-    enable_chunked_prefill."""
+    """The most tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt
+    needs enable_chunked_prefill."""
     unified_memory_level: int = 0
-    """0: cache in device memory. 1: in unified memory (on a CPU all memory is), and the paused buffer adds to the
-    buffer. Not together with kv_cache_management_mode="offload"."""
+    """0: the cache is in device memory. 1: it is in unified memory (as all memory of a CPU is), and the paused buffer
+    adds to the buffer instead of being a part of it. Excludes kv_cache_management_mode="offload"."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
-    """Shapes of steps to capture CUDA graphs for, at most; -1: chosen automatically. A graph is captured when a step
-    first needs it. None: no graphs, every step runs eagerly; so it does on a CPU, and where a kernel cannot be
+    """The most step shapes to capture CUDA graphs for; -1: as many as are useful. A graph is captured when a step first
+    needs it. None: no graphs, every step runs eagerly. Steps also run eagerly on a CPU, and where a kernel cannot be
     captured."""
     cuda_graph_mixed_prefill_count: int | None = 16
-    """Prefill requests in each graph that prefills, at most; steps with more of them run eagerly. None: max_requests.
-    0: none prefills. Acts only with CUDA graphs."""
+    """The most prefill requests in a graph that prefills; steps with more of them run eagerly. None: max_requests. 0:
+    no graph prefills. Acts only with CUDA graphs."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Capture graphs for steps that prefill, too. Acts only with CUDA graphs."""
     static_kv_memory_pointers: bool = False
     """The cache keeps its addresses over suspend and resume, so that CUDA graphs stay valid."""
     max_sequence_length: int = 2560
-    """Tokens of prompt and output together, per request; cut to the positions the model has."""
+    """The most tokens of prompt and output together, per request; cut to the positions the model has."""
     mamba_inference_state_config: MambaInferenceStateConfig | None = None
     """Recurrent states of a model with Mamba layers (see `MambaInferenceStateConfig.from_model`): needed only for
-    other dtypes than its own; shapes that are not the model's are refused. None: what the model says."""
+    dtypes other than the model's; shapes other than the model's are refused. None: the model's own."""
     pg_collection: ProcessGroupCollection | None = None
-    """megatron-core process groups of a distributed model. What it lacks, or all for None, is taken from the model's
-    own pg_collection; parallel_state is never read."""
+    """megatron-core process groups of a distributed model. Groups that it lacks (None: all groups) are taken from the
+    model's own pg_collection; parallel_state is never read."""
     use_flashinfer_fused_rope: bool | None = False
     """Rotate queries and keys with FlashInfer's fused kernel. None: where it is available and the attention backend has
-    none of its own (Triton and native do). True: an engine that cannot raises, and says why."""
+    no fused kernel of its own (Triton and native have). True: an engine that cannot raises and says why."""
     materialize_only_last_token_logits: bool = True
-    """Logits of each sequence's last token only. False changes nothing but memory elsewhere; here only rows that
-    somebody asked for (sampling, prompt logprobs) are ever computed."""
+    """Compute logits of each sequence's last token only. Has no effect: only the rows that are needed (sampled
+    positions, prompt logprobs) are ever computed, whatever its value."""
     enable_chunked_prefill: bool = False
-    """Split prompts over steps to fill max_tokens exactly, next to decoding requests; allows prompts longer than
-    max_tokens."""
+    """Split prompts into chunks over several steps, to fill max_tokens exactly beside decoding requests; allows prompts
+    longer than max_tokens."""
     enable_prefix_caching: bool = False
     """Requests that begin with the same full blocks share them and skip their prefill."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
-    """ref_zero: a cached block is forgotten when its last request ends. lru: it is kept until memory is needed. Acts
-    only with enable_prefix_caching."""
+    """ref_zero: a cached block is dropped when its last request ends. lru: it is kept until memory is needed. Acts only
+    with enable_prefix_caching."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
     """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
-    load_balanced. A coordinator that was not told itself asks its replicas' configs. Acts only behind a coordinator."""
+    load_balanced. A coordinator without a policy of its own uses this one of its replicas. Acts only behind a
+    coordinator."""
     track_paused_request_events: bool = False
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
     track_generated_token_events: bool = False
     """Record an event with a timestamp for every generated token; costs memory per token."""
     metrics_writer: WandbModule | None = None
-    """The wandb module (or a run): engine metrics go there every logging_step_interval steps."""
+    """The wandb module (or a run): engine metrics are logged to it every logging_step_interval steps."""
     logging_step_interval: int = 0
-    """Steps between two lines of metrics. 0: none."""
+    """Steps between two lines of metrics. 0: no metrics."""
     request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = None
     """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
 
     # ours
     attention_backend: AttentionChoice = AttentionChoice.AUTO
-    """Whose kernels compute attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. Where a named
-    one cannot serve the model or the device, the engine raises and says why."""
+    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. The engine
+    raises and says why where a named backend does not support the model or the device."""
     sampling_backend: SamplingChoice = SamplingChoice.AUTO
-    """Whose kernels draw tokens: auto, triton, flashinfer (its top-k under the package's seeded draw), native (on a
-    CPU) or torch. Where a named one cannot run, the engine raises and says why."""
+    """Which backend draws tokens: auto, triton, flashinfer (its top-k, then the package's seeded draw), native (on a
+    CPU) or torch. The engine raises and says why where a named backend cannot run."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """What keys and values are kept in: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without scales:
-    SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). The latter runs on Triton kernels from
-    compute capability 8.9 on, elsewhere on torch's; not together with batch_invariant."""
+    """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
+    scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
+    from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
-    """How far apart the sizes of graphs lie: exponential or linear. Acts only with CUDA graphs."""
+    """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512
-    """Tokens of the largest graph that prefills; larger steps run eagerly. Acts only with CUDA graphs."""
+    """Tokens of the largest graph that prefills; larger steps that prefill run eagerly. Acts only with CUDA graphs."""
     cuda_graph_all_prefills: bool = False
-    """Every step that prefills hits a graph: graphs reach up to max_tokens, and requests are admitted, and prompts
-    chunked, only as far as there is one. Steps that keep recurrent states for the prefix cache, or fork more samples
-    than a graph has rows, run eagerly still. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
+    """Every step that prefills runs in a graph: graphs reach up to max_tokens, and requests are admitted and prompts
+    chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
+    than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
     compile_layers: bool = False
-    """Compile what lies between a layer's attention, scan, experts and collectives with torch.compile, when the engine
-    is built (seconds to a minute). Fuses biases, norms and activations that no kernel here does in one launch; where
-    nothing compiles, layers run as they are and a warning says why. Answers agree within rounding. For GPUs: on a CPU
-    the layers lose their packed weights to it."""
+    """Compile the operations between a layer's attention, scan, experts and collectives with torch.compile when the
+    engine is built (seconds to a minute). Fuses biases, norms and activations that no kernel here computes in one
+    launch. Where nothing compiles, layers run uncompiled and a warning says why. Answers agree within rounding. For
+    GPUs: on a CPU compiled layers lose their packed weights."""
     overlap: bool = False
-    """Commit a step while the next one runs: host work hides behind the device, results come one step later, tokens
-    stay the same."""
+    """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
+    tokens stay the same."""
     seed: int = 0
-    """Seed of requests that bring none, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else is in the
-    batch."""
+    """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
+    is in the batch."""
     logprobs_mode: str = "raw"
-    """raw: logprobs of the model's distribution. processed: of the one sampled from, after penalties, temperature and
-    filters."""
+    """raw: logprobs of the model's distribution. processed: logprobs of the distribution that tokens are sampled from,
+    after penalties, temperature and filters."""
     batch_invariant: bool = False
     """Exact mode: a token's log probability has the same bits in any batch, chunk, cache hit or pause, and in a
-    training forward under `models.exact_forward.exact_math`. On a CPU in fp32 or bf16, one rank a replica."""
+    training forward under `models.exact_forward.exact_math`. Only on a CPU, in fp32 or bf16, with one rank per
+    replica."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
-    and swap act only with swap_buffer_size_gb above 0; auto then takes what is faster by measured speeds."""
+    and swap act only with swap_buffer_size_gb above 0; auto then takes the faster one by measured speeds."""
     swap_buffer_size_gb: int | float = 0
-    """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; taken as it is needed. 0:
-    evicted requests are recomputed."""
+    """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; on a CPU it is allocated as it
+    is needed, on a GPU machine it is pinned at the start. 0: evicted requests are recomputed."""
     prefix_caching_mamba_gb: float | None = None
-    """GiB for recurrent states that the prefix cache keeps, on top of the buffer; models with Mamba layers only. None:
-    none are kept, so that such a model never finds a prefix. Acts only with enable_prefix_caching."""
+    """GiB for recurrent states that the prefix cache keeps, on top of the buffer; only for models with Mamba layers.
+    None: no states are kept, so that such a model never finds a cached prefix. Acts only with
+    enable_prefix_caching."""
     prefix_caching_routing_alpha: float = 0.5
-    """What a coordinator's prefix policies weigh, 0 to 1: a rank's score is alpha * the share of the prompt it has
-    cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
+    """Weight of cached prefixes in a coordinator's prefix policies, 0 to 1: a rank's score is alpha * the share of the
+    prompt it has cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
     check_invariants: bool = False
-    """Prove the books (blocks, rows, references) after every step, and with several ranks that all of them plan the
-    same; for debugging, costs time."""
+    """Check the accounting of blocks, rows and references after every step, and with several ranks that all of them
+    plan the same step. For debugging; costs time."""
     collective_timeout_s: int | float = 120
-    """Seconds that a rank of a distributed engine may be late or silent before the others end with RankFailure. Bounds
-    the engine's own collectives, too; between its calls the process groups keep the timeouts they came with."""
+    """Seconds that a rank of a distributed engine may be late or silent before the other ranks raise RankFailure.
+    Bounds the engine's own collectives, too; between its calls the process groups keep the timeouts they were made
+    with."""
     offset_sampling_seed_by_dp_rank: bool = True
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
     vocab_size: int | None = None
-    """Tokens that exist, where the model's embedding is padded beyond them: no other is taken in or drawn. None: what
-    the model's files say; all rows of the embedding for a model that somebody else has built."""
+    """The number of tokens that exist, where the model's embedding is padded beyond it: no other token is accepted or
+    drawn. None: as the model's files say; for a model built by the caller, all rows of the embedding."""
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
-        """Refuse an unknown keyword with the nearest known one, where dataclasses would only name it."""
+        """Refuse an unknown keyword and name the nearest known one; dataclasses would only name the unknown."""
         known = [item.name for item in fields(cls)]
         for name in kwargs:
             if name not in known:
@@ -323,7 +286,6 @@ class InferenceConfig:
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
         checks.check_values(self)
-        checks.check_supported(self)
         for message in checks.without_effect(self):
             warnings.warn(message, ConfigWarning, stacklevel=3)
 
@@ -350,115 +312,25 @@ class InferenceConfig:
         """
         if tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, it must be at least 1")
-        asked, paused = int(self.buffer_size_gb * GIB), int((self.paused_buffer_size_gb or 0) * GIB)
-        snapshots = _snapshot_bytes(self, shape)
-        if not shape.num_attention_layers and self.preemption_mode is PreemptionMode.SWAP:
-            warnings.warn(
-                'preemption_mode="swap" has no effect on a model without attention layers: its blocks take no '
-                "memory, so nobody is ever evicted",
-                ConfigWarning,
-                stacklevel=2,
-            )
-        if not shape.num_attention_layers and not shape.is_stage and self.kv_cache_dtype is not KVCacheDtype.AUTO:
-            message = f"kv_cache_dtype={self.kv_cache_dtype.value!r} has no effect on a model without attention layers"
+        checks.check_model(self, shape)
+        budget = budget_of(self, shape, available_bytes)
+        for message in (*checks.without_effect_on(self, shape), *filter(None, [budget.note])):
             warnings.warn(message, ConfigWarning, stacklevel=2)
-        if available_bytes is not None:
-            available_bytes = max(0, available_bytes - (snapshots or 0))
-        buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
-        if note:
-            warnings.warn(note, ConfigWarning, stacklevel=2)
-        sizes = resolve_sizes(
-            shape,
-            SizingRequest(
-                block_size=self.block_size_tokens,
-                buffer_bytes=buffer_bytes,
-                paused_bytes=paused_bytes,
-                max_requests=self.max_requests,
-                max_tokens=self.max_tokens,
-                max_sequence_length=self.max_sequence_length,
-                chunked_prefill=self.enable_chunked_prefill,
-                tensor_parallel_size=tensor_parallel_size,
-                unified_memory=self.unified_memory_level > 0,
-                buffer_note=note or "",
-                state_ratio=self.mamba_memory_ratio,
-                snapshot_bytes=snapshots,
-                kv_dtype=self.kv_dtype_of(shape),
-            ),
-        )
-        if sizes.max_sequence_length < self.max_sequence_length != _DEFAULTS["max_sequence_length"]:
+        sizes = resolve_sizes(self, shape, budget, tensor_parallel_size=tensor_parallel_size)
+        if sizes.max_sequence_length < self.max_sequence_length != InferenceConfig.max_sequence_length:
             warnings.warn(
                 f"max_sequence_length is {self.max_sequence_length:,}, the model has {sizes.max_sequence_length:,} "
                 "positions: the latter is used",
                 ConfigWarning,
                 stacklevel=2,
             )
-        return self.with_graphs(sizes, shape, tensor_parallel_size=tensor_parallel_size)
-
-    def with_graphs(self, sizes: ResolvedSizes, shape: ModelShape, *, tensor_parallel_size: int = 1) -> ResolvedSizes:
-        """The sizes with the shapes of graphs that follow from them. Raises ConfigError where they cannot be."""
-        shapes = make_shapes(
-            self.graph_options(),
-            max_requests=sizes.max_requests,
-            max_tokens=sizes.max_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        if not shapes:
-            return sizes
-        memory = GraphMemory.sized(sizes, shape, tensor_parallel_size=tensor_parallel_size)
-        graph_bytes = memory.pool_bytes(shapes) + memory.output_bytes(shapes)
-        how = {
-            "graph_shapes": f"num_cuda_graphs={self.num_cuda_graphs}, {self.cuda_graph_sizing_distribution.value}; "
-            f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
-            "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
-            "they are captured",
-        }
-        return replace(sizes, graph_shapes=shapes, graph_bytes=graph_bytes, how={**sizes.how, **how})
+        return add_graphs(self, sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def kv_dtype_of(self, shape: ModelShape) -> str:
-        """Name of the torch dtype that keys and values of a model are kept in."""
+        """Name of the torch dtype of keys and values in the cache."""
         return FP8_E4M3 if self.kv_cache_dtype is KVCacheDtype.FP8_E4M3 else shape.dtype
 
-    def graph_options(self) -> ShapeOptions:
-        return ShapeOptions(
-            num_graphs=self.num_cuda_graphs,
-            mixed_prefill_count=self.cuda_graph_mixed_prefill_count,
-            non_decode=self.use_cuda_graphs_for_non_decode_steps,
-            distribution=self.cuda_graph_sizing_distribution.value,
-            max_graph_tokens=self.cuda_graph_max_tokens,
-            all_prefills=self.cuda_graph_all_prefills,
-        )
 
-
-def _snapshot_bytes(config: InferenceConfig, shape: ModelShape) -> int | None:
-    """Memory for snapshots of recurrent states; says so where options of states meet a model that has none."""
-    budget = config.prefix_caching_mamba_gb
-    if shape.state is None:
-        if shape.is_stage:
-            return None  # other pipeline stages keep states
-        if config.mamba_inference_state_config is not None:
-            raise ConfigError(
-                "mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None"
-            )
-        if budget is not None and config.enable_prefix_caching:
-            message = (
-                f"prefix_caching_mamba_gb={budget} has no effect: the model keeps no recurrent state, its prefixes "
-                "are shared by KV blocks alone"
-            )
-            warnings.warn(message, ConfigWarning, stacklevel=3)
-        return None
-    if not config.enable_prefix_caching:
-        return None
-    if budget is None:
-        message = (
-            "enable_prefix_caching=True finds no prefix for this model: it keeps recurrent states, of which none are "
-            f"kept for others without prefix_caching_mamba_gb (a state takes {shape.state.slot_bytes / GIB:.6f} GiB)"
-        )
-        warnings.warn(message, ConfigWarning, stacklevel=3)
-        return None
-    return int(budget * GIB)
-
-
-_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(InferenceConfig)}
 _PROCESS_OBJECTS = ("pg_collection", "metrics_writer")
 _ENUM_FIELDS: dict[str, type[Enum]] = {
     "kv_cache_management_mode": KVCacheManagementMode,
@@ -470,88 +342,6 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "sampling_backend": SamplingChoice,
     "kv_cache_dtype": KVCacheDtype,
 }
-LOGPROBS_MODES = checks.LOGPROBS_MODES
-
-
-def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
-    """Fields in which an LLM or a command that is given no config departs from the defaults above.
-
-    Prefix cache on and prompts chunked; on a CPU a pool that leaves the laptop alone.
-    """
-    common: dict[str, Any] = {
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
-    }
-    if is_cuda:
-        return common
-    return common | {
-        "buffer_size_gb": round(min(CPU_BUFFER_GIB, CPU_BUFFER_SHARE * available_bytes / GIB), 2),
-        "block_size_tokens": 64,
-        "max_requests": 256,
-        "max_tokens": CPU_STEP_TOKENS,
-    }
-
-
-def machine_config(
-    asked: Mapping[str, Any], shape: ModelShape | None = None, *, is_cuda: bool, available_bytes: int
-) -> InferenceConfig:
-    """What the user asked for over `machine_defaults`, and what suits the model where it is known.
-
-    A default that contradicts what was asked gives way.
-    """
-    base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
-    if asked.get("enable_prefix_caching") is False:
-        base.pop("prefix_caching_eviction_policy")
-    if asked.get("enable_chunked_prefill") is False:
-        base.pop("max_tokens", None)  # else prompts beyond a small step would be refused
-    requests, tokens = asked.get("max_requests"), asked.get("max_tokens")
-    if isinstance(tokens, int) and "max_requests" in base:
-        base["max_requests"] = min(base["max_requests"], tokens)
-    if isinstance(requests, int) and "max_tokens" in base:
-        base["max_tokens"] = max(base["max_tokens"], requests)
-    if shape is not None and shape.state is not None:
-        state = _state_asked_for(asked.get("mamba_inference_state_config"), shape.state)
-        _suit_states(base, asked, shape, state, available_bytes)
-    return InferenceConfig.from_dict(base | dict(asked))
-
-
-def _state_asked_for(config: object, state: StateShape) -> StateShape:
-    """The state in the dtypes of a state config, if there is a valid one: an invalid one is refused in a moment."""
-
-    def asked(field: str, default: str) -> str:
-        dtype = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
-        return dtype if isinstance(dtype, str) and dtype in DTYPE_BYTES else default
-
-    conv, ssm = asked("conv_states_dtype", state.conv_dtype), asked("ssm_states_dtype", state.ssm_dtype)
-    return replace(state, conv_dtype=conv, ssm_dtype=ssm)
-
-
-def _suit_states(
-    base: dict[str, Any], asked: Mapping[str, Any], shape: ModelShape, state: StateShape, available_bytes: int
-) -> None:
-    """Defaults for a model with recurrent state: requests whose states fit, and some states for the prefix cache.
-
-    States take half of the buffer at most, all of it where no layer keeps keys and values.
-    """
-    buffer_gb = asked.get("buffer_size_gb", base.get("buffer_size_gb", _DEFAULTS["buffer_size_gb"]))
-    max_tokens = asked.get("max_tokens") or DEFAULT_MAX_TOKENS
-    if not isinstance(buffer_gb, (int, float)) or not 0 < buffer_gb < math.inf or not isinstance(max_tokens, int):
-        return  # refused in a moment, with the reason
-    num_states = int(buffer_gb * GIB) // state.slot_bytes
-    if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
-        count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))
-        base["prefix_caching_mamba_gb"] = count * state.slot_bytes / GIB
-    if "max_requests" in asked:
-        return
-    most, snapshots = base.pop("max_requests", max_tokens), asked.get("prefix_caching_mamba_gb")
-    if "mamba_memory_ratio" in asked:
-        return
-    kept = base.get("prefix_caching_mamba_gb", 0) if snapshots is None else snapshots
-    left = available_bytes - int(kept * GIB) if isinstance(kept, (int, float)) and math.isfinite(kept) else 0
-    num_states = cap_to_memory(int(buffer_gb * GIB), 0, max(0, left))[0] // state.slot_bytes
-    fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most, max_tokens)
-    base["max_requests"] = max(1, fit // 16 * 16 or fit // REQUEST_ROUNDER * REQUEST_ROUNDER or fit)
 
 
 def _coerce(kind: type[_E], name: str, value: object) -> _E:

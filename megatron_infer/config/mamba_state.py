@@ -1,4 +1,4 @@
-"""What a user may say of the recurrent states of a model with Mamba layers: `MambaInferenceStateConfig`."""
+"""Options for the recurrent states of a model with Mamba layers: `MambaInferenceStateConfig`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.config.sizing import DTYPE_BYTES
+from megatron_infer.config.model_shape import DTYPE_BYTES
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ LAYER_SYMBOLS: dict[str, str] = {"M": "Mamba-2", "*": "attention", "-": "MLP", "
 
 @dataclass(frozen=True)
 class MambaInferenceStateConfig:
-    """Shapes and dtypes of the recurrent state one request keeps in a model with Mamba layers. Valid or ConfigError."""
+    """Shapes and dtypes of the recurrent state of one request in a model with Mamba layers. Raises ConfigError if
+    wrong."""
 
     layer_type_list: list[str]
     """One symbol per layer: "M" Mamba, "*" attention, "-" MLP, "E" mixture of experts."""
@@ -27,9 +28,9 @@ class MambaInferenceStateConfig:
     mamba_ssm_states_shape: tuple[int, ...]
     """SSM state per request and Mamba layer: (heads, head dim, state dim)."""
     conv_states_dtype: str | None = None
-    """float32, bfloat16 or float16. None: that of the activations."""
+    """float32, bfloat16 or float16. None: the dtype of the activations."""
     ssm_states_dtype: str | None = None
-    """float32, bfloat16 or float16. None: float32, since every token adds to what is rounded."""
+    """float32, bfloat16 or float16. None: float32, since every token adds a rounding error."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.layer_type_list if kind not in LAYER_SYMBOLS]
@@ -58,7 +59,7 @@ class MambaInferenceStateConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MambaInferenceStateConfig:
-        """From plain values; ConfigError for a field there is none of, and for one that is missing."""
+        """From plain values. Raises ConfigError for an unknown or a missing field."""
         known = {item.name: item.default for item in fields(cls)}
         for name in values:
             if name not in known:
@@ -73,10 +74,11 @@ class MambaInferenceStateConfig:
 
     @classmethod
     def from_model(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> MambaInferenceStateConfig | None:
-        """Of a live megatron-core model, wrapped or not, with stock mixers or ours; None without Mamba layers.
+        """The state config of a live megatron-core model, wrapped or not, with stock or adopted mixers; None without
+        Mamba layers.
 
-        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers differ in shape:
-        one slot holds all of them alike.
+        `model` may be Megatron's one-element list of chunks. Raises ConfigError when its Mamba layers have states of
+        different shapes: all layers of a slot are alike.
         """
         inner: Any = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
         while not hasattr(inner, "decoder") and hasattr(inner, "module"):
@@ -98,7 +100,7 @@ class MambaInferenceStateConfig:
 
 
 def _layers_of(decoder: Any, kinds: Sequence[str]) -> Iterable[Any]:
-    """The decoder's layers, if any of them is a Mamba layer; stand-ins else: nobody looks at them."""
+    """The decoder's layers if any is a Mamba layer; else `kinds`, since the layers are not read."""
     return decoder.layers if "M" in kinds else kinds
 
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request: how tokens are drawn, when it ends, what is returned."""
+"""Options of one request, `SamplingParams`: how tokens are drawn, when it ends, what is returned."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Checked when made: a value that cannot be meant raises RequestError.
+    """How one request is sampled. Checked at construction: an invalid value raises RequestError.
 
-    Tokens are drawn after: penalties and logit_bias, allowed and bad ids, structured output, temperature, top_k,
-    top_p, min_p.
+    Logits are changed in this order before a token is drawn: penalties and logit_bias, allowed and bad ids, structured
+    output, temperature, top_k, top_p, min_p.
     """
 
     n: int = 1
     """Sequences drawn from one prompt, which is computed once; 1 to 1024."""
     max_tokens: int | None = 16
-    """Tokens to draw at most; None: up to the sequence limit."""
+    """The most tokens to draw; None: up to the sequence limit."""
     min_tokens: int = 0
-    """Tokens to draw before a stop id may end it."""
+    """Tokens to draw before a stop id may end the sequence."""
     temperature: float = 1.0
-    """Logits are divided by it; 0: always the most likely token."""
+    """Logits are divided by it; 0: always draw the most likely token."""
     top_k: int = 0
     """Draw among the k most likely tokens; 0 or -1: all."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens whose probabilities add up to it; 1: all."""
+    """Draw among the smallest set of most likely tokens whose probabilities add up to top_p; 1: all."""
     min_p: float = 0.0
     """Draw among tokens at least min_p times as likely as the most likely one; 0: all."""
     repetition_penalty: float = 1.0
@@ -52,50 +52,52 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output, times how often they are; -2 to 2."""
+    """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Token id -> number added to its logit."""
     allowed_token_ids: Sequence[int] | None = None
-    """Draw only these; None: all."""
+    """Draw only these ids; None: all."""
     bad_token_ids: Sequence[int] | None = None
-    """Never draw these."""
+    """Never draw these ids."""
     seed: int | None = None
-    """Same seed, prompt and weights: same tokens, whatever else is served. None: the engine picks one."""
+    """The same seed, prompt and weights give the same tokens, whatever else is served. None: the engine picks one."""
     stop: str | Sequence[str] | None = None
-    """Texts that end it, wherever token borders fall; kept as a tuple."""
+    """Texts that end the sequence, also across token borders; stored as a tuple."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end it, besides the model's own."""
+    """Token ids that end the sequence, besides the model's own."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence ids; stop_token_ids still end it."""
+    """Continue past the model's end-of-sequence ids; stop_token_ids still end the sequence."""
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output text."""
     logprobs: int | None = None
-    """Log probabilities of output tokens: None off, 0 the drawn token's, k the k most likely ones' too (up to 100)."""
+    """Log probabilities of output tokens. None: off; 0: of the drawn token; k up to 100: also of the k most likely."""
     prompt_logprobs: int | None = None
-    """Likewise for prompt tokens."""
+    """The same for prompt tokens."""
     return_sampled_logprobs: bool = False
-    """Two numbers a drawn token: its log probability under the model's own softmax and under the distribution it was
-    drawn from (0.0 where temperature is 0), whatever `logprobs` and the engine's logprobs_mode say."""
+    """Return two numbers for each drawn token: its log probability under the model's own softmax and under the
+    distribution it was drawn from (0.0 where temperature is 0), whatever `logprobs` and the engine's logprobs_mode
+    are."""
     return_support: bool = False
-    """Which ids each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
+    """Return the ids that each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
     return_routing: bool = False
-    """Which experts every position went to in every mixture-of-experts layer; takes no cached prefix for its prompt."""
+    """Return the experts of every position in every mixture-of-experts layer; the prompt uses no cached prefix."""
     pooling: str | None = None
-    """Give the prompt's final hidden states as one vector: "last" its last position's, "mean" the mean over all, which
-    takes no cached prefix. Needs max_tokens=1 and n=1. None: off."""
+    """Return the prompt's final hidden states as one vector: "last" that of its last position, "mean" the mean over all
+    positions, which uses no cached prefix. Needs max_tokens=1 and n=1. None: off."""
     structured: StructuredOutput | None = None
     """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
     priority: int = 0
-    """Smaller is served sooner: waiting requests begin by it, then as they came; memory is taken from the largest."""
+    """Smaller is served sooner: waiting requests start in this order, then in order of arrival; the largest is
+    preempted first."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
-    """Make text at all: of the output, and of the tokens beside log probabilities."""
+    """Make text: of the output, and of the tokens in log probabilities. False: token ids only."""
 
     def __post_init__(self) -> None:
-        self._settle_lengths()
-        self._settle_distribution()
-        self._settle_tokens()
+        self._check_lengths()
+        self._check_distribution()
+        self._check_tokens()
         object.__setattr__(self, "structured", structured_of(self.structured))
         for name in _SWITCHES:
             value = getattr(self, name)
@@ -104,9 +106,9 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Parameters from parsed JSON; an unknown key is refused with the nearest known one.
+        """Parameters from parsed JSON; an unknown key is refused, with the nearest known one.
 
-        Token ids that are keys of logit_bias may be strings, as JSON has no others.
+        The keys of logit_bias may be strings, since JSON has no other keys.
         """
         if not isinstance(values, Mapping):
             raise RequestError(f"sampling parameters are a mapping of names to values, got {_show(values)}")
@@ -122,7 +124,7 @@ class SamplingParams:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a JSON value: `from_dict` of it, parsed back from JSON or not, equals these parameters."""
+        """Every field as a JSON value; `from_dict` of it, also after a trip through JSON, equals these parameters."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
@@ -137,10 +139,10 @@ class SamplingParams:
 
     @property
     def carries(self) -> bool:
-        """Whether its samples carry more than tokens, text and `logprobs`."""
+        """Whether its sequences return more than tokens, text and `logprobs`."""
         return self.return_sampled_logprobs or self.return_support or self.return_routing
 
-    def _settle_lengths(self) -> None:
+    def _check_lengths(self) -> None:
         _int(self, "n", 1, MAX_N, "ask in several requests for more")
         if self.max_tokens is not None:
             _int(
@@ -166,7 +168,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _int(self, name, 0, MAX_LOGPROBS, "None turns them off, 0 gives those of the tokens themselves")
 
-    def _settle_distribution(self) -> None:
+    def _check_distribution(self) -> None:
         _float(self, "temperature", 0.0, None, "0 draws the most likely token, 1 leaves the model's distribution")
         _int(self, "top_k", -1, None, "0 or -1 turns it off")
         _float(self, "top_p", 0.0, 1.0, "1 turns it off", low_open=True)
@@ -177,7 +179,7 @@ class SamplingParams:
         if self.seed is not None:
             _int(self, "seed", -(2**63), 2**64 - 1, "any 64-bit integer will do; None lets the engine pick one")
 
-    def _settle_tokens(self) -> None:
+    def _check_tokens(self) -> None:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias("logit_bias", self.logit_bias))
         for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):

@@ -1,6 +1,6 @@
-"""How the stages of a pipeline agree on sizes: every rank books the same, so that all of them schedule alike.
+"""How the stages of a pipeline agree on sizes: every rank schedules with the same ids, so the sizes must be equal.
 
-each stage: its own sizes --stage_limits--> ints --least over the stages--> agree --> the sizes it works with
+each stage: its own sizes --stage_limits--> ints --minimum over the stages--> agree --> the sizes of the engine
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_infer.config.sizing import TOKEN_ID_BYTES, ModelShape, ResolvedSizes, blocks_for
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes, dependent_sizes
 
 UNLIMITED = 1 << 62
-"""What a pipeline stage says of a resource that it does not need."""
+"""The limit of a pipeline stage for a resource that it does not use."""
 
 
 def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int]) -> list[int]:
-    """What one pipeline stage can hold, by itself; the least of each entry over the stages is for `agree`.
+    """What one pipeline stage can hold; `agree` takes the minimum of each entry over the stages.
 
-    host: its `host_places`.
+    host: the stage's `host_places`.
     """
     attends, recurrent = shape.num_attention_layers > 0, shape.state is not None
     return [
@@ -34,51 +35,38 @@ def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
-    """What the stages of a pipeline agreed on: each books the same blocks and slots, its own memory holds its part."""
+    """The sizes of one stage after `agree`: ids of blocks and slots are the same on all stages, bytes are its own."""
 
     sizes: ResolvedSizes
     host: tuple[int, int]
-    """(blocks, recurrent states) of evicted requests."""
+    """(blocks, recurrent states) of evicted requests that host memory holds."""
     recurrent: bool
-    """Some stage keeps recurrent states, so that all of them book state slots."""
+    """Some stage keeps recurrent states, so that all stages assign state slots."""
 
 
 def agree(shape: ModelShape, sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
-    """One stage's sizes under the limits of all (see `stage_limits`).
+    """One stage's sizes under the limits of all stages (see `stage_limits`).
 
-    Example: 100 and 80 blocks -> 80 on both; a stage without attention layers books 80, too, and keeps nothing in them.
+    Example: 100 and 80 blocks -> 80 on both; a stage without attention layers also has 80, which take no memory there.
     """
     length, max_requests, num_blocks, paused, host_blocks, snapshots, host_states, stateless = limits
-    recurrent, width = not stateless, blocks_for(length, sizes.block_size)
-    if not recurrent:
-        snapshots = host_states = 0
-    if num_blocks == UNLIMITED:
-        num_blocks, paused, host_blocks = (max_requests + snapshots) * width + 1, 0, 0
-    usable, has_state = num_blocks - 1, shape.state is not None
-    num_state_slots = max_requests + 1 + snapshots if has_state else 0
-    found: dict[str, int] = {
-        "num_blocks": num_blocks,
-        "num_usable_blocks": usable,
-        "paused_block_limit": paused,
-        "max_sequence_length": length,
-        "max_blocks_per_row": width,
-        "max_requests": max_requests,
-        "num_snapshot_slots": snapshots,
-        "num_state_slots": num_state_slots,
-        "state_bytes": num_state_slots * sizes.state_slot_bytes,
-        "max_decode_requests": max_requests,
-        "max_prompt_tokens": min(sizes.max_prompt_tokens, length - 1, usable * sizes.block_size),
-        "full_length_requests": min(usable // width, max_requests),
-        "kv_bytes": num_blocks * sizes.block_bytes,
-        "token_pool_bytes": (max_requests + 1) * length * TOKEN_ID_BYTES,
-        "block_table_bytes": (max_requests + 1) * width * 4,
-    }
+    recurrent, attends = not stateless, num_blocks != UNLIMITED
+    figures = dependent_sizes(
+        block_size=sizes.block_size,
+        block_bytes=sizes.block_bytes,
+        num_blocks=num_blocks if attends else None,
+        max_sequence_length=length,
+        max_requests=max_requests,
+        num_snapshot_slots=snapshots if recurrent else 0,
+        state_slot_bytes=sizes.state_slot_bytes,
+        max_prompt_tokens=sizes.max_prompt_tokens,
+    ) | {"paused_block_limit": paused if attends else 0}
     how = dict(sizes.how)
-    for name, value in found.items():
+    for name, value in figures.items():
         if value != getattr(sizes, name):
             how[name] += f"; {value:,} as the pipeline stages agreed"
     return StageSizes(
-        sizes=replace(sizes, how=how, **found),  # type: ignore[arg-type]
-        host=(host_blocks, host_states),
+        sizes=replace(sizes, how=how, **figures),  # type: ignore[arg-type]
+        host=(host_blocks if attends else 0, host_states if recurrent else 0),
         recurrent=recurrent,
     )

@@ -1,6 +1,7 @@
-"""What a request's text must be: a JSON schema, any JSON object, a regular expression, a grammar or one of some texts.
+"""Constraints on a request's text: a JSON schema, any JSON object, a regular expression, a grammar or a choice of
+texts.
 
-The form is checked here; whether a schema or pattern can be compiled is for sampling.grammar to say.
+Only the form is checked here; `sampling.grammar` finds out whether a schema or pattern can be compiled.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from typing import Any
 from megatron_infer.errors import RequestError, unknown_name
 
 MAX_BYTES = 256 << 10
-"""Of a schema, pattern, grammar or all choices together, as UTF-8."""
+"""The most UTF-8 bytes of a schema, a pattern, a grammar, or all choices together."""
 MAX_DEPTH = 64
-"""Of objects and lists within each other in a schema."""
+"""The deepest nesting of objects and lists in a schema."""
 MAX_CHOICES = 4096
 _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """The language that the output text is drawn from; exactly one of the first five fields says it.
+    """The language of the output text; exactly one of the first five fields is given.
 
-    Checked when made: what cannot be meant raises RequestError.
+    Checked at construction: an invalid value raises RequestError.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
-    """A JSON schema; kept as JSON text. Properties come in the order in which it lists them."""
+    """A JSON schema; stored as JSON text. Properties appear in the order in which the schema lists them."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -36,7 +37,7 @@ class StructuredOutput:
     grammar: str | None = None
     """A context-free grammar: llguidance's dialect of Lark, or GBNF (rules with ::=)."""
     choice: Sequence[str] | None = None
-    """Texts of which the output is one; kept as a tuple."""
+    """The output is one of these texts; stored as a tuple."""
     compact: bool = False
     """No white space between the parts of JSON."""
 
@@ -45,7 +46,7 @@ class StructuredOutput:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"structured.{name} is True or False, got a {type(getattr(self, name)).__name__}")
         given = [name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
-        if self.json_schema is False:  # a schema that nothing matches
+        if self.json_schema is False:  # a valid schema, which nothing matches
             given.insert(0, "json_schema")
         if len(given) != 1:
             got = ", ".join(given) if given else "none"
@@ -62,7 +63,7 @@ class StructuredOutput:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutput:
-        """From parsed JSON; an unknown key is refused with the nearest known one."""
+        """From parsed JSON; an unknown key is refused, with the nearest known one."""
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -70,7 +71,7 @@ class StructuredOutput:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was given, as JSON values: `from_dict` of it equals this."""
+        """The fields that were given, as JSON values; `from_dict` of it equals this."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -80,12 +81,12 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The field that says the language."""
+        """The name of the field that was given."""
         return next(name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False)
 
 
 def structured_of(value: object) -> StructuredOutput | None:
-    """A StructuredOutput from one or from a mapping. Raises RequestError."""
+    """A StructuredOutput from itself or from a mapping; None stays None. Raises RequestError."""
     if value is None or isinstance(value, StructuredOutput):
         return value
     if isinstance(value, Mapping):
@@ -94,7 +95,7 @@ def structured_of(value: object) -> StructuredOutput | None:
 
 
 def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
-    """Raise RequestError for parsed JSON that is no schema or is nested deeper than max_depth."""
+    """Raise RequestError for parsed JSON that is not a schema or is nested deeper than max_depth."""
     if not isinstance(schema, dict | bool):
         raise RequestError(f"json_schema is a JSON object or a boolean, got a {type(schema).__name__}")
     layer, depth = [schema], 0
@@ -106,7 +107,7 @@ def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
 
 
 def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
-    """Raise RequestError for a text beyond max_bytes, or one that UTF-8 cannot hold."""
+    """Raise RequestError for a text of more than max_bytes, or one that UTF-8 cannot encode."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError:

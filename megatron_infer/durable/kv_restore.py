@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.config.sizing import ModelShape
+from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.engine.build import Assembly
@@ -127,14 +127,14 @@ def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, re
         if lease is None or not request.scheduled:
             continue
         assert not request.in_flight, f"{request.id} has a step in flight"
-        held = lease.blocks[: blocks_needed(request.scheduled, store.block_size)] if attends else []
+        held = lease.blocks[: blocks_needed(request.scheduled, store.layout.block_size)] if attends else []
         blocks, state = [place.setdefault(block, len(place)) for block in held], None
         if recurrent:
             state = len(rows)
             rows.append(lease.row)
         saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
-    tensors = {"blocks": store.read_blocks(list(place))} if place and store.block_bytes else {}
-    if rows and store.state is not None:
+    tensors = {"blocks": store.read_blocks(list(place))} if place and store.layout.block_bytes else {}
+    if rows and store.layout.state is not None:
         tensors["states"] = store.read_states(rows)
     return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
 
@@ -179,13 +179,13 @@ class KVReturn:
             most = owner[1].num_tokens
         if best is None or self._file_block_size is None:
             return None, 0
-        size = self._store.block_size
+        size = self._store.layout.block_size
         num_shared = min(run * self._file_block_size, kv.num_tokens, most) // size * size
         return (best, num_shared) if num_shared else (None, 0)
 
     def _write(self, request: Request, kv: SavedKV, start: int) -> None:
         """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
-        size, lease = self._store.block_size, request.lease
+        size, lease = self._store.layout.block_size, request.lease
         assert lease is not None and start % size == 0
         if start >= kv.num_tokens or self._content is None:
             return

@@ -122,7 +122,7 @@ class Archive:
         if parts.rank_group.any_rank(parts.guard.changed()):
             parts.accept_weights(parts.weight_version + 1)
         store = parts.runner.store
-        attends = parts.rank_group.any_rank(store.block_bytes > 0)
+        attends = parts.rank_group.any_rank(store.layout.block_bytes > 0)
 
         def make(names: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
             requests = _open_requests(self._output_processor.groups)
@@ -178,7 +178,7 @@ class Archive:
         return {
             "shape": describe(self._parts.shape, kv_dtype=self._parts.kv_dtype),
             "content": self._content(),
-            "block_size": self._parts.runner.store.block_size if memory.num_blocks else None,
+            "block_size": self._parts.runner.store.layout.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
             "num_states": memory.num_states,
         }

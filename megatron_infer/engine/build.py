@@ -16,14 +16,11 @@ from megatron_infer.comm.lockstep import ALONE_S
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
-from megatron_infer.config.inference import (
-    InferenceConfig,
-    ModelShape,
-    PreemptionMode,
-    PrefixCachingEvictionPolicy,
-    ResolvedSizes,
-)
-from megatron_infer.config.sizing import GIB, host_places
+from megatron_infer.config.capacity import GIB, host_places
+from megatron_infer.config.inference import InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.config.sizing import add_graphs
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
 from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
@@ -36,7 +33,9 @@ from megatron_infer.engine.stats import figures_of, held_blocks
 from megatron_infer.kernels.quantised import memory_of
 from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
 from megatron_infer.memory.device import Device
+from megatron_infer.memory.regions.choose import make_region
 from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.wandb import WandbSink, check_writer
@@ -148,8 +147,7 @@ class Assembly:
             self._free_host(*self.context.swap.take_freed())
 
     def _free_host(self, blocks: Iterable[int], states: Iterable[int]) -> None:
-        self.runner.store.free_host_slots(blocks)
-        self.runner.store.free_host_states(states)
+        self.runner.store.free_host_slots(blocks, states)
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode, and no collective waits longer than it may."""
@@ -299,7 +297,7 @@ def assemble(
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
     where = Device(device if device != "auto" else adopted.device)
-    where.take_thread()
+    where.make_current()
     if rank_group.lockstep is not None:
         # Who has closed its engine has launched all of its last step: the others read theirs.
         where.on_wait = partial(rank_group.check_alive, goodbyes=False)
@@ -487,7 +485,7 @@ def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, rank
         sizes = config.resolve(shape, tensor_parallel_size=rank_group.groups.tp_size, available_bytes=available)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
     agreed = agree(shape, sizes, limits if lockstep is None else lockstep.least("comparison of sizes", limits))
-    sizes = config.with_graphs(agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
+    sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
     return replace(agreed, sizes=sizes)
 
 
@@ -503,25 +501,17 @@ def make_runner(
 ) -> ModelRunner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
-    num_host_slots, num_host_states = agreed.host
-    store = StateStore(
-        num_layers=shape.num_attention_layers,
-        num_blocks=sizes.num_blocks,
-        block_size=config.block_size_tokens,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=getattr(torch, config.kv_dtype_of(shape)),
-        device=where.torch,
+    kv_dtype = getattr(torch, config.kv_dtype_of(shape))
+    layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order)
+    region = make_region(
+        (layout.num_bytes,),
+        torch.uint8,
+        where.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,
         spill_bytes=int((config.paused_buffer_size_gb or 0) * GIB) if config.unified_memory_level else 0,
-        num_host_slots=num_host_slots,
-        state=shape.state,
-        num_state_slots=sizes.num_state_slots,
-        num_host_states=num_host_states,
-        dummy_state_slot=sizes.max_requests if shape.state is not None else None,
-        layer_order=adopted.cache_order,
     )
+    store = StateStore(layout, region, agreed.host)
     builder = BatchBuilder(
         device=where,
         max_requests=sizes.max_requests,
@@ -529,7 +519,7 @@ def make_runner(
         max_blocks_per_row=sizes.max_blocks_per_row,
         max_sequence_length=sizes.max_sequence_length,
         block_size=config.block_size_tokens,
-        dummy_block=store.dummy_block,
+        dummy_block=layout.dummy_block,
         ops=chosen.ops,
         attention=chosen.attention,
         kv_cache=lambda: store.kv_cache,
@@ -537,7 +527,7 @@ def make_runner(
         dtype=dtype,
         scan=chosen.scan,
         states=lambda: store.states,
-        arrival=store.arrival,
+        arrival=store.pending_restore,
         shapes=sizes.graph_shapes,
         gather=chosen.gather,
     )
@@ -550,7 +540,7 @@ def make_runner(
         kernels=chosen.sampling,
         device_kernels=chosen.device_sampling,
         search=chosen.search,
-        stage=where.stage,
+        stage=where.to_device,
     )
     of_all = for_group(sampler, adopted.tp_group)
     alone_s = ALONE_S if adopted.groups() else None

@@ -16,7 +16,8 @@ from megatron_infer.comm.backends import backend_on
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig, ResolvedSizes
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.cuda_graphs.graph_pool import Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.kernels.select import BackendChoice, Chosen

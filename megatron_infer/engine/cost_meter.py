@@ -23,8 +23,7 @@ class CostMeter:
         self._store = store
         self._prefill_s_per_token = CostModel().prefill_s_per_token
         self._num_readings = 0
-        store.measure_copy_s_per_block()
-        store.measure_copy_s_per_state()
+        store.measure_copies()
 
     @property
     def costs(self) -> CostModel:

@@ -34,7 +34,7 @@ class TagReport:
     """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
     bytes_under_way: int = 0
     """Of bytes_copied, those whose copies still ran when the command returned: steps wait for them on the device, layer
-    by layer. How long they took is known later (`StateStore.arrived_s`)."""
+    by layer. How long they took is known later (`StateStore.restore_copy_s`)."""
 
     @property
     def gb_per_s(self) -> float | None:
@@ -202,19 +202,19 @@ class Suspension:
         if done is not None:
             self._parts.context.forget_free()
             return _cache_report(done, store)
-        freed = store.drop_copy() if store.is_released else store.release(_no_tick).bytes_freed
+        freed = store.drop_host_copy() if store.is_released else store.release(_no_tick).bytes_freed
         freed += self._drop_requests()
         store.trim_host(keep_bytes=0)
         return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
 
     def _lend_cache(self, transition: Transition) -> None:
         """The mode persist: content and addresses stay, and where pages can leave on their own they may."""
-        self._parts.runner.store.lend()
+        self._parts.runner.store.allow_migration()
         transition.undo("lending the cache", self._settle_cache)
 
     def _settle_cache(self) -> None:
         context = self._parts.context
-        self._parts.runner.store.settle(context.held_blocks(), state_slots=context.held_state_slots())
+        self._parts.runner.store.prefetch(context.held_blocks(), state_slots=context.held_state_slots())
 
     def _drop_requests(self) -> int:
         """Everyone computes anew -> bytes of host memory that evicted requests gave back."""

@@ -11,7 +11,8 @@ from megatron_infer.utils.openmp import limit_spinning
 limit_spinning()  # before the imports below bring torch in, unless the script has done so
 
 # ruff: noqa: E402
-from megatron_infer.config.inference import InferenceConfig, machine_config
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError
@@ -34,7 +35,7 @@ class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
     `config` is an InferenceConfig, or a mapping of some of its options: what it leaves open (all of it, for None) suits
-    the machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it,
+    the machine and the model, see `machine_config`. dtype "auto" is bfloat16 where the device computes in it,
     else float32. The engine underneath is `llm.engine`.
     """
 

@@ -1,12 +1,13 @@
 """Copies between a pool on a GPU and pinned host memory, in pieces, so that the bus never waits for the kernels.
 
-    out    steps     gather 1 | gather 2 |          | gather 3 |              the caller's stream: in order with steps
-           bus                | copy 1      | copy 2         | copy 3 |       all copies of a pool, in order
+    offload   steps     gather 1 | gather 2 |          | gather 3 |           the caller's stream: in order with steps
+              copy                | copy 1      | copy 2         | copy 3 |    all copies over the bus, in order
 
-    back   bus       copy 1   | copy 2   | copy 3   |
-           scatter            | scatter 1 | scatter 2 | scatter 3 |           of a restore: steps need not wait for it
+    reload    copy      copy 1   | copy 2   | copy 3   |
+              scatter            | scatter 1 | scatter 2 | scatter 3 |         of a restore: steps need not wait for it
 
-Two staging buffers take turns. What comes back from a swap is scattered among the steps, which have to find it there.
+Two staging buffers on the device take turns. What is swapped in is scattered on the steps' stream, since the next step
+reads it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ class Stream(Enum):
 
     STEPS = "steps"
     """The caller's current stream."""
-    BUS = "bus"
+    COPY = "copy"
+    """Copies between host and staging buffers."""
     SCATTER = "scatter"
+    """Copies from staging buffers into the pool, beside the steps."""
 
 
 class DeviceStreams(Protocol):
-    """Three streams of a device. Marks are points on one of them, to be waited for."""
+    """The three streams of a device. An event marks a point in the work of one of them."""
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers on the device, for work behind what STEPS has by now; nothing waits for the device.
+        """Numbers on the device, for work enqueued behind what STEPS has by now; nothing waits for the device.
 
-        To be kept until that is done, where the work is on another stream.
+        Where that work is on another stream, the caller keeps the tensor until the work is done.
         """
         ...
 
@@ -56,20 +59,20 @@ class DeviceStreams(Protocol):
         """Enqueue `work`."""
         ...
 
-    def mark(self, on: Stream) -> Any:
-        """Everything enqueued there so far."""
+    def record_event(self, on: Stream) -> Any:
+        """An event behind everything enqueued there so far."""
         ...
 
-    def hold(self, mark: Any, on: Stream) -> None:
-        """What is enqueued there from now on waits for `mark`."""
+    def wait_event(self, event: Any, on: Stream) -> None:
+        """What is enqueued there from now on waits for `event`, on the device."""
         ...
 
-    def is_done(self, mark: Any) -> bool:
+    def is_done(self, event: Any) -> bool:
         """Whether the device is past it; does not wait."""
         ...
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two marks, by the device's clock; waits for the second."""
+        """Time between two events, by the device's clock; the host waits for the second."""
         ...
 
 
@@ -81,7 +84,7 @@ class CudaStreams:
         self._own = {on: torch.cuda.Stream(device.torch) for on in Stream if on is not Stream.STEPS}
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        return self._device.stage(np.array(numbers, dtype=np.int64))
+        return self._device.to_device(np.array(numbers, dtype=np.int64))
 
     def buffer(self, num_bytes: int) -> Tensor:
         with torch.inference_mode(False):
@@ -94,16 +97,16 @@ class CudaStreams:
         with torch.cuda.stream(self._own[on]):
             work()
 
-    def mark(self, on: Stream) -> Any:
+    def record_event(self, on: Stream) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(on))
         return event
 
-    def hold(self, mark: Any, on: Stream) -> None:
-        self._stream(on).wait_event(mark)
+    def wait_event(self, event: Any, on: Stream) -> None:
+        self._stream(on).wait_event(event)
 
-    def is_done(self, mark: Any) -> bool:
-        return bool(mark.query())
+    def is_done(self, event: Any) -> bool:
+        return bool(event.query())
 
     def seconds(self, first: Any, last: Any) -> float:
         last.synchronize()
@@ -116,58 +119,58 @@ class CudaStreams:
 @dataclass(slots=True)
 class _Staging:
     memory_X: Tensor
-    free: Any
-    """Mark: its last use is over."""
+    last_use: Any
+    """Event: the buffer is free once the device is past it."""
 
 
 class CopyPipeline:
-    """Moves places of a pool to host slots and back. Calls only enqueue.
+    """Copies places of a pool to host slots and back. Calls only enqueue.
 
     The current stream must be the same one for every call.
     """
 
-    def __init__(self, lane: DeviceStreams, host: PinnedPool) -> None:
-        self.lane, self.host = lane, host
+    def __init__(self, streams: DeviceStreams, pinned: PinnedPool) -> None:
+        self.streams, self.pinned = streams, pinned
         self._staging: list[_Staging] = []
         self._turn = 0
 
-    def save(self, pool_NX: Tensor, index_S: Tensor, slots_SX: Tensor) -> None:
-        """Copy place index_S[i] of the pool into slots_SX[i], host memory; in order with the steps."""
-        lane, (staging, staged_SX) = self.lane, self._next(slots_SX)
+    def offload(self, pool_NX: Tensor, index_S: Tensor, slots_SX: Tensor) -> None:
+        """Copy place index_S[i] of the pool to slots_SX[i], host memory; in order with the steps."""
+        streams, (staging, staged_SX) = self.streams, self._next(slots_SX)
         source_NX = words(pool_NX)
-        lane.hold(staging.free, Stream.STEPS)
-        lane.run(lambda: torch.index_select(source_NX, 0, index_S, out=words(staged_SX)), Stream.STEPS)
-        lane.hold(lane.mark(Stream.STEPS), Stream.BUS)
-        lane.run(lambda: slots_SX.copy_(staged_SX, non_blocking=True), Stream.BUS)
-        staging.free = lane.mark(Stream.BUS)
+        streams.wait_event(staging.last_use, Stream.STEPS)
+        streams.run(lambda: torch.index_select(source_NX, 0, index_S, out=words(staged_SX)), Stream.STEPS)
+        streams.wait_event(streams.record_event(Stream.STEPS), Stream.COPY)
+        streams.run(lambda: slots_SX.copy_(staged_SX, non_blocking=True), Stream.COPY)
+        staging.last_use = streams.record_event(Stream.COPY)
 
-    def load(self, slots_SX: Tensor, pool_NX: Tensor, index_S: Tensor, *, on: Stream = Stream.STEPS) -> None:
-        """Copy slots_SX[i] into place index_S[i] of the pool; `on` scatters."""
-        lane, (staging, staged_SX) = self.lane, self._next(slots_SX)
+    def reload(self, slots_SX: Tensor, pool_NX: Tensor, index_S: Tensor, *, on: Stream = Stream.STEPS) -> None:
+        """Copy slots_SX[i], host memory, to place index_S[i] of the pool; `on` scatters."""
+        streams, (staging, staged_SX) = self.streams, self._next(slots_SX)
         target_NX = words(pool_NX)
-        lane.hold(staging.free, Stream.BUS)
-        lane.run(lambda: staged_SX.copy_(slots_SX, non_blocking=True), Stream.BUS)
-        lane.hold(lane.mark(Stream.BUS), on)
-        lane.run(lambda: target_NX.index_copy_(0, index_S, words(staged_SX)), on)
-        staging.free = lane.mark(on)
+        streams.wait_event(staging.last_use, Stream.COPY)
+        streams.run(lambda: staged_SX.copy_(slots_SX, non_blocking=True), Stream.COPY)
+        streams.wait_event(streams.record_event(Stream.COPY), on)
+        streams.run(lambda: target_NX.index_copy_(0, index_S, words(staged_SX)), on)
+        staging.last_use = streams.record_event(on)
 
     def make_room(self, num_bytes: int) -> None:
         """Staging buffers for pieces of so many bytes."""
         if self._staging and self._staging[0].memory_X.nbytes < num_bytes:
             self.drop_staging()
         while len(self._staging) < NUM_STAGING:
-            memory_X = self.lane.buffer(1 << (num_bytes - 1).bit_length())  # few sizes: it seldom grows
-            self._staging.append(_Staging(memory_X, self.lane.mark(Stream.STEPS)))
+            memory_X = self.streams.buffer(1 << (num_bytes - 1).bit_length())  # few sizes: it seldom grows
+            self._staging.append(_Staging(memory_X, self.streams.record_event(Stream.STEPS)))
 
     def drop_staging(self) -> None:
-        """Give the staging buffers back, in order with the steps."""
-        if self._staging:  # behind all copies: an interrupt may have come between one and its mark
-            for on in (Stream.BUS, Stream.SCATTER):
-                self.lane.hold(self.lane.mark(on), Stream.STEPS)
+        """Give the staging buffers back to torch's allocator, in order with the steps."""
+        if self._staging:  # behind all copies: an interrupt may have come between one and its event
+            for on in (Stream.COPY, Stream.SCATTER):
+                self.streams.wait_event(self.streams.record_event(on), Stream.STEPS)
         self._staging = []
 
     def _next(self, slots_SX: Tensor) -> tuple[_Staging, Tensor]:
-        """The staging buffer whose turn it is, and the part of it that is as `slots_SX`."""
+        """The staging buffer whose turn it is, and a part of it with the shape and dtype of `slots_SX`."""
         self.make_room(slots_SX.nbytes)
         self._turn = (self._turn + 1) % NUM_STAGING
         staging = self._staging[self._turn]
@@ -175,22 +178,22 @@ class CopyPipeline:
 
 
 class Stopwatch:
-    """Time of the copies between its making and `stop`: by the device's clock where there is a pipeline."""
+    """Times the copies between its construction and `stop`: by the device's clock where there is a pipeline."""
 
     def __init__(self, pipeline: CopyPipeline | None) -> None:
-        self._lane = None if pipeline is None else pipeline.lane
-        self._start = time.perf_counter() if self._lane is None else self._lane.mark(Stream.STEPS)
+        self._streams = None if pipeline is None else pipeline.streams
+        self._start = time.perf_counter() if self._streams is None else self._streams.record_event(Stream.STEPS)
 
     def stop(self) -> float:
         """Seconds; waits for the copies."""
-        if self._lane is None:
+        if self._streams is None:
             return time.perf_counter() - self._start
-        self._lane.hold(self._lane.mark(Stream.STEPS), Stream.BUS)
-        return self._lane.seconds(self._start, self._lane.mark(Stream.BUS))
+        self._streams.wait_event(self._streams.record_event(Stream.STEPS), Stream.COPY)
+        return self._streams.seconds(self._start, self._streams.record_event(Stream.COPY))
 
 
 def make_pipeline(device: torch.device) -> CopyPipeline | None:
-    """None on a CPU, where host memory is the pool's own kind and a copy is done when its call returns."""
+    """None on a CPU: there the pool is in host memory, too, and a copy is done when its call returns."""
     if device.type != "cuda":
         return None
     wait(device)  # the device has a context from here on
@@ -199,7 +202,7 @@ def make_pipeline(device: torch.device) -> CopyPipeline | None:
 
 
 def words(tensor_NX: Tensor) -> Tensor:
-    """The same memory as elements of eight bytes where that divides it: fewer of them move faster."""
+    """The same memory as elements of eight bytes where that divides it: fewer elements are copied faster."""
     row_bytes = tensor_NX.shape[-1] * tensor_NX.itemsize
     aligned = row_bytes % WORD_BYTES == 0 and tensor_NX.data_ptr() % WORD_BYTES == 0
     return tensor_NX.view(torch.int64) if aligned else tensor_NX

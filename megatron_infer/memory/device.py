@@ -1,4 +1,4 @@
-"""The only place that knows how a device copies, waits and times; on a CPU every call is a plain copy or a no-op."""
+"""How a device copies, waits and times: the only place that knows. On a CPU every call is a plain copy or a no-op."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.memory.regions.pinned import Lent, PinnedPool
+from megatron_infer.memory.regions.pinned import PinnedBuffer, PinnedPool
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-"""glibc's; freed tensors below its mmap threshold stay with the process without it."""
+"""glibc's: without it freed tensors below its mmap threshold stay with the process."""
 
 POLL_S = 5e-5
-"""Between two looks at an event, but for the first QUICK_LOOKS, where the wait is watched."""
+"""Seconds between two queries of an event where a wait is watched (`Device.on_wait`), after the first QUICK_LOOKS."""
 QUICK_LOOKS = 200
 ALIGNMENT = 16
-"""Bytes: pieces of one buffer begin at multiples of it."""
+"""Bytes: tensors in one buffer begin at multiples of it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Device:
     """A torch device with the few operations a step needs, the same on CPU and CUDA.
 
-    Ordering: everything is enqueued on the thread's current stream and runs in that order. The host waits nowhere but
-    in `Event.wait`, `HostRead.wait` and `synchronize`, which count it in `syncs`; an upload does so only where
-    MAX_RETIRED_BYTES of them are under way.
+    Everything is enqueued on the thread's current stream and runs in that order. The host waits only in `Event.wait`,
+    `HostRead.wait` and `synchronize`, which count it in `syncs`; an upload waits only when more than MAX_RETIRED_BYTES
+    of uploads are unfinished.
     """
 
     def __init__(self, name: str | torch.device = "auto") -> None:
@@ -46,22 +46,22 @@ class Device:
             raise ConfigError(f"device {str(name)!r} is not one: auto, cpu, cuda or cuda:N") from None
         self.is_cuda = self.torch.type == "cuda"
         if self.is_cuda and self.torch.index is None and torch.cuda.is_available():
-            # "cuda" is whichever device a thread has as its own: the one that asks means its own, for all threads
+            # "cuda" is the calling thread's device: the same one for all threads from here on
             self.torch = torch.device("cuda", torch.cuda.current_device())
         self.syncs: Counter[str] = Counter()
-        """How often the host waited for the device, by what for; on a CPU, how often it would have."""
+        """How often the host waited for the device, by reason; on a CPU, how often it would have."""
         self.on_wait: Callable[[], None] | None = None
-        """Called over and over while an event is waited for, of work that other ranks take part in; may raise."""
+        """Called repeatedly while the host waits for an event of work that other ranks take part in; may raise."""
         self.pinned = PinnedPool(lambda: self.event("upload"))
-        """Page-locked memory that copies from and to a GPU go through."""
+        """Page-locked memory for copies to and from a GPU."""
 
-    def take_thread(self) -> None:
-        """Make it the calling thread's device: a new thread has the first one, and kernels go to the thread's."""
+    def make_current(self) -> None:
+        """Make it the calling thread's device: a new thread has the first one, and kernels run on the thread's."""
         if self.is_cuda:
-            self.check_there()
+            self.check_available()
             torch.cuda.set_device(self.torch)
 
-    def check_there(self) -> None:
+    def check_available(self) -> None:
         """Raise ConfigError where this process has no such GPU."""
         if not torch.cuda.is_available():
             build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
@@ -72,27 +72,28 @@ class Device:
             raise ConfigError(f"{self.torch}: there are {count} GPUs here, cuda:0 to cuda:{count - 1}")
 
     def device_buffer(self, num_bytes: int) -> Tensor:
+        """Zeros on the device, [num_bytes] uint8."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch)
 
     def upload(self, host: np.ndarray, target: Tensor) -> None:
-        """Copy bytes host -> device on the current stream; does not wait, and `host` may be written to at once.
+        """Copy bytes host -> device on the current stream; does not wait, and `host` may be overwritten at once.
 
-        host and target are contiguous and of the same size; their types need not agree.
+        host and target are contiguous and have the same size; their dtypes may differ.
         """
         source = torch.from_numpy(host).view(torch.uint8)
         target = target.view(torch.uint8)
         if not self.is_cuda:
             target.copy_(source)
             return
-        lent = self.pinned.take(max(1, host.nbytes))
-        pinned = lent.bytes_B[: host.nbytes]
+        buffer = self.pinned.take(max(1, host.nbytes))
+        pinned = buffer.bytes_B[: host.nbytes]
         pinned.copy_(source)
         self.copy(pinned, target)
-        lent.event.record()
-        self.pinned.retire(lent)
+        buffer.event.record()
+        self.pinned.retire(buffer)
 
-    def stage(self, array: np.ndarray) -> Tensor:
-        """`array` as a tensor on the device, without waiting. It is handed over: on a CPU the tensor is its memory."""
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """`array` as a tensor on the device, without waiting. The caller gives it up: a CPU's tensor is its memory."""
         if not self.is_cuda:
             return torch.from_numpy(array)
         array = np.ascontiguousarray(array)
@@ -101,15 +102,15 @@ class Device:
         return target
 
     def begin_read(self, *tensors: Tensor) -> HostRead:
-        """Start copying `tensors` to the host; `HostRead.wait` gives them, for one wait."""
+        """Start copying `tensors` to the host; `HostRead.wait` returns the copies after a single wait."""
         return HostRead(self, tensors)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy between device and page-locked memory, or on the device, behind all that was enqueued before."""
+        """Copy between device and page-locked memory, or on the device, in order with the current stream."""
         target.copy_(source, non_blocking=True)
 
     def event(self, name: str) -> Event:
-        """A mark in the device's work; waits for it count as `name`."""
+        """An event to record in the device's work; waits for it count as `name`."""
         return Event(self, name)
 
     def synchronize(self, name: str) -> None:
@@ -119,7 +120,7 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def used_bytes(self) -> int:
-        """What is taken: of the device's memory by everyone (CUDA), or by this process (its resident set)."""
+        """Memory in use: of the device, by all processes (CUDA), or of this process (its resident set)."""
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info(self.torch)
             return int(total - free)
@@ -131,16 +132,16 @@ class Device:
             return peak if sys.platform == "darwin" else peak * 1024
 
     def trim(self) -> None:
-        """Hand memory that was freed, but is kept for reuse, back to the system."""
+        """Give memory that was freed, but is cached for reuse, back to the system."""
         if self.is_cuda:
             torch.cuda.empty_cache()
         elif _MALLOC_TRIM is not None:
             _MALLOC_TRIM(0)
 
     def available_bytes(self) -> int:
-        """Memory that can still be taken, by the system's own account. Raises ConfigError without such a GPU."""
+        """Free memory, as the system reports it. Raises ConfigError without such a GPU."""
         if self.is_cuda:
-            self.check_there()
+            self.check_available()
             return int(torch.cuda.mem_get_info(self.torch)[0])
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
@@ -153,21 +154,21 @@ class Device:
 
 
 class Event:
-    """A mark in the work of the stream that was current when it was recorded; on a CPU all work is done at once."""
+    """A point in the work of the stream that is current when it is recorded; on a CPU all work is done at once."""
 
     def __init__(self, device: Device, name: str) -> None:
         self._device, self._name = device, name
         self._event: Any = torch.cuda.Event() if device.is_cuda else None
 
     def record(self) -> None:
-        if self._event is not None:  # without a stream it would be one of the thread's device
+        if self._event is not None:  # by default it would be a stream of the thread's device
             self._event.record(torch.cuda.current_stream(self._device.torch))
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Return once the device is past the mark. Raises what `Device.on_wait` does."""
+        """Return once the device is past the event. Raises what `Device.on_wait` raises."""
         self._device.syncs[self._name] += 1
         if self._event is None:
             return
@@ -181,20 +182,20 @@ class Event:
 
 
 class HostRead:
-    """A device-to-host copy of some tensors under way, of what they hold now: they may be written over at once."""
+    """A running device-to-host copy of some tensors' present content: they may be overwritten at once."""
 
     def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
         self._device = device
-        self._lent: Lent | None = None
+        self._buffer: PinnedBuffer | None = None
         self._event = device.event("read")
         self._is_read = not tensors
         self._tensors: tuple[Tensor, ...]
         if device.is_cuda and tensors:
             sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-            self._lent = device.pinned.take(max(1, sum(sizes)))
+            self._buffer = device.pinned.take(max(1, sum(sizes)))
             parts, offset = [], 0
             for tensor, size in zip(tensors, sizes, strict=True):
-                part = self._lent.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                part = self._buffer.bytes_B[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 device.copy(tensor, part)
                 parts.append(part)
                 offset += size
@@ -207,14 +208,14 @@ class HostRead:
         return self._is_read or self._event.is_done()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The host tensors, once the device is done with them; the caller's to keep. Waits the first time only."""
+        """The host tensors, once the copy is done; the caller may keep them. Waits only the first time."""
         if not self._is_read:
             self._event.wait()
             self._is_read = True
-            if self._lent is not None:
+            if self._buffer is not None:
                 self._tensors = tuple(tensor.clone() for tensor in self._tensors)
-                self._device.pinned.give_back(self._lent)
-                self._lent = None
+                self._device.pinned.give_back(self._buffer)
+                self._buffer = None
         return self._tensors
 
 
@@ -230,7 +231,7 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
 
 
 def cpu_has_bf16() -> bool:
-    """True where the CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
+    """True where the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

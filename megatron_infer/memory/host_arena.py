@@ -1,7 +1,7 @@
-"""Host memory for what left a pool: slots of one place each, in chunks that come and go with their use.
+"""Host memory for single places of a pool: slots of one place each, in chunks that are allocated while they are used.
 
-    pool [layers, 2, N, B, K, H]  --gather-->  slot [layers, 2, B, K, H]  (block-major, one run of bytes)
-                                  <-scatter--
+    pool [layers, 2, N, B, K, H]  --offload (gather)-->  slot [layers, 2, B, K, H]  (block-major, one run of bytes)
+                                  <--reload (scatter)--
 
 Suffix NX: place-major view of the pool, for blocks [num_blocks, layers, 2, B, K, H].
 """
@@ -19,13 +19,13 @@ from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.regions.choose import MappedRegion
 from megatron_infer.memory.regions.pinned import PinnedRegion
 
-Tick = Callable[[str], None]
-"""Called with what comes next before every piece of work; it may raise to stop there."""
+Progress = Callable[[str], None]
+"""Called before every piece of work with a description of it; may raise to stop there (a deadline, an interrupt)."""
 PIECE_BYTES = 64 << 20
-"""What is copied at a time: bounds the staging copy on a device and the time between two looks at a deadline."""
+"""Bytes copied at a time: bounds the staging buffers on a device and the time between two calls of a `Progress`."""
 MAX_CHUNK_BYTES = 8 * PIECE_BYTES
 MAX_WASTE = 1 / 8
-"""Share of a chunk that may stay unused when it is rounded up to a power of two, as pinned memory is."""
+"""Share of a chunk that may stay unused when its size is a power of two, as sizes of pinned memory are."""
 
 
 @dataclass(slots=True)
@@ -36,36 +36,30 @@ class _Chunk:
 
 
 class HostArena:
-    """Slots numbered by their user, 0 .. max_slots - 1; a chunk exists while one of its slots holds something.
+    """Slots numbered by the caller, 0 .. max_slots - 1; a chunk exists while one of its slots holds something.
 
-    With a pipeline (CUDA) chunks are pinned, copies are in order with whatever runs on the current stream, which must
-    be the same one for every call, and nothing waits for them. Without one copies are done when a call returns.
+    With a pipeline (CUDA) chunks are pinned, copies are in order with the work of the current stream, which must be the
+    same one for every call, and nothing waits for them. Without one copies are done when a call returns.
     """
 
     def __init__(
-        self,
-        slot_shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        pipeline: CopyPipeline | None = None,
-        max_slots: int | None = None,
+        self, slot_shape: Sequence[int], dtype: torch.dtype, *, max_slots: int, pipeline: CopyPipeline | None = None
     ) -> None:
-        self.slot_bytes = math.prod(slot_shape) * dtype.itemsize
-        self.max_slots = max_slots
         self._slot_shape, self._dtype, self._pipeline = tuple(slot_shape), dtype, pipeline
-        self._slots_per_chunk = slots_per_chunk(self.slot_bytes)
-        self.slots_per_piece = max(1, PIECE_BYTES // self.slot_bytes)
+        self._slot_bytes, self._max_slots = math.prod(slot_shape) * dtype.itemsize, max_slots
+        self._slots_per_chunk = slots_per_chunk(self._slot_bytes)
+        self._slots_per_piece = max(1, PIECE_BYTES // self._slot_bytes)
         self._chunks: dict[int, _Chunk] = {}
         self._is_reserved = False
 
     def reserve(self) -> None:
-        """Pin every chunk now, and keep them: pinning stops the device, which must not be in the middle of a step.
+        """Pin every chunk now and keep it: pinning stops the device, so it must not happen in the middle of a step.
 
-        Nothing where host memory is not pinned. Raises MemoryError.
+        Does nothing where host memory is not pinned. Raises MemoryError.
         """
-        if self._pipeline is None or not self.max_slots:
+        if self._pipeline is None or not self._max_slots:
             return
-        for first in range(0, self.max_slots, self._slots_per_chunk):
+        for first in range(0, self._max_slots, self._slots_per_chunk):
             self._chunk(first // self._slots_per_chunk, first)
         self._is_reserved = True
 
@@ -73,26 +67,26 @@ class HostArena:
         """Host memory the chunks take now."""
         return sum(chunk.region.resident_bytes() for chunk in self._chunks.values())
 
-    def save(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
-        """Copy places[i] of the pool into slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
+    def offload(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy places[i] of the pool to slots[i], each slot once. Raises MemoryError when a chunk cannot be had."""
         for begin, end, slots_SX in self._runs(slots, fresh=True):
             index = device_index(self._pipeline, places[begin:end])
             if self._pipeline is None:
                 torch.index_select(pool_NX, 0, index, out=slots_SX)
             else:
-                self._pipeline.save(pool_NX, index, slots_SX)
+                self._pipeline.offload(pool_NX, index, slots_SX)
 
-    def load(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
-        """Copy slots[i] into places[i] of the pool, each place once; the slots keep their content."""
+    def reload(self, slots: Sequence[int], pool_NX: Tensor, places: Sequence[int]) -> None:
+        """Copy slots[i] to places[i] of the pool, each place once; the slots keep their content."""
         for begin, end, slots_SX in self._runs(slots, fresh=False):
             index = device_index(self._pipeline, places[begin:end])
             if self._pipeline is None:
                 pool_NX.index_copy_(0, index, slots_SX)
             else:
-                self._pipeline.load(slots_SX, pool_NX, index)
+                self._pipeline.reload(slots_SX, pool_NX, index)
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """Drop what slots hold, if anything; a chunk that holds nothing more gives its memory back."""
+    def free(self, slots: Sequence[int]) -> None:
+        """Drop what slots hold, if anything; a chunk that holds nothing any more gives its memory back."""
         for slot in slots:
             number = slot // self._slots_per_chunk
             chunk = self._chunks.get(number)
@@ -105,15 +99,15 @@ class HostArena:
     def clear(self) -> None:
         """Drop everything."""
         for number in list(self._chunks):
-            self.forget(list(self._chunks[number].used))
+            self.free(list(self._chunks[number].used))
 
     def _runs(self, slots: Sequence[int], *, fresh: bool) -> Iterator[tuple[int, int, Tensor]]:
-        """Cut `slots` where they do not follow one another in memory -> (begin, end, that memory)."""
+        """Cut `slots` into runs that are contiguous in memory -> (begin, end, that memory)."""
         begin = 0
         while begin < len(slots):
             first, end = slots[begin], begin + 1
             number, offset = divmod(first, self._slots_per_chunk)
-            longest = min(self.slots_per_piece, self._slots_per_chunk - offset)
+            longest = min(self._slots_per_piece, self._slots_per_chunk - offset)
             while end < len(slots) and end - begin < longest and slots[end] == first + end - begin:
                 end += 1
             run = slots[begin:end]
@@ -125,29 +119,25 @@ class HostArena:
             begin = end
 
     def _chunk(self, number: int, last_slot: int) -> _Chunk:
-        assert self.max_slots is None or last_slot < self.max_slots, (
-            f"host slot {last_slot} of {self.max_slots}: the buffer has no such slot"
-        )
+        assert last_slot < self._max_slots, f"host slot {last_slot} of {self._max_slots}: the buffer has no such slot"
         if number not in self._chunks:
-            size = self._slots_per_chunk
-            if self.max_slots is not None:
-                size = min(size, self.max_slots - number * size)
-            region = host_region(self._pipeline, size * self.slot_bytes)
+            size = min(self._slots_per_chunk, self._max_slots - number * self._slots_per_chunk)
+            region = host_region(self._pipeline, size * self._slot_bytes)
             slots_SX = region.tensor.view(self._dtype).view(size, *self._slot_shape)
             self._chunks[number] = _Chunk(region, slots_SX)
         return self._chunks[number]
 
 
 def host_region(pipeline: CopyPipeline | None, num_bytes: int) -> MappedRegion | PinnedRegion:
-    """Host memory for copies of a pool, bytes. Raises MemoryError."""
+    """Host memory for copies of a pool, [num_bytes] uint8. Raises MemoryError."""
     if pipeline is None:
         return MappedRegion((num_bytes,), torch.uint8, keep_mapping=False)
-    return PinnedRegion(pipeline.host, num_bytes)
+    return PinnedRegion(pipeline.pinned, num_bytes)
 
 
 def device_index(pipeline: CopyPipeline | None, places: Sequence[int]) -> Tensor:
-    """int64, where the pool is."""
-    return torch.tensor(places, dtype=torch.int64) if pipeline is None else pipeline.lane.upload(places)
+    """The numbers as int64, where the pool is."""
+    return torch.tensor(places, dtype=torch.int64) if pipeline is None else pipeline.streams.upload(places)
 
 
 def slots_per_chunk(slot_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""A restore under way: what steps may use already, and what has to be kept until all of it is there.
+"""A restore whose copies still run: layers that steps may use already, and layers they have to wait for.
 
-bus      layer 0 | layer 1 | layer 2 | layer 3 |
-scatter           layer 0 | layer 1 | layer 2 | layer 3 |
-steps                      [0 . . . .][1 . . . ]   [2 . . . .][3 . . . .]      a layer waits for its own mark alone
+copy     layer 0 | layer 1 | layer 2 | layer 3 |                               host -> staging buffer on the device
+scatter           layer 0 | layer 1 | layer 2 | layer 3 |                      staging buffer -> pool
+steps                      [0 . . . .][1 . . . ]   [2 . . . .][3 . . . .]      a layer waits only for its own event
 """
 
 from __future__ import annotations
@@ -12,51 +12,48 @@ from typing import Any
 from torch import Tensor
 
 from megatron_infer.memory.copy_pipeline import DeviceStreams, Stream
-from megatron_infer.memory.store_layout import StateTensors
-
-Layer = tuple[str, int]
-"""("blocks" or "states", number of the layer among those that have them)."""
+from megatron_infer.memory.store_layout import Layer, StateTensors
 
 
 class LayerwiseRestore:
-    """Marks of layers on their way to the device. Nothing here makes the host wait but `finish`."""
+    """An event for each layer that is on its way to the device. Only `finish` makes the host wait."""
 
-    def __init__(self, lane: DeviceStreams, kv_cache: Tensor, states: StateTensors | None) -> None:
-        """Copies may begin: they come behind what the steps' stream has by now."""
-        self._lane = lane
+    def __init__(self, streams: DeviceStreams, kv_cache: Tensor, states: StateTensors | None) -> None:
+        """Copies may be enqueued from now on: they run behind what the steps' stream has by now."""
+        self._streams = streams
         self.kv_cache, self.states = kv_cache, states
-        """For who awaits each layer."""
-        for on in (Stream.BUS, Stream.SCATTER):
-            lane.hold(lane.mark(Stream.STEPS), on)
-        self._first = self._last = lane.mark(Stream.BUS)
-        self._marks: dict[Layer, Any] = {}
+        """The restored pools, for a caller that waits for each layer before it uses that layer."""
+        for on in (Stream.COPY, Stream.SCATTER):
+            streams.wait_event(streams.record_event(Stream.STEPS), on)
+        self._first = self._last = streams.record_event(Stream.COPY)
+        self._events: dict[Layer, Any] = {}
 
     @property
-    def is_awaited(self) -> bool:
-        """Whatever the steps' stream gets from now on finds every layer there."""
-        return not self._marks
+    def needs_no_wait(self) -> bool:
+        """The steps' stream already waits for every layer: work enqueued there from now on finds all of them."""
+        return not self._events
 
-    def landed(self, layer: Layer) -> None:
-        """All copies of this layer have been enqueued."""
-        self._last = self._marks[layer] = self._lane.mark(Stream.SCATTER)
+    def record_layer(self, layer: Layer) -> None:
+        """Call when all copies of this layer have been enqueued."""
+        self._last = self._events[layer] = self._streams.record_event(Stream.SCATTER)
 
-    def await_layer(self, layer: Layer) -> None:
-        """What the steps' stream gets from now on comes behind this layer's arrival."""
-        mark = self._marks.get(layer)
-        if mark is not None:
-            self._lane.hold(mark, Stream.STEPS)
-            del self._marks[layer]  # not before: an interrupt in between would lose the wait
+    def wait_for_layer(self, layer: Layer) -> None:
+        """Work enqueued on the steps' stream from now on runs behind the copies of this layer."""
+        event = self._events.get(layer)
+        if event is not None:
+            self._streams.wait_event(event, Stream.STEPS)
+            del self._events[layer]  # only now: an interrupt in between would lose the wait
 
-    def await_all(self) -> None:
-        """The same for all layers."""
-        if self._marks:
-            self._lane.hold(self._last, Stream.STEPS)
-            self._marks.clear()
+    def wait_for_all(self) -> None:
+        """Work enqueued on the steps' stream from now on runs behind the copies of all layers."""
+        if self._events:
+            self._streams.wait_event(self._last, Stream.STEPS)
+            self._events.clear()
 
     def is_done(self) -> bool:
         """Whether the device has all layers."""
-        return self._lane.is_done(self._last)
+        return self._streams.is_done(self._last)
 
     def finish(self) -> float:
         """Wait for all layers -> seconds that their copies took, by the device's clock."""
-        return self._lane.seconds(self._first, self._last)
+        return self._streams.seconds(self._first, self._last)

@@ -1,34 +1,38 @@
 """The large tensors: KV cache and recurrent states. Knows bytes and devices, not who owns a block or a state.
 
                     one region of bytes                   offload(blocks, states)
-    [ KV: layers, 2, num_blocks, B, K, H | states ]  ------------------------------>  host copy
-                                                     <------------------------------  restore(keep): the rest undefined
-                                                      release(): nothing is left
+    [ KV: layers, 2, num_blocks, B, K, H | states ]  ------------------------------>  host copy (SuspendCopy)
+         ^                                           <------------------------------  restore(keep): the rest undefined
+         |                                            release(): nothing is left
+         +-- run_copies --> host slots of each pool: blocks and states of evicted requests, while the pools are in use
 
-One region, so that its memory goes and comes back whole or not at all. What was in it goes and comes layer by layer, in
-the order in which steps use them: with a pipeline (CUDA) `restore` returns while the copies run, see
-`memory.layerwise_restore`.
+One region, so that its memory is given back and taken again whole or not at all. Its content is copied layer by layer,
+in the order in which steps use the layers: with a pipeline (CUDA) `restore` returns while the copies run. Until they
+are done everything here but `pending_restore` runs, on the device, behind all of them; a step asks `pending_restore`
+and waits layer by layer (see `memory.layerwise_restore`).
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.context.copies import Copy, CopyKind
+from megatron_infer.errors import StateReleased
 from megatron_infer.kernels.kv_rounding import movable
-from megatron_infer.memory.copy_pipeline import CopyPipeline, Stopwatch, make_pipeline
-from megatron_infer.memory.host_arena import Tick
+from megatron_infer.memory.copy_pipeline import make_pipeline
+from megatron_infer.memory.host_arena import Progress, device_index
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
 from megatron_infer.memory.pool import PoolMemory
-from megatron_infer.memory.regions.choose import make_region, wait
-from megatron_infer.memory.store_content import PoolContent
-from megatron_infer.memory.store_layout import StateTensors as StateTensors
-from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.memory.regions.choose import Region, wait
+from megatron_infer.memory.store_layout import StateTensors, StoreLayout
+from megatron_infer.memory.suspend_copy import Places, SuspendCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +41,12 @@ class StoreReport:
 
     seconds: float
     bytes_copied: int
-    """Between pool and host copy."""
+    """Bytes copied between the pools and the host copy."""
     bytes_freed: int
-    """Of the memory the pool is in, measured: before minus after, negative where it was taken. On a CPU the host copy
-    is in the same memory and counts against it."""
+    """Bytes in use before minus after, measured in the memory that the pools are in; negative where memory was taken.
+    On a CPU the host copy is in the same memory and counts against it."""
     bytes_resident: int
-    """What the pool takes now."""
+    """Memory the pools take now."""
     num_blocks: int
     """Blocks copied."""
     num_states: int
@@ -50,87 +54,53 @@ class StoreReport:
     copy_s: float
     """Seconds in which they were copied, by the device's clock where it is not the CPU; 0.0: see bytes_under_way."""
     bytes_under_way: int = 0
-    """Of bytes_copied, when `seconds` were over; how long they take is `PoolContent.arrived_s` later."""
+    """The part of bytes_copied that was still being copied when `seconds` were over; how long that takes is
+    `StateStore.restore_copy_s` later."""
 
 
-class StateStore(PoolContent):
-    """Holds `kv_cache` [layers, 2, num_blocks, B, K, H] and `states`. On a CPU an untouched page costs nothing.
+class StateStore:
+    """Owns the memory of both pools, KV blocks and recurrent states, and what of them was copied to the host.
 
-    Without attention layers blocks only name positions: they have no memory, and copying them does nothing. So it is
-    with states in a pipeline stage without Mamba layers.
-    Not to be kept: over a release the tensors may change, so ask for them again at each step.
+    The tensors are `kv_cache` [layers, 2, num_blocks, B, K, H] and `states`. Do not keep them: over a release they may
+    change, so ask again at each step. On a CPU an untouched page costs nothing.
+
+    Without attention layers blocks only name positions: they have no memory, and copying them does nothing. The same
+    holds for states in a pipeline stage without Mamba layers.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        static_pointers: bool,
-        unified_memory: bool,
-        spill_bytes: int = 0,
-        num_host_slots: int = 0,
-        state: StateShape | None = None,
-        num_state_slots: int = 0,
-        num_host_states: int = 0,
-        dummy_state_slot: int | None = None,
-        layer_order: Sequence[str] | None = None,
-    ) -> None:
-        """num_layers: attention layers, 0 or more. spill_bytes: of unified memory, what may lie beyond the device's.
-        dummy_state_slot: the slot that padding may write to. layer_order: "blocks" for an attention layer, "states" for
-        a Mamba layer, as a step comes to them; None: attention first."""
-        self._layout = layout = StoreLayout(
-            kv_shape=(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim),
-            dtype=dtype,
-            state=state,
-            num_state_slots=num_state_slots,
-        )
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.dummy_block = num_blocks - 1
-        self.block_bytes = layout.block_bytes
-        self.state, self.num_state_slots = state, num_state_slots
-        num_mixers = 0 if state is None else state.num_layers
-        in_order = ["blocks"] * num_layers + ["states"] * num_mixers if layer_order is None else layer_order
-        assert (in_order.count("blocks"), in_order.count("states")) == (num_layers, num_mixers), in_order
-        self._order = [(kind, in_order[:i].count(kind)) for i, kind in enumerate(in_order)]
-        self._device, pipeline = device, make_pipeline(device)
-        kv, states = None, None
-        if self.block_bytes:
-            kv = PoolMemory(
-                "blocks",
-                layout.block_shape,
-                movable(torch.empty(0, dtype=dtype)).dtype,
-                num_places=num_blocks,
-                dummy=self.dummy_block,
-                device=device,
-                num_host_slots=num_host_slots,
-                pipeline=pipeline,
-            )
-        if state is not None:
-            states = _state_memory(state, num_state_slots, dummy_state_slot, device, num_host_states, pipeline)
-        super().__init__(kv, states, pipeline)
-        self.num_bytes = layout.num_bytes
-        """Bytes of the pools when every page of them is touched."""
-        self._region = make_region(
-            (max(self.num_bytes, 1),),
-            torch.uint8,
-            device,
-            static_pointers=static_pointers,
-            unified_memory=unified_memory,
-            spill_bytes=spill_bytes,
-        )
+    def __init__(self, layout: StoreLayout, region: Region, host_slots: tuple[int, int] = (0, 0)) -> None:
+        """region: memory for `layout.num_bytes`, which the store owns from now on. host_slots: places on the host for
+        (blocks, states) that are swapped out."""
+        self.layout, self._region = layout, region
+        self._device = region.tensor.device
+        self._pipeline = make_pipeline(self._device)
+        self._blocks: PoolMemory | None = None
+        self._states: PoolMemory | None = None
+        make = partial(PoolMemory, device=self._device, pipeline=self._pipeline)
+        if layout.block_bytes:
+            dtype, dummy = movable(torch.empty(0, dtype=layout.dtype)).dtype, layout.dummy_block
+            self._blocks = make("blocks", layout.block_shape, dtype, dummy=dummy, num_host_slots=host_slots[0])
+        if layout.dummy_state_slot is not None:
+            # As words: torch copies elements of eight bytes several times faster than eight elements of one.
+            words, dummy = (layout.state_bytes // 8,), layout.dummy_state_slot
+            self._states = make("states", words, torch.int64, dummy=dummy, num_host_slots=host_slots[1])
+        self._pools = [pool for pool in (self._blocks, self._states) if pool is not None]
+        self._host_copy = SuspendCopy(self._pools, layout.layers, self._pipeline)
+        self._kv_cache: Tensor | None = None
+        """None while the pools have no memory."""
         self._state_tensors: StateTensors | None = None
-        if pipeline is not None:  # who drops the store drops memory that its streams may still write to
-            weakref.finalize(self, wait, device).atexit = False
+        if self._pipeline is not None:  # a dropped store gives back memory that its streams may still write to
+            weakref.finalize(self, wait, self._device).atexit = False
         self._bind()
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ what steps use
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """[layers, 2, num_blocks, B, K, H]. Raises StateReleased between release (or offload) and restore."""
+        self._check_held()
+        assert self._kv_cache is not None
+        return self._kv_cache
 
     @property
     def states(self) -> StateTensors | None:
@@ -140,162 +110,240 @@ class StateStore(PoolContent):
 
     @property
     def addresses_stable(self) -> bool:
-        """`kv_cache` and `states` keep their data pointers over release and restore: what was captured with them in it
-        may be replayed. Where the addresses cannot be had again `restore` fails; it takes no others."""
+        """`kv_cache` and `states` keep their data pointers over release and restore, so that CUDA graphs captured with
+        them may be replayed. Where the same addresses cannot be had again `restore` fails; it takes no others."""
         return self._region.addresses_stable
+
+    @property
+    def is_released(self) -> bool:
+        return self._kv_cache is None
+
+    def pending_restore(self) -> LayerwiseRestore | None:
+        """The restore whose layers the next step has to wait for, each before it is used; None: all are there.
+
+        Does not wait for the device; drops the host copy once the restore is done.
+        """
+        restore = self._host_copy.pending
+        if restore is not None and restore.is_done():
+            self._host_copy.finish()
+            restore = None
+        return None if restore is None or restore.needs_no_wait else restore
+
+    @property
+    def restore_copy_s(self) -> float | None:
+        """Seconds that the copies of the last restore took, by the device's clock where it is not the CPU; None while
+        they may still run, and before the first restore."""
+        return self._host_copy.reload_s
+
+    def _check_held(self) -> None:
+        """Raise StateReleased without memory; else order the steps' stream behind all that a restore still copies."""
+        if self._kv_cache is None:
+            raise _released(self._host_copy)
+        if self._host_copy.pending is not None:
+            self._host_copy.pending.wait_for_all()
+
+    # ------------------------------------------------------------------ memory given back and taken again
+
+    def release(self, progress: Progress) -> StoreReport:
+        """Give the pools' memory back; all content is lost. When it raises (`progress` may), nothing was given back."""
+        start, before = time.perf_counter(), self._pool_memory_bytes()
+        self._check_held()
+        self._host_copy.finish()
+        progress("release the cache")
+        self._region.release()
+        self._unbind()
+        return self._report(start, before, {})
+
+    def offload(self, blocks: Sequence[int], progress: Progress, *, state_slots: Sequence[int] = ()) -> StoreReport:
+        """Copy exactly these blocks and states to the host, then give the pools' memory back.
+
+        When anything raises on the way (`progress`, no host memory), the pools are as before and there is no host copy.
+        """
+        start, before = time.perf_counter(), self._pool_memory_bytes()
+        self._check_held()
+        self._host_copy.finish()
+        places = self._places(blocks, state_slots)
+        try:
+            copy_s = self._host_copy.offload(places, progress)
+            wait(self._device)
+            progress("release the cache")
+            self._region.release()
+        except BaseException:
+            self._host_copy.drop_staging()
+            wait(self._device)  # nothing may read or write the memory that is given back here
+            self._host_copy.drop()
+            raise
+        self._unbind()
+        return self._report(start, before, places, copy_s)
+
+    def restore(self, keep: Set[int], progress: Progress, *, keep_states: Set[int] = frozenset()) -> StoreReport:
+        """Take memory for the pools again, zero the dummies, copy back offloaded blocks in `keep` and states in
+        `keep_states`. The rest of the pools is undefined, the rest of the host copy is dropped.
+
+        With a pipeline the copies may still run afterwards; the device orders each use of a layer behind its copies.
+        When anything raises on the way (`progress`, MemoryError, torch.OutOfMemoryError) the store is still released
+        and still has its host copy: try again.
+        """
+        assert self.is_released, "the cache is not released"
+        places = self._places(keep, keep_states)
+        self._host_copy.check_holds(places)
+        start, before = time.perf_counter(), self._pool_memory_bytes()
+        progress("allocate the cache")
+        self._region.restore()
+        try:
+            self._host_copy.reload(places, *self._bind(), progress)
+        except BaseException:
+            self._host_copy.abandon_reload()
+            wait(self._device)  # nothing may write to the memory that is given back here
+            self._region.release()
+            self._unbind()
+            raise
+        return self._report(start, before, places, self._host_copy.end_if_done())
+
+    def drop_host_copy(self) -> int:
+        """Drop the host copy of an offload -> bytes given back; the next restore gives empty pools."""
+        before = self.host_bytes()
+        self._host_copy.finish()
+        self._host_copy.drop()
+        return before - self.host_bytes()
+
+    def allow_migration(self) -> None:
+        """Until `prefetch`, while no step runs: pages of unified memory may leave the device with their content."""
+        self._check_held()
+        self._host_copy.finish()
+        self._region.allow_migration()
+
+    def prefetch(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:
+        """Bring these blocks and states back to the device -> bytes asked for, those that never left included."""
+        self._check_held()
+        return self._region.prefetch(self.layout.ranges(blocks, state_slots))
 
     def resident_bytes(self) -> int:
         """Bytes the pools take now (see `Region.resident_bytes`)."""
         return self._region.resident_bytes()
 
-    # ------------------------------------------------------------------ giving memory back
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken now by the copy of an offload and by swapped-out blocks and states (on CUDA: by
+        all host slots)."""
+        return self._host_copy.resident_bytes() + sum(pool.host_bytes() for pool in self._pools)
 
-    def release(self, tick: Tick) -> StoreReport:
-        """Give the pools' memory back; all content is lost. Raises what `tick` raises, then nothing is."""
-        start, before = time.perf_counter(), self._pool_memory_bytes()
-        self._check_held()
-        self._finish_arrival()
-        tick("release the cache")
-        self._region.release()
-        self._unbind()
-        return self._report(start, before)
+    def idle_host_bytes(self) -> int:
+        """Pinned host memory kept for the next offload."""
+        return 0 if self._pipeline is None else self._pipeline.pinned.idle_bytes()
 
-    def offload(self, blocks: Sequence[int], tick: Tick, *, state_slots: Sequence[int] = ()) -> StoreReport:
-        """Copy exactly these blocks and states to the host, then give the pools' memory back.
+    def trim_host(self, keep_bytes: int | None = None) -> int:
+        """Unpin idle host memory beyond keep_bytes (None: a small share of the machine's) -> bytes unpinned."""
+        return 0 if self._pipeline is None else self._pipeline.pinned.trim(keep_bytes)
 
-        Whatever raises on the way (`tick`, no host memory) leaves the pools as they were and no host copy.
+    # ------------------------------------------------------------------ content
+
+    def run_copies(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks and states within the pools, to host slots and back, with the result of doing one copy after the
+        other. Blocks or states that only other pipeline stages keep are left out.
+
+        On CUDA they are enqueued on the current stream and nothing waits. Raises MemoryError when the host has no
+        room for all host slots.
         """
-        start, before = time.perf_counter(), self._pool_memory_bytes()
+        if not copies:
+            return
         self._check_held()
-        self._finish_arrival()
-        work = self._places(blocks, state_slots)
-        try:
-            watch = Stopwatch(self._pipeline)
-            for pool, places in work.values():
-                pool.begin_copy(places)
-            for kind, layer in self._order:
-                if kind in work:
-                    work[kind][0].copy_out(layer, tick)
-            copy_s = watch.stop()
-            self._drop_staging()
-            wait(self._device)
-            tick("release the cache")
-            self._region.release()
-        except BaseException:
-            self._drop_staging()
-            wait(self._device)  # nothing reads or writes what is given back here
-            for pool in self._pools:
-                pool.drop_copy()
-            raise
-        self._unbind()
-        kept = _kept(self._blocks), _kept(self._states)
-        return self._report(start, before, num_blocks=kept[0], num_states=kept[1], copy_s=copy_s)
+        for kind, group in _groups(copies):
+            pool = self._blocks if kind in _OF_BLOCKS else self._states
+            if pool is None:
+                continue
+            if kind is CopyKind.BLOCK:
+                self._copy_blocks(group)
+            else:
+                _run(pool, kind, group)
 
-    def drop_copy(self) -> int:
-        """Give up what an offload kept on the host -> bytes given back; the next restore brings empty pools."""
-        before = self.host_bytes()
-        self._finish_arrival()
+    def free_host_slots(self, blocks: Iterable[int] = (), states: Iterable[int] = ()) -> None:
+        """Drop what these host slots of blocks and of states hold; slots that were never written are fine."""
+        for pool, slots in ((self._blocks, blocks), (self._states, states)):
+            if pool is not None:
+                pool.free_host_slots(slots)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of blocks on the host, [len(blocks), layers, 2, B, K, H]."""
+        return self._held(self._blocks).read(blocks).view(self.layout.dtype)
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        """Put what `read_blocks` gave (same layout) into `blocks`."""
+        self._held(self._blocks).write(blocks, movable(content))
+
+    def read_states(self, slots: Sequence[int]) -> Tensor:
+        """A copy of state slots on the host, bytes [len(slots), slot_bytes]."""
+        return self._held(self._states).read(slots).view(torch.uint8)
+
+    def write_states(self, slots: Sequence[int], content: Tensor) -> None:
+        """Put what `read_states` gave into `slots`."""
+        slot_bytes = self.layout.state_bytes
+        assert content.shape == (len(slots), slot_bytes), f"{tuple(content.shape)}, slots of {slot_bytes:,}"
+        self._held(self._states).write(slots, content.contiguous().view(torch.int64))
+
+    def measure_copies(self) -> None:
+        """Measure both of the following now, on the dummies."""
+        self._check_held()
         for pool in self._pools:
-            pool.drop_copy()
-        return before - self.host_bytes()
+            pool.measure_copy_s()
 
-    def restore(self, keep: Set[int], tick: Tick, *, keep_states: Set[int] = frozenset()) -> StoreReport:
-        """Memory for the pools again, the dummies zeroed, offloaded blocks in `keep` and states in `keep_states` as
-        they were; the rest of the pools is undefined, the rest of the host copy is dropped.
+    @property
+    def copy_s_per_block(self) -> float:
+        """Seconds to copy one block to the host or back, as last measured or seen; 0.0 before, and without memory."""
+        return 0.0 if self._blocks is None else self._blocks.copy_s
 
-        With a pipeline the copies may still run afterwards: on the device, whoever uses a layer comes behind its
-        arrival. Whatever raises on the way (`tick`, MemoryError, torch.OutOfMemoryError) leaves it released with its
-        host copy: try again.
-        """
-        assert self.is_released, "the cache is not released"
-        work = self._places(keep, keep_states)
-        for pool, places in work.values():
-            pool.check_kept(set(places))
-        start, before = time.perf_counter(), self._pool_memory_bytes()
-        tick("allocate the cache")
-        self._region.restore()
-        try:
-            self._bind()
-            copy_s = self._bring_back(work, tick)
-        except BaseException:
-            self._arrival = None
-            self._drop_staging()
-            wait(self._device)  # nothing writes to what is given back here
-            self._region.release()
-            self._unbind()
-            raise
-        if self._arrival is None:
-            self.arrived_s = copy_s
-            self._let_go()
-        elif self._arrival.is_done():
-            copy_s = self._finish_arrival()
-        num_blocks, num_states = (len(keep) if self._blocks else 0), len(keep_states)
-        return self._report(start, before, num_blocks=num_blocks, num_states=num_states, copy_s=copy_s)
-
-    def lend(self) -> None:
-        """Nobody runs for a while, all content is wanted: unified memory may leave the device as others need room."""
-        self._check_held()
-        self._finish_arrival()
-        self._region.lend()
-
-    def settle(self, blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> int:
-        """The end of `lend`: call these blocks and states in -> bytes asked for, those present among them."""
-        self._check_held()
-        return self._region.settle(self._layout.ranges(blocks, state_slots))
+    @property
+    def copy_s_per_state(self) -> float:
+        """Seconds to copy one state to the host or back, as last measured or seen; 0.0 before, and without states."""
+        return 0.0 if self._states is None else self._states.copy_s
 
     # ------------------------------------------------------------------ parts
 
-    def _bind(self) -> None:
-        """Make the views of a region that has just got its memory."""
-        region = self._region.tensor
+    def _copy_blocks(self, copies: Sequence[Copy]) -> None:
+        """Copy whole blocks in every layer; no destination comes twice or is a source, so order does not matter."""
+        cache = movable(self.kv_cache)
+        index = device_index(self._pipeline, [place for copy in copies for place in copy[1:]])
+        cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
+
+    def _held(self, pool: PoolMemory | None) -> PoolMemory:
+        """A pool that can be read and written now."""
+        self._check_held()
+        assert pool is not None, "this rank has no layers of the kind that keeps these"
+        return pool
+
+    def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Places:
+        """Places by the noun of their pool, where there are any; those without memory are left out."""
+        both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
+        return {pool.noun: places for pool, places in both if pool is not None and places}
+
+    def _bind(self) -> tuple[Tensor, StateTensors | None]:
+        """Make the views of a region that has just got its memory -> (kv_cache, states)."""
+        region_X, layout = self._region.tensor, self.layout
         with torch.inference_mode(False):  # they outlive the step that may be running
-            if self._states is not None and self.state is not None:
-                slots_SX = self._layout.slots(region)
-                self._states.bind(slots_SX.view(torch.int64), self._layout.state_layers(slots_SX))
-                self._state_tensors = StateTensors(slots_SX, self.state)
-            cache = self._layout.cache(region)
+            if self._states is not None and layout.state is not None:
+                slots_SX = layout.slots(region_X)
+                self._states.bind(slots_SX.view(torch.int64), layout.state_layers(slots_SX))
+                self._state_tensors = StateTensors(slots_SX, layout.state)
+            cache = layout.cache(region_X)
             if self._blocks is not None:
                 content = movable(cache)
-                self._blocks.bind(content.permute(2, 0, 1, 3, 4, 5), self._layout.block_layers(content))
+                self._blocks.bind(content.permute(2, 0, 1, 3, 4, 5), layout.block_layers(content))
             self._kv_cache = cache
-
-    def _bring_back(self, work: dict[str, tuple[PoolMemory, list[int]]], tick: Tick) -> float:
-        """Copy the host copy back -> seconds it took; 0.0 with a pipeline, which has then only begun."""
-        start, arrival = time.perf_counter(), None
-        for pool, places in work.values():
-            pool.begin_return(set(places))
-        if self._pipeline is not None and work:
-            assert self._kv_cache is not None
-            arrival = LayerwiseRestore(self._pipeline.lane, self._kv_cache, self._state_tensors)
-        for kind, layer in self._order:
-            if kind in work:
-                work[kind][0].copy_back(layer, tick)
-                if arrival is not None:
-                    arrival.landed((kind, layer))
-        if arrival is None:
-            return time.perf_counter() - start
-        self._arrival, self.arrived_s = arrival, None
-        return 0.0
+        return cache, self._state_tensors
 
     def _unbind(self) -> None:
         self._kv_cache = self._state_tensors = None
         for pool in self._pools:
             pool.unbind()
 
-    def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> dict[str, tuple[PoolMemory, list[int]]]:
-        """Which places of which pool, by its noun, where there are any; those without memory are left out."""
-        both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
-        return {pool.noun: (pool, places) for pool, places in both if pool is not None and places}
-
     def _pool_memory_bytes(self) -> int:
         """Bytes taken of the memory that the pools are in."""
         shared = self._device.type == "cpu"
-        return self._region.resident_bytes() + (sum(pool.kept_bytes() for pool in self._pools) if shared else 0)
+        return self._region.resident_bytes() + (self._host_copy.resident_bytes() if shared else 0)
 
-    def _report(
-        self, start: float, before: int, *, num_blocks: int = 0, num_states: int = 0, copy_s: float = 0.0
-    ) -> StoreReport:
-        num_bytes = num_blocks * self.block_bytes + num_states * self._layout.state_bytes
+    def _report(self, start: float, before: int, places: Places, copy_s: float = 0.0) -> StoreReport:
+        """start, before: time and memory when the command began. places: what was copied."""
+        num_blocks, num_states = len(places.get("blocks", ())), len(places.get("states", ()))
+        num_bytes = num_blocks * self.layout.block_bytes + num_states * self.layout.state_bytes
         return StoreReport(
             seconds=time.perf_counter() - start,
             bytes_copied=num_bytes,
@@ -304,32 +352,47 @@ class StateStore(PoolContent):
             num_blocks=num_blocks,
             num_states=num_states,
             copy_s=copy_s,
-            bytes_under_way=0 if self._arrival is None else num_bytes,
+            bytes_under_way=0 if self._host_copy.pending is None else num_bytes,
         )
 
 
-def _state_memory(
-    state: StateShape,
-    num_slots: int,
-    dummy: int | None,
-    device: torch.device,
-    num_host_states: int,
-    pipeline: CopyPipeline | None,
-) -> PoolMemory:
-    assert dummy is not None and 0 <= dummy < num_slots, f"dummy state slot {dummy} of {num_slots}"
-    # Moved as words: torch copies elements of eight bytes several times faster than eight of one.
-    words = (state.slot_bytes // 8,)
-    return PoolMemory(
-        "states",
-        words,
-        torch.int64,
-        num_places=num_slots,
-        dummy=dummy,
-        device=device,
-        num_host_slots=num_host_states,
-        pipeline=pipeline,
+def _released(host_copy: SuspendCopy) -> StateReleased:
+    kept = ", ".join(f"{count:,} {noun}" for noun, count in host_copy.num_places().items())
+    return StateReleased(
+        f"the cache is released ({kept} of it are kept on the host); resume before anything that reads or writes it"
     )
 
 
-def _kept(pool: PoolMemory | None) -> int:
-    return 0 if pool is None else pool.num_kept
+def _run(pool: PoolMemory, kind: CopyKind, group: list[Copy]) -> None:
+    """Carry out a group of `_groups`, but for copies of blocks to blocks."""
+    if kind is CopyKind.STATE:
+        pool.copy((copy.source, copy.destination) for copy in group)
+    elif kind in _OUT:  # by host slot: neighbours are copied as one
+        group.sort(key=lambda copy: copy.destination)
+        pool.swap_out([copy.source for copy in group], [copy.destination for copy in group])
+    else:
+        group.sort(key=lambda copy: copy.source)
+        pool.swap_in([copy.destination for copy in group], [copy.source for copy in group])
+
+
+def _groups(copies: Sequence[Copy]) -> Iterator[tuple[CopyKind, list[Copy]]]:
+    """Cut copies into runs of one kind, (kind, copies), in which no copy depends on one before: their order is free.
+
+    Copies within the state pool are done one after the other, so a run of them is not cut.
+    """
+    group: list[Copy] = []
+    targets: set[int] = set()
+    for copy in copies:
+        kind, source, destination = copy
+        depends = destination in targets or (kind is CopyKind.BLOCK and source in targets)
+        if group and (group[0].kind is not kind or (depends and kind is not CopyKind.STATE)):
+            yield group[0].kind, group
+            group, targets = [], set()
+        group.append(copy)
+        targets.add(destination)
+    if group:
+        yield group[0].kind, group
+
+
+_OF_BLOCKS = (CopyKind.BLOCK, CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)
+_OUT = (CopyKind.BLOCK_OUT, CopyKind.STATE_OUT)

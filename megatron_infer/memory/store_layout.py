@@ -1,4 +1,4 @@
-"""Where in one region of bytes the KV cache and the recurrent states are.
+"""Where the KV cache and the recurrent states lie in one region of bytes.
 
     [ KV: layers, 2, num_blocks, B, K, H | up to a page | states: slots, bytes of a slot ]
 
@@ -8,28 +8,86 @@ Shape legend: S state slots, L Mamba layers, C channels, W taps, H heads, P head
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import ModelShape, StateShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.kernels.ssm import LayerStates
 
 PAGE_BYTES = 4096
 """States begin on a page of their own, so that neither pool's pages hold the other's content."""
+Layer = tuple[str, int]
+"""("blocks" or "states", number of the layer among those that have them)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLayout:
-    """Sizes and views of the two pools."""
+    """Sizes of the two pools, their places in the region, and views of them."""
 
     kv_shape: tuple[int, int, int, int, int, int]
-    """[layers, 2, num_blocks, B, K, H]"""
+    """[layers, 2, num_blocks, B, K, H]; layers: attention layers, 0 or more."""
     dtype: torch.dtype
-    state: StateShape | None
-    num_state_slots: int
+    """The dtype of keys and values."""
+    state: StateShape | None = None
+    num_state_slots: int = 0
+    dummy_state_slot: int | None = None
+    """The slot that padding may write to; None without states."""
+    layer_order: Sequence[str] | None = None
+    """"blocks" for an attention layer, "states" for a Mamba layer, in the order in which a step runs them; None:
+    attention first."""
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, sizes: ResolvedSizes, *, dtype: torch.dtype, layer_order: Sequence[str]
+    ) -> StoreLayout:
+        """dtype: of keys and values."""
+        return cls(
+            kv_shape=(
+                shape.num_attention_layers,
+                2,
+                sizes.num_blocks,
+                sizes.block_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+            ),
+            dtype=dtype,
+            state=shape.state,
+            num_state_slots=sizes.num_state_slots,
+            dummy_state_slot=None if shape.state is None else sizes.max_requests,
+            layer_order=layer_order,
+        )
+
+    def __post_init__(self) -> None:
+        dummy, num_slots = self.dummy_state_slot, self.num_state_slots
+        if self.state is not None:
+            assert dummy is not None and 0 <= dummy < num_slots, f"dummy state slot {dummy} of {num_slots}"
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that keep something, in the order in which a step runs them."""
+        counts = Counter(blocks=self.kv_shape[0], states=0 if self.state is None else self.state.num_layers)
+        kinds = list(counts.elements() if self.layer_order is None else self.layer_order)
+        assert Counter(kinds) == counts, kinds
+        return [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv_shape[2]
+
+    @property
+    def dummy_block(self) -> int:
+        """The block that padding may write to: the last one."""
+        return self.num_blocks - 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.kv_shape[3]
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -39,25 +97,28 @@ class StoreLayout:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
         return math.prod(self.block_shape) * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one state slot."""
         return 0 if self.state is None else self.state.slot_bytes
 
     @property
     def state_start(self) -> int:
-        kv_bytes = self.kv_shape[2] * self.block_bytes
+        """The byte of the region at which the states begin."""
+        kv_bytes = self.num_blocks * self.block_bytes
         return kv_bytes if self.state is None else -(-kv_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self.state_start + self.num_state_slots * self.state_bytes
+        """Bytes of the region; at least 1, since no region is empty."""
+        return max(1, self.state_start + self.num_state_slots * self.state_bytes)
 
     def cache(self, region_X: Tensor) -> Tensor:
         """The KV cache in the region."""
-        return region_X[: self.kv_shape[2] * self.block_bytes].view(self.dtype).view(self.kv_shape)
+        return region_X[: self.num_blocks * self.block_bytes].view(self.dtype).view(self.kv_shape)
 
     def slots(self, region_X: Tensor) -> Tensor:
         """The state slots in the region, bytes [slots, slot_bytes]."""
@@ -68,7 +129,7 @@ class StoreLayout:
         return [[layer.transpose(0, 1)] for layer in cache]
 
     def state_layers(self, slots_SX: Tensor) -> list[list[Tensor]]:
-        """The slots' bytes by Mamba layer, in two parts, [slots, bytes] each; what pads them goes with the last."""
+        """The slots' bytes by Mamba layer, in two parts, [slots, bytes] each; padding belongs to the last layer's."""
         state = self.state
         assert state is not None
         conv = _edges(state.num_layers, 0, state.conv_bytes, state.conv_shape, state.conv_dtype)
@@ -78,9 +139,9 @@ class StoreLayout:
 
     def ranges(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(begin, end) of these blocks' and states' bytes; neighbours as one."""
-        num_lanes = self.kv_shape[0] * 2
+        num_arrays = self.kv_shape[0] * 2
         if self.block_bytes:
-            yield from _ranges(0, num_lanes, self.kv_shape[2], self.block_bytes // num_lanes, blocks)
+            yield from _ranges(0, num_arrays, self.num_blocks, self.block_bytes // num_arrays, blocks)
         if self.state is not None:
             yield from _ranges(self.state_start, 1, self.num_state_slots, self.state_bytes, state_slots)
 
@@ -116,11 +177,11 @@ def _typed(slots_SX: Tensor, start: int, shape: Sequence[int], dtype: torch.dtyp
 
 
 def _ranges(
-    start: int, num_lanes: int, num_places: int, place_bytes: int, places: Iterable[int]
+    start: int, num_arrays: int, num_places: int, place_bytes: int, places: Iterable[int]
 ) -> Iterator[tuple[int, int]]:
-    """(begin, end) of places in each of num_lanes lanes [num_places, place_bytes] from `start`.
+    """(begin, end) of places in each of num_arrays arrays [num_places, place_bytes], one behind the other from `start`.
 
-    Example: from 0, 2 lanes of 8 places of 10 bytes, places 1, 2 and 5 -> (10, 30), (50, 60), (90, 110), (130, 140).
+    Example: from 0, 2 arrays of 8 places of 10 bytes, places 1, 2 and 5 -> (10, 30), (50, 60), (90, 110), (130, 140).
     """
     runs: list[list[int]] = []
     for place in sorted(places):
@@ -128,6 +189,6 @@ def _ranges(
             runs[-1][1] += 1
         else:
             runs.append([place, place + 1])
-    for lane in range(num_lanes):
-        base = start + lane * num_places * place_bytes
+    for number in range(num_arrays):
+        base = start + number * num_places * place_bytes
         yield from ((base + first * place_bytes, base + end * place_bytes) for first, end in runs)

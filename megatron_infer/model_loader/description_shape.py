@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_infer.config.sizing import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
+from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
 from megatron_infer.errors import ConfigError
 from megatron_infer.model_loader.head_padding import divisible
 from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
-from megatron_infer.config.sizing import DTYPE_BYTES, ExpertShape, StateShape
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.models.layer_plan import LayerPlan

@@ -20,14 +20,14 @@ class Embedding:
 
 
 def params_for(pooling: str) -> SamplingParams:
-    """Of a request whose answer is `RequestOutput.pooled`. Raises RequestError for a pooling that there is not."""
+    """Parameters of a request that returns `RequestOutput.pooled`. Raises RequestError for an unknown pooling."""
     return SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False, ignore_eos=True)
 
 
 def vector_of(output: RequestOutput, *, dimensions: int | None = None, normalize: bool = True) -> list[float]:
-    """The first `dimensions` components (None: all) of what was pooled, then of length 1 if `normalize`.
+    """The first `dimensions` components (None: all) of the pooled vector, scaled to length 1 if `normalize`.
 
-    Raises RequestError for more dimensions than there are, the request's own error, or InferenceError.
+    Raises RequestError for more dimensions than there are, the request's own error if it failed, or InferenceError.
     """
     if output.error is not None:
         raise output.error

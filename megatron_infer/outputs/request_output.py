@@ -1,4 +1,4 @@
-"""What a caller gets back; field names follow vLLM's RequestOutput and CompletionOutput so that scripts move over."""
+"""The outputs of a request; field names follow vLLM's RequestOutput and CompletionOutput, so that scripts work here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logprob:
-    """Log probability of one token: its rank among the vocabulary (1 = most likely) and its text."""
+    """Log probability of one token, its rank in the vocabulary (1: most likely) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -25,7 +25,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestEvent:
-    """Something that happened to a request; `time_s` on time.monotonic's clock."""
+    """An event of a request; `time_s` is on the clock of time.monotonic."""
 
     kind: str
     time_s: float
@@ -34,7 +34,7 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on time.monotonic's clock; None until it happened."""
+    """Times in seconds on the clock of time.monotonic; None until the event."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -57,7 +57,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n samples; text and token_ids are cumulative or new only, as its stream mode says."""
+    """One of a request's n sequences; text and token_ids are cumulative or new only, by the request's stream mode."""
 
     index: int
     text: str
@@ -67,21 +67,22 @@ class CompletionOutput:
     finish_reason: str | None = None
     """None while running, else "stop", "length", "abort" or "error"."""
     spans: list[VersionSpan] = field(default_factory=list)
-    """Which weights drew which of all tokens so far (in delta mode too), and which weights' keys and values they
-    attended to: [(first_token, policy_version, kv_version_min, kv_version_max)]."""
+    """The weight versions that drew the tokens so far (all tokens, in delta mode too), and the versions of the keys and
+    values they attended to: [(first_token, policy_version, kv_version_min, kv_version_max)]."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that matched; None for end of sequence."""
+    """The stop string or stop token id that matched; None for the end-of-sequence token."""
     raw_logprobs: list[float] | None = None
-    """return_sampled_logprobs: of each of token_ids under softmax of the model's logits."""
+    """With return_sampled_logprobs: the log probability of each of token_ids under softmax of the model's logits."""
     processed_logprobs: list[float] | None = None
-    """return_sampled_logprobs: of each of token_ids under the distribution it was drawn from, after penalties, bias,
-    allowed ids, temperature and filters; 0.0 where temperature is 0, as nothing else could be drawn."""
+    """With return_sampled_logprobs: the log probability of each of token_ids under the distribution it was drawn from,
+    after penalties, bias, allowed ids, temperature and filters; 0.0 where temperature is 0, since no other token could
+    be drawn."""
     support: TokenSupport | None = None
-    """return_support: the ids that each of token_ids was drawn among."""
+    """With return_support: the ids that each of token_ids was drawn among."""
     routing: np.ndarray | None = None
-    """return_routing, once the sample has ended: the experts of each computed position in each mixture-of-experts
-    layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Position p's are those of
-    the forward that computed it first; the last token was never an input."""
+    """With return_routing, once the sequence has ended: the experts of each computed position in each
+    mixture-of-experts layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Those
+    of position p are from the forward that computed it first; the last token was never an input."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -89,7 +90,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as it stands after a step."""
+    """The state of a request after a step."""
 
     request_id: str
     prompt: str | None
@@ -101,6 +102,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     error: InferenceError | None = None
-    """Why the request failed, when a sample's finish_reason is "error"."""
+    """Why the request failed, when the finish_reason of a sequence is "error"."""
     pooled: list[float] | None = None
-    """SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not normalised."""
+    """With SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not
+    normalised."""

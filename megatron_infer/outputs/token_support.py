@@ -1,4 +1,4 @@
-"""Which ids a token was drawn among: what exact importance ratios under top-k, top-p and min-p need."""
+"""The ids that a token was drawn among, which exact importance ratios under top-k, top-p and min-p need."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class TokenSupport:
-    """The ids that each token of a sample was drawn among, after top_k, top_p, min_p, allowed and bad ids.
+    """The ids that each token of a sequence was drawn among, after top_k, top_p, min_p, allowed and bad ids.
 
-    Token i has the words ids[offsets[i] : offsets[i + 1]]: none where nothing was cut and every id could be drawn;
-    else its ids, ascending, where they are fewer than the W = ceil(vocab_size / 32) words of a bitset; else that bitset
-    (id t is bit t % 32 of word t // 32). A token drawn with temperature 0 has itself alone.
+    Token i has the words ids[offsets[i] : offsets[i + 1]]: none where every id could be drawn; else its ids, ascending,
+    where they are fewer than the W = ceil(vocab_size / 32) words of a bitset; else that bitset (id t is bit t % 32 of
+    word t // 32). A token drawn with temperature 0 has only itself.
     """
 
     __slots__ = ("ids", "offsets", "vocab_size")
@@ -27,7 +27,7 @@ class TokenSupport:
 
     @classmethod
     def of_rows(cls, vocab_size: int, rows: Sequence[np.ndarray]) -> TokenSupport:
-        """rows: the words of each token, as `support_row` makes them."""
+        """rows: the words of each token, from `support_row`."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(vocab_size, offsets, np.concatenate([np.empty(0, np.int32), *rows]))
@@ -49,14 +49,14 @@ class TokenSupport:
         return f"TokenSupport({len(self)} tokens, {len(self.ids)} words, vocabulary of {self.vocab_size})"
 
     def words(self, position: int) -> np.ndarray:
-        """What is stored of one token; position -1 is the last."""
+        """The stored words of one token; position -1 is the last."""
         if not -len(self) <= position < len(self):
             raise IndexError(f"token {position} of {len(self)}")
         position %= len(self)
         return self.ids[self.offsets[position] : self.offsets[position + 1]]
 
     def rows(self) -> list[np.ndarray]:
-        """The words of every token: what `of_rows` takes."""
+        """The words of every token, as `of_rows` takes them."""
         return [self.words(position) for position in range(len(self))]
 
     def is_whole(self, position: int) -> bool:
@@ -81,7 +81,7 @@ class TokenSupport:
     def renormalise(self, logits: Tensor, position: int, *, temperature: float = 1.0) -> Tensor:
         """Log probabilities of a token's distribution from logits [..., vocab_size or more], differentiable.
 
-        -inf for what could not be drawn. Penalties and logit_bias are the caller's to apply before.
+        -inf for ids that could not be drawn. The caller applies penalties and logit_bias before.
         """
         import torch
 
@@ -91,7 +91,7 @@ class TokenSupport:
 
 
 def support_row(bits: np.ndarray, vocab_size: int) -> np.ndarray:
-    """A bitset (uint8, at least vocab_size bits, lowest first) in its smaller form: see TokenSupport."""
+    """The words of a bitset (uint8, at least vocab_size bits, lowest first) in the shorter form: see TokenSupport."""
     num_words = -(-vocab_size // 32)
     ids = np.unpackbits(bits, count=vocab_size, bitorder="little").nonzero()[0]
     if len(ids) < num_words:
@@ -101,7 +101,7 @@ def support_row(bits: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def lone_row(token: int, vocab_size: int) -> np.ndarray:
-    """As `support_row`, of one id."""
+    """The same as `support_row`, for a single id."""
     if vocab_size > 32:
         return np.array([token], dtype=np.int32)
     bit: np.ndarray = np.array([1 << token], dtype=np.uint32).view(np.int32)

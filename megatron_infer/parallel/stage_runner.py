@@ -107,7 +107,7 @@ class StageRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self.link, self._on_wait, self._alone_s = link, on_wait, alone_s
         self._lane = OrderedThread(f"stage {link.rank}")
-        self._lane.submit(self._device.take_thread)
+        self._lane.submit(self._device.make_current)
         self._inbox = self._lane if link.is_last else OrderedThread(f"stage {link.rank} inbox")
         self._routing_before, self.routing = self._all_routing()
         """Mixture-of-experts layers of the stages before; what is gathered up to this stage (None: nothing)."""

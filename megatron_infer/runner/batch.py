@@ -27,7 +27,7 @@ from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
 from megatron_infer.kernels.step_gather import Gather, StepTables, torch_gather
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
-from megatron_infer.memory.store import StateTensors
+from megatron_infer.memory.store_layout import StateTensors
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer, StepSize, StepViews
 from megatron_infer.runner.step_rows import StepRows
@@ -124,12 +124,12 @@ class StageBatch(Batch):
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         assert self.arrival is not None
-        self.arrival.await_layer(("blocks", layer))
+        self.arrival.wait_for_layer(("blocks", layer))
         return Batch.attend(self, layer, q_TKGH, k_TKH, v_TKH, spec)
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         assert self.arrival is not None
-        self.arrival.await_layer(("states", layer))
+        self.arrival.wait_for_layer(("states", layer))
         return Batch.ssm(self, layer, xBC_TC, dt_TH, weights, spec)
 
 
@@ -306,7 +306,7 @@ class BatchBuilder:
     def store_heard(self, batch: Batch, tokens: np.ndarray) -> None:
         """As `store_drawn`, of int64 tokens that the host was told of; later steps may have been built since."""
         told = (batch.sample_rows, batch.sample_positions, tokens)
-        self.rows.store(*(self._device.stage(array) for array in told))
+        self.rows.store(*(self._device.to_device(array) for array in told))
 
     def _static_meta(self, shape: GraphShape) -> StepMetadata:
         meta = self._static.get(shape)

@@ -187,7 +187,7 @@ class ModelRunner:
             targets = np.array(request.tokens[chunk.start + 1 : chunk.start + 1 + count], dtype=np.int64)
             scored = prompt_logprobs(
                 hidden_TD[begin : begin + count],
-                self._device.stage(targets),
+                self._device.to_device(targets),
                 lambda hidden: self._model.logits(hidden, self._ops),
                 top=top,
                 chunk=PROMPT_LOGPROB_CHUNK,

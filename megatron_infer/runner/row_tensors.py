@@ -43,7 +43,7 @@ class RowTensors:
         block = np.fromiter(table.values(), np.int32, len(table))
         early = len(at) - len(buffer.host["write_at"])
         if early > 0:
-            self.flat_table.index_copy_(0, self._device.stage(at[:early]), self._device.stage(block[:early]))
+            self.flat_table.index_copy_(0, self._device.to_device(at[:early]), self._device.to_device(block[:early]))
             at, block = at[early:], block[early:]
         buffer.host["write_at"][: len(at)] = at
         buffer.host["write_block"][: len(at)] = block
@@ -68,7 +68,7 @@ class RowTensors:
                 rows = np.fromiter((fork.lease.row for fork in piece.forks), np.int64, len(piece.forks))  # type: ignore[union-attr]
                 shared_1P = self.token_pool[piece.request.lease.row, :end].unsqueeze(0)  # type: ignore[union-attr]
                 # a copy: index_copy_ promises nothing of a source that it writes beside
-                self.token_pool[:, :end].index_copy_(0, self._device.stage(rows), shared_1P.repeat(len(rows), 1))
+                self.token_pool[:, :end].index_copy_(0, self._device.to_device(rows), shared_1P.repeat(len(rows), 1))
 
     def _put_tokens(self, requests: Sequence[Request]) -> None:
         """All tokens of all of them by one copy and one scatter."""
@@ -77,7 +77,7 @@ class RowTensors:
         lengths = np.array([len(request.tokens) for request in requests])
         before = np.cumsum(lengths) - lengths
         at = np.arange(len(tokens)) + np.repeat(rows * self.max_sequence_length - before, lengths)
-        bytes_B = self._device.stage(np.concatenate([at.view(np.uint8), tokens.view(np.uint8)]))
+        bytes_B = self._device.to_device(np.concatenate([at.view(np.uint8), tokens.view(np.uint8)]))
         at_N, token_N = bytes_B[: at.nbytes].view(torch.int64), bytes_B[at.nbytes :].view(torch.int32)
         self.flat_pool.index_copy_(0, at_N, token_N)
 

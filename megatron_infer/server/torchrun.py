@@ -31,7 +31,7 @@ import torch
 
 from megatron_infer.comm.backends import home_of
 from megatron_infer.comm.groups import build_groups
-from megatron_infer.config.inference import machine_config
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, where it must not run or has nothing to find."""
+"""Pauses of Python's cyclic garbage collector, where it must not run or has nothing to find."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from collections.abc import Iterator
 
 _LOCK = threading.Lock()
 _WERE_ON: list[bool] = []
-"""What those found who are in `no_collection` now, in any thread: all but the first, that it was off."""
+"""For each `no_collection` that is active now, in any thread, whether the collector was on before it: only the first
+can be True."""
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage stays for a while; when the last of those who ask for it at once is done, the collector is as it was.
+    """Turn the collector off. When the last of several overlapping calls ends, the collector is as it was before.
 
-    torch and megatron-core bring a million objects that all stay: looking through them again and again while they come
-    is a quarter of the time their import takes.
+    torch and megatron-core create a million objects that all stay: scanning them again and again during import is a
+    quarter of the import time.
     """
     with _LOCK:
         _WERE_ON.append(gc.isenabled())
@@ -32,8 +33,8 @@ def no_collection() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """For programs: when this process ends, what is left is not looked through once more, a second with torch loaded.
+    """For programs: skip the last collection when this process ends, which takes a second with torch loaded.
 
-    Exit handlers and `weakref.finalize` run as ever; cycles that nothing has collected are left to the system.
+    Exit handlers and `weakref.finalize` still run; cycles that were not collected are left to the system.
     """
     atexit.register(gc.freeze)

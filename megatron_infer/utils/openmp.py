@@ -1,4 +1,4 @@
-"""How idle OpenMP threads wait; must be settled before torch loads its runtime, so this imports nothing heavy."""
+"""How idle OpenMP threads wait. Must be set before torch loads its runtime, so this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = 1000
-"""Turns a thread spins between two parallel regions before it sleeps: about the 20 us between two kernels of a step.
+"""Turns that a thread spins between two parallel regions before it sleeps: about 20 us, as between two kernels of a
+step.
 
 A 135M model's decode step on two cores, in ms, quiet / with one core busy: 300,000 turns (libgomp's default) 12 / 885,
 1,000 turns 12 / 25, none 17 / 17.
@@ -15,10 +16,10 @@ A 135M model's decode step on two cores, in ms, quiet / with one core busy: 300,
 
 
 def limit_spinning() -> bool:
-    """Let idle OpenMP threads spin briefly, then sleep, unless the user chose -> True where it takes effect.
+    """Let idle OpenMP threads spin briefly, then sleep, unless the user set a variable -> True where it takes effect.
 
-    A thread that spins on a core which another program wants uses up its time slice, and every parallel region then
-    waits for that core to come back. Does nothing once torch is loaded.
+    A thread that spins on a core which another program needs uses up its time slice, and every parallel region then
+    waits for that core. Does nothing once torch is loaded.
     """
     if "torch" in sys.modules or any(name in os.environ for name in VARIABLES):
         return False

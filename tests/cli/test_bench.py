@@ -20,9 +20,8 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     percentile,
 )
-from megatron_infer.config.inference import ModelShape
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.sizing import StateShape
 from megatron_infer.errors import InferenceError
 
 SHAPE = ModelShape(

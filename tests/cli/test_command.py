@@ -14,13 +14,8 @@ import pytest
 from megatron_infer.cli import main as main_module
 from megatron_infer.cli import options
 from megatron_infer.cli.main import COMMANDS, Parser, main
-from megatron_infer.config.inference import (
-    ConfigWarning,
-    InferenceConfig,
-    KVCacheManagementMode,
-    machine_config,
-    machine_defaults,
-)
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.machine_defaults import machine_config, machine_defaults
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
 

@@ -12,8 +12,8 @@ from megatron_infer.cli import plan
 from megatron_infer.cli.options import add_config_options, config_from, given
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.inference import InferenceConfig, ModelShape
-from megatron_infer.config.sizing import ExpertShape, StateShape
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
 
 ATTENTION = ModelShape(
     num_layers=8,

@@ -7,8 +7,11 @@ import warnings
 
 import pytest
 
-from megatron_infer.config.inference import ConfigWarning, MambaInferenceStateConfig, machine_config
-from megatron_infer.config.sizing import GIB, ModelShape, StateShape
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import ConfigWarning
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.errors import ConfigError
 
 LARGE = StateShape(
@@ -87,9 +90,9 @@ def test_models_without_state_keep_their_defaults():
     )
 
 
-def test_swap_where_nobody_is_evicted_is_said_to_have_no_effect():
+def test_swap_where_no_request_is_evicted_warns_that_it_has_no_effect():
     config = machine_config(
         {"preemption_mode": "swap", "swap_buffer_size_gb": 1}, shape(0), is_cuda=False, available_bytes=8 << 30
     )
-    with pytest.warns(ConfigWarning, match="nobody is ever evicted"):
+    with pytest.warns(ConfigWarning, match="no request is ever evicted"):
         config.resolve(shape(0))

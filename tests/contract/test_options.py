@@ -6,7 +6,8 @@ import dataclasses
 
 import megatron_infer
 from megatron_infer.config import inference
-from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 
 SEED_PAGE = {
     "block_size_tokens": ("int", 256),

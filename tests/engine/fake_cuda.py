@@ -24,7 +24,7 @@ def build(folder: Path, version: int) -> Path:
 
 
 def load(library: Path, folder: Path) -> ctypes.CDLL:
-    """With books of its own: a copy of the file is another library."""
+    """Load a copy of the file, which is another library with state of its own."""
     copy = folder / f"{os.urandom(4).hex()}.so"
     shutil.copy(library, copy)
     fake = ctypes.CDLL(str(copy))

@@ -40,7 +40,7 @@ from megatron_infer.memory.regions.pinned import PinnedPool
 from megatron_infer.testing.replay_recorder import READING, asks
 
 MAIN, SIDE, SCATTER = STREAMS = 0, 1, 2
-ON = {Stream.STEPS: MAIN, Stream.BUS: SIDE, Stream.SCATTER: SCATTER}
+ON = {Stream.STEPS: MAIN, Stream.COPY: SIDE, Stream.SCATTER: SCATTER}
 PATIENCE = 50
 """Looks at an event between which the host enqueues nothing."""
 
@@ -266,7 +266,7 @@ class LateDevice(Device):
         self._gpu, self.is_cuda = gpu, True
         self.pinned = PinnedPool(lambda: self.event("upload"), pin=gpu.pinned)
 
-    def check_there(self) -> None:
+    def check_available(self) -> None:
         """It is, whatever torch was built for."""
 
     def device_buffer(self, num_bytes: int) -> Tensor:
@@ -277,9 +277,9 @@ class LateDevice(Device):
         with self._gpu.aside():
             super().upload(host, target)
 
-    def stage(self, array: Any) -> Tensor:
+    def to_device(self, array: Any) -> Tensor:
         with self._gpu.aside():
-            return super().stage(array)
+            return super().to_device(array)
 
     def begin_read(self, *tensors: Tensor) -> HostRead:
         with self._gpu.aside():
@@ -333,8 +333,8 @@ class LateGraph:
         self._gpu.enqueue(lambda: [garbage(tensor) for tensor in self.tape.made])
 
 
-class LateLane:
-    """context.copies.Lane."""
+class LateStreams:
+    """memory.copy_pipeline.DeviceStreams."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu = gpu
@@ -354,15 +354,15 @@ class LateLane:
             else:
                 work()
 
-    def mark(self, on: Stream) -> Any:
+    def record_event(self, on: Stream) -> Any:
         return self._gpu.mark(ON[on])
 
-    def hold(self, mark: Any, on: Stream) -> None:
+    def wait_event(self, event: Any, on: Stream) -> None:
         assert self._gpu.captured is None, "a graph would wait for it at every replay"
-        self._gpu.hold(ON[on], mark)
+        self._gpu.hold(ON[on], event)
 
-    def is_done(self, mark: Any) -> bool:
-        return self._gpu.done[mark[0]] >= mark[1]
+    def is_done(self, event: Any) -> bool:
+        return self._gpu.done[event[0]] >= event[1]
 
     def seconds(self, first: Any, last: Any) -> float:
         self._gpu.reach(*last)
@@ -408,7 +408,7 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "Device", lambda name: LateDevice(gpu))
     monkeypatch.setattr(build_graphs, "make_recorder", CudaRecorder)
     pins = PinnedPool(lambda: LateEvent(gpu), keep_bytes=1 << 20, pin=gpu.pinned, unpin=lambda: None)
-    monkeypatch.setattr(store_module, "make_pipeline", lambda where: CopyPipeline(LateLane(gpu), pins))
+    monkeypatch.setattr(store_module, "make_pipeline", lambda where: CopyPipeline(LateStreams(gpu), pins))
     for module in (choose, store_module, pool):
         monkeypatch.setattr(module, "wait", lambda where: gpu.flush())
     wait, release, init = HostRead.wait, choose.MappedRegion.release, choose.MappedRegion.restore

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.sizing import ModelShape, kv_block_bytes
+from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
@@ -79,13 +79,13 @@ def poison(engine: DynamicInferenceEngine) -> None:
     context, store = engine.parts.context, engine.parts.runner.store
     contents = context.pool.contents()
     blocks = set(range(context.num_blocks)) - set(context.held_blocks()) - contents.keys()
-    if store.block_bytes:
+    if store.layout.block_bytes:
         store.kv_cache[:, :, sorted(blocks)] = float("nan")
     if store.states is None:
         return
     live = {*context.held_state_slots(), context.num_rows}
     if context.states is not None:
         live |= set(context.states.slots.slots_of(contents.keys()))
-    unused = sorted(set(range(store.num_state_slots)) - live)
+    unused = sorted(set(range(store.layout.num_state_slots)) - live)
     store.states.conv_SLCW[unused] = float("nan")
     store.states.ssm_SLHPN[unused] = float("nan")

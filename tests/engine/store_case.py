@@ -1,4 +1,4 @@
-"""What tests of the large tensors share: small pieces, work that fails at a given point, random copies."""
+"""Shared by tests of the store: stores, small pieces, a progress callback that fails at a given call, random copies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+import torch
 
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.memory import host_arena
+from megatron_infer.memory.regions.choose import make_region
+from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 copy_block, block_out, block_in = (
     partial(Copy, kind) for kind in (CopyKind.BLOCK, CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN)
@@ -27,24 +31,38 @@ def cut_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def quiet(what: str) -> None:
-    """For work that is not to be stopped."""
+    """A progress callback that does nothing."""
+
+
+def build_store(
+    layout: StoreLayout,
+    *,
+    device: str | torch.device = "cpu",
+    static: bool = False,
+    unified: bool = False,
+    host_slots: tuple[int, int] = (0, 0),
+) -> StateStore:
+    """A store in the memory that the options `static_kv_memory_pointers` and `unified_memory_level` give."""
+    where = torch.device(device)
+    region = make_region((layout.num_bytes,), torch.uint8, where, static_pointers=static, unified_memory=unified)
+    return StateStore(layout, region, host_slots)
 
 
 class Recorder:
-    """A tick that raises `error` at its fail_at-th call."""
+    """A progress callback that raises `error` at call number fail_at."""
 
     def __init__(self, fail_at: int | None = None, error: type[BaseException] = TimeoutError) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.fail_at, self.error = fail_at, error
 
     def __call__(self, what: str) -> None:
-        self.said.append(what)
-        if self.fail_at == len(self.said) - 1:
+        self.calls.append(what)
+        if self.fail_at == len(self.calls) - 1:
             raise self.error(what)
 
 
 class RandomCopies:
-    """Copies between pools and host slots, and what is where when they have been done one after the other."""
+    """Copies between pools and host slots, and which content is where after all of them, done one after the other."""
 
     def __init__(
         self, rng: random.Random, *, num_slots: int, kinds: Sequence[CopyKind] = tuple(CopyKind), **pools: Sequence[int]
@@ -56,7 +74,7 @@ class RandomCopies:
         self._kinds = [kind for kind in kinds if kind.value.split()[0] in pools]
 
     def draw(self, most: int) -> list[Copy]:
-        """Up to so many copies, of which `held` knows from now on."""
+        """Up to so many copies; `held` is what it is after them."""
         copies: list[Copy] = []
         for _ in range(self.rng.randint(0, most)):
             kind = self.rng.choice(self._kinds)
@@ -69,7 +87,7 @@ class RandomCopies:
         return copies
 
     def free(self, pool: str) -> list[int]:
-        """Slots that are not needed any more; some of them hold nothing."""
+        """Host slots to free; some of them hold nothing."""
         freed = [slot for slot in self.pools[f"host {pool}"] if self.rng.random() < 0.2]
         for slot in freed:
             self.held.pop((f"host {pool}", slot), None)

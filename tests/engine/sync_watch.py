@@ -1,7 +1,7 @@
 """Finds what would make the host wait for a GPU, on a machine without one: a step is run with its tensors told apart.
 
 Memory counts as the device's when it was there before the watch began, was made with `device=`, was computed from such,
-or was handed over by `Device.stage`; what numpy or `torch.tensor` made is the host's. Hits are
+or was handed over by `Device.to_device`; what numpy or `torch.tensor` made is the host's. Hits are
 * a value asked of a device tensor (.item(), .tolist(), bool(), nonzero, a boolean mask, ...),
 * a host tensor that meets device tensors without having gone through `Device` (a copy from pageable memory),
 * a device tensor looked at by numpy or moved to the CPU without `Device.begin_read`.
@@ -161,11 +161,11 @@ class _Dispatched(TorchDispatchMode):
 
 def _open_seams(watch: SyncWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Device` is the way between host and device."""
-    stage = Device.stage
+    to_device = Device.to_device
 
-    def staged(self: Device, array: np.ndarray) -> Tensor:
+    def tagged(self: Device, array: np.ndarray) -> Tensor:
         with watch.suspended():
-            out = stage(self, array)
+            out = to_device(self, array)
         if watch.is_active:
             watch.tag(out)
         return out
@@ -177,7 +177,7 @@ def _open_seams(watch: SyncWatch, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(Device, "stage", staged)
+    monkeypatch.setattr(Device, "to_device", tagged)
     wait = HostRead.wait
 
     def waited(self: HostRead) -> tuple[Tensor, ...]:

@@ -8,8 +8,8 @@ import paged_step
 import pytest
 import torch
 
-from megatron_infer.config.inference import MambaInferenceStateConfig
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt

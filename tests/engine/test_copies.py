@@ -1,7 +1,7 @@
 """Copies in three streams arrive as if there were one, in whatever order a device would run them.
 
 The stand-in of a device keeps what is enqueued on each stream and carries it out as late as it may, in a random order
-that the marks allow.
+that the events allow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from store_case import RandomCopies, block_in, block_out, copy_block, cut_pieces, quiet
+from store_case import RandomCopies, block_in, block_out, build_store, copy_block, cut_pieces, quiet
 from suspend_case import MODES, make_engine, workload
 
 from megatron_infer.context.copies import CopyKind
@@ -21,20 +21,20 @@ from megatron_infer.memory import store as store_module
 from megatron_infer.memory.copy_pipeline import CopyPipeline, Stream, words
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.pinned import SMALLEST_BYTES, PinnedPool, PinnedRegion, machine_share
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.tiny import tiny_gpt
 
 CPU = torch.device("cpu")
 
 
 class Streams:
-    """Two queues. A mark is (which, how many entries were before it); an entry that holds is a mark."""
+    """Three queues. An event is (stream, number of entries before it); an entry that is an event waits for it."""
 
     def __init__(self, seed):
-        self.rng, self.num_holds = random.Random(seed), 0
+        self.rng = random.Random(seed)
         self.queues, self.done = {on: [] for on in Stream}, dict.fromkeys(Stream, 0)
         self.steps_are_now = False
-        """What torch is asked for directly counts as the steps' stream: nothing of that may be left behind."""
+        """Work that torch does directly counts as the steps' stream: the queue of that stream is never behind it."""
 
     def upload(self, numbers):
         return torch.tensor(numbers, dtype=torch.int64)
@@ -46,28 +46,27 @@ class Streams:
         self.queues[on].append(work)
         self._keep_up()
 
-    def mark(self, on):
+    def record_event(self, on):
         return on, len(self.queues[on])
 
-    def hold(self, mark, on):
-        self.num_holds += 1
-        self.queues[on].append(mark)
+    def wait_event(self, event, on):
+        self.queues[on].append(event)
         self._keep_up()
 
-    def is_done(self, mark):
-        return self.done[mark[0]] >= mark[1]
+    def is_done(self, event):
+        return self.done[event[0]] >= event[1]
 
     def seconds(self, first, last):
         self.wait()
         return 0.5
 
     def wait(self):
-        """Carry everything out."""
+        """Run everything."""
         self.go_on(lambda: False)
         assert all(self.done[on] == len(queue) for on, queue in self.queues.items()), "the streams wait for each other"
 
     def go_on(self, is_enough):
-        """As much as is needed, in any order that the marks allow."""
+        """As much as is needed, in any order that the events allow."""
         while not is_enough():
             able = [on for on in Stream if self._is_able(on)]
             if not able:
@@ -122,20 +121,20 @@ class Pins:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Stores take the pipeline; whoever waits for the device waits for the streams."""
-    lanes, pins = [], Pins()
+    """Stores use the pipeline; a wait for the device waits for the streams."""
+    made, pins = [], Pins()
 
     def make(where):
-        lanes.append(Streams(len(lanes)))
-        return CopyPipeline(lanes[-1], pins.pool(1 << 20))
+        made.append(Streams(len(made)))
+        return CopyPipeline(made[-1], pins.pool(1 << 20))
 
     def wait(where):
-        for lane in lanes:
-            lane.wait()
+        for streams in made:
+            streams.wait()
 
     monkeypatch.setattr(store_module, "make_pipeline", make)
     monkeypatch.setattr(store_module, "wait", wait)
-    return lanes, pins, wait
+    return made, pins, wait
 
 
 @pytest.fixture
@@ -145,47 +144,37 @@ def small_pieces(monkeypatch):
 
 
 def make_store(num_blocks=24, slots=0):
-    return StateStore(
-        num_layers=3,
-        num_blocks=num_blocks,
-        block_size=4,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device=CPU,
-        static_pointers=True,
-        unified_memory=False,
-        num_host_slots=slots,
-    )
+    layout = StoreLayout(kv_shape=(3, 2, num_blocks, 4, 2, 8), dtype=torch.float32)
+    return build_store(layout, static=True, host_slots=(slots, 0))
 
 
 BLOCKS = random.Random(1).sample(range(23), 17)
 
 
 def test_offloaded_blocks_come_back_while_steps_wait_for_one_layer_after_the_other(device, small_pieces):
-    lanes, _, wait = device
+    made, _, wait = device
     early = []
     for seed in range(20):
         store = make_store()
-        lane = lanes[-1]
-        lane.rng.seed(seed)
+        streams = made[-1]
+        streams.rng.seed(seed)
         store.kv_cache.normal_()
         before = store.kv_cache.clone()
         away = store.offload(BLOCKS, quiet)
         assert away.copy_s == 0.5 and away.bytes_under_way == 0, "by the device's clock"
         back = store.restore(set(BLOCKS), quiet)
         assert back.bytes_copied == back.bytes_under_way == away.bytes_copied and back.copy_s == 0.0
-        arrival, seen = store.arrival(), []
+        restore, seen = store.pending_restore(), []
         for layer in range(3):
-            arrival.await_layer(("blocks", layer))
-            content = arrival.kv_cache[layer]
-            lane.run(partial(lambda to, layer: to.append(layer[:, BLOCKS].clone()), seen, content), Stream.STEPS)
-        assert arrival.is_awaited and store.arrival() is None, "what comes next need not ask"
-        lane.go_on(lambda seen=seen: seen)
-        early.append(not arrival.is_done())
-        assert (store.host_bytes() and store.arrived_s is None) or not early[-1]
+            restore.wait_for_layer(("blocks", layer))
+            content = restore.kv_cache[layer]
+            streams.run(partial(lambda to, layer: to.append(layer[:, BLOCKS].clone()), seen, content), Stream.STEPS)
+        assert restore.needs_no_wait and store.pending_restore() is None, "a step that comes next need not wait"
+        streams.go_on(lambda seen=seen: seen)
+        early.append(not restore.is_done())
+        assert (store.host_bytes() and store.restore_copy_s is None) or not early[-1]
         wait(CPU)
-        assert store.arrival() is None and store.arrived_s == 0.5 and store.host_bytes() == 0
+        assert store.pending_restore() is None and store.restore_copy_s == 0.5 and store.host_bytes() == 0
         assert torch.equal(torch.stack(seen), before[:, :, BLOCKS])
     assert any(early), "the first layer is used while others are still on their way"
 
@@ -200,16 +189,16 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_whatever_else_looks_at_the_cache_finds_all_of_it(use, device, small_pieces):
-    lanes, _, wait = device
+def test_every_other_use_of_the_cache_finds_all_of_it(use, device, small_pieces):
+    made, _, wait = device
     for seed in range(5):
         store = make_store(25, slots=1)
-        lanes[-1].rng.seed(seed)
+        made[-1].rng.seed(seed)
         store.kv_cache.normal_()
         before = store.kv_cache.clone()
         store.offload(BLOCKS, quiet)
         store.restore(set(BLOCKS), quiet)
-        lanes[-1].steps_are_now = True
+        made[-1].steps_are_now = True
         USES[use](store)
         wait(CPU)
         assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
@@ -237,13 +226,13 @@ def test_swaps_between_steps_do_what_one_after_the_other_would(seed, device, sma
 
 
 def test_a_store_that_is_dropped_waits_for_its_copies(device, small_pieces):
-    (lanes, _, _), store = device, make_store()
+    (made, _, _), store = device, make_store()
     store.offload(BLOCKS, quiet)
     store.restore(set(BLOCKS), quiet)
-    lane, last = lanes[0], lanes[0].mark(Stream.SCATTER)
-    assert not lane.is_done(last)
+    streams, last = made[0], made[0].record_event(Stream.SCATTER)
+    assert not streams.is_done(last)
     del store
-    assert lane.is_done(last)
+    assert streams.is_done(last)
 
 
 def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(device, small_pieces):
@@ -256,7 +245,7 @@ def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(devic
         store.restore(set(range(12)), quiet)
         assert store.host_bytes() == first and store.idle_host_bytes() == 0, "it is still read from"
         wait(CPU)
-        assert store.arrival() is None
+        assert store.pending_restore() is None
         assert store.host_bytes() == 0 and store.idle_host_bytes() == first
     assert pins.num_pinned == first == 4 * 8192
     assert store.trim_host() == 0, "within what may be kept"
@@ -264,8 +253,8 @@ def test_pinned_memory_is_kept_for_the_next_suspend_and_trimmed_when_asked(devic
     assert store.trim_host(0) == 16384 and pins.num_unpins == 2
 
 
-def test_an_interrupt_while_a_host_copy_is_let_go_of_lends_no_memory_twice(device, small_pieces, monkeypatch):
-    """A step does that, which may be interrupted anywhere."""
+def test_an_interrupt_while_a_host_copy_is_dropped_hands_out_no_memory_twice(device, small_pieces, monkeypatch):
+    """A step drops it, and may be interrupted anywhere."""
     (_, pins, wait), store = device, make_store()
     store.offload(range(12), quiet)
     pinned = store.host_bytes()
@@ -273,36 +262,36 @@ def test_an_interrupt_while_a_host_copy_is_let_go_of_lends_no_memory_twice(devic
     wait(CPU)
     give_back, calls = PinnedPool.give_back, []
 
-    def stopped(self, lent):
-        give_back(self, lent)
-        calls.append(lent)
+    def stopped(self, buffer):
+        give_back(self, buffer)
+        calls.append(buffer)
         if len(calls) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(PinnedPool, "give_back", stopped)
     with pytest.raises(KeyboardInterrupt):
-        store.arrival()
-    assert store.arrival() is None and store.host_bytes() == 0
+        store.pending_restore()
+    assert store.pending_restore() is None and store.host_bytes() == 0
     assert store.idle_host_bytes() == pinned == pins.num_pinned and len(calls) == 4
 
 
-def test_staging_is_given_back_behind_a_copy_that_was_interrupted_before_its_mark(device, monkeypatch):
-    (lanes, _, _), store = device, make_store(25, slots=1)
-    lane, pipeline = lanes[0], store._pipeline
+def test_staging_is_given_back_behind_a_copy_that_was_interrupted_before_its_event(device, monkeypatch):
+    (made, _, _), store = device, make_store(25, slots=1)
+    streams, pipeline = made[0], store._pipeline
     store.run_copies([block_out(3, 0)])
-    hold = lane.hold
+    wait_event = streams.wait_event
 
-    def stopped(mark, on):
-        if on is Stream.STEPS and mark[0] is Stream.BUS:
+    def stopped(event, on):
+        if on is Stream.STEPS and event[0] is Stream.COPY:
             raise KeyboardInterrupt
-        hold(mark, on)
+        wait_event(event, on)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(lane, "hold", stopped)
+        patch.setattr(streams, "wait_event", stopped)
         store.run_copies([block_in(0, 4)])
-    last_copy = lane.mark(Stream.BUS)
+    last_copy = streams.record_event(Stream.COPY)
     pipeline.drop_staging()
-    assert last_copy in lane.queues[Stream.STEPS]
+    assert last_copy in streams.queues[Stream.STEPS]
 
 
 def test_pool_keeps_no_more_than_its_share_and_shares_sizes():
@@ -339,7 +328,7 @@ def test_no_memory_to_pin_leaves_the_pool_as_it_was(device, small_pieces):
             raise MemoryError("no more")
         return pin(num_bytes)
 
-    store._pipeline.host._pin = second_fails
+    store._pipeline.pinned._pin = second_fails
     with pytest.raises(MemoryError):
         store.offload(range(12), quiet)
     assert torch.equal(store.kv_cache, before) and store.host_bytes() == 0
@@ -394,18 +383,18 @@ def test_engine_draws_the_same_tokens_with_copies_in_three_streams(mode, device,
 
 
 def test_dropped_staging_waits_for_its_copies_and_a_stopwatch_for_both_streams(device):
-    (lanes, _, _), store = device, make_store()
+    (made, _, _), store = device, make_store()
     store.kv_cache.normal_()
-    lane, pipeline = lanes[0], store._pipeline
+    streams, pipeline = made[0], store._pipeline
     watch = copy_pipeline.Stopwatch(pipeline)
-    store._blocks.begin_copy([1, 2])
-    store._blocks.copy_out(0, quiet)
-    last_copy = lane.mark(Stream.BUS)
+    index, host = streams.upload([1, 2]), torch.zeros(2, 2, 4, 2, 8)
+    pipeline.offload(store.kv_cache[0].transpose(0, 1), index, host)
+    last_copy = streams.record_event(Stream.COPY)
     pipeline.drop_staging()
-    assert last_copy in lane.queues[Stream.STEPS], "its memory is the steps' again"
-    dropped = lane.mark(Stream.STEPS)
+    assert last_copy in streams.queues[Stream.STEPS], "its memory is the steps' again"
+    dropped = streams.record_event(Stream.STEPS)
     watch.stop()
-    assert dropped in lane.queues[Stream.BUS]
+    assert dropped in streams.queues[Stream.COPY]
 
 
 class Event:
@@ -435,10 +424,10 @@ class OneStream:
         self.log.append(("wait", self.name))
 
 
-def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
+def test_streams_of_cuda_run_work_where_they_are_asked_to(monkeypatch):
     log: list[tuple] = []
     main, empty = OneStream(log, "main"), torch.empty
-    now, names = [main], iter(("bus", "scatter"))
+    now, names = [main], iter(("copy", "scatter"))
 
     @contextlib.contextmanager
     def enter(stream):
@@ -455,21 +444,22 @@ def test_lane_of_cuda_puts_work_where_it_says(monkeypatch):
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
-    lane, index = copy_pipeline.CudaStreams(Device("cpu")), torch.tensor
-    pipeline = CopyPipeline(lane, Pins().pool(0))
+    streams, index = copy_pipeline.CudaStreams(Device("cpu")), torch.tensor
+    pipeline = CopyPipeline(streams, Pins().pool(0))
     pool, host, back = torch.arange(60.0).view(30, 2), torch.zeros(4, 2), torch.zeros(30, 2)
     watch = copy_pipeline.Stopwatch(pipeline)
-    pipeline.save(pool, lane.upload([3, 7, 8, 29]), host)
+    pipeline.offload(pool, streams.upload([3, 7, 8, 29]), host)
     assert torch.equal(host, pool[[3, 7, 8, 29]])
-    pipeline.load(host, back, index([1, 2, 3, 4]), on=Stream.SCATTER)
+    pipeline.reload(host, back, index([1, 2, 3, 4]), on=Stream.SCATTER)
     assert torch.equal(back[1:5], host) and not back[5:].any()
     assert watch.stop() > 0
     ran = []
     for on in Stream:
-        lane.run(lambda: ran.append(now[-1].name), on)
-    assert ran == ["main", "bus", "scatter"] and now == [main]
+        streams.run(lambda: ran.append(now[-1].name), on)
+    assert ran == ["main", "copy", "scatter"] and now == [main]
     del log[:]
-    assert not lane.is_done(lane.mark(Stream.BUS)) and log == [("record", lane._own[Stream.BUS])], "it does not wait"
+    assert not streams.is_done(streams.record_event(Stream.COPY))
+    assert log == [("record", streams._own[Stream.COPY])], "it does not wait"
     del log[:]
-    lane.hold(lane.mark(Stream.SCATTER), Stream.STEPS)
+    streams.wait_event(streams.record_event(Stream.SCATTER), Stream.STEPS)
     assert [(what, getattr(where, "name", where)) for what, where in log] == [("record", "scatter"), ("wait", "main")]

@@ -1,4 +1,4 @@
-"""What is passed to CUDA by ctypes has the layout, the numbers and the signatures of the headers on this machine."""
+"""Structures, constants and signatures used with ctypes are those of the CUDA headers on this machine."""
 
 from __future__ import annotations
 

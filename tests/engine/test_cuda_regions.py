@@ -1,4 +1,4 @@
-"""Each kind of device memory by the driver's own account: what is released is free before the call returns."""
+"""Each kind of device memory, as the driver counts it: released memory is free before the call returns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from megatron_infer.memory.copy_pipeline import Stream, make_pipeline
 from megatron_infer.memory.regions import managed, vmm
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 MIB = 1 << 20
 SIZE = 600 * MIB
 SLACK = 32 * MIB
-"""Of memory: kernels that are loaded at their first use, and pages of several sizes."""
+"""Bytes of other uses: kernels that are loaded at their first use, and pages of several sizes."""
 PLAIN, STATIC, UNIFIED = (False, False), (True, False), (False, True)
 
 
@@ -31,18 +32,8 @@ def free():
 
 
 def make_store(kind, num_blocks=256, slots=0):
-    return StateStore(
-        num_layers=3,
-        num_blocks=num_blocks,
-        block_size=16,
-        num_kv_heads=8,
-        head_dim=1024,
-        dtype=torch.bfloat16,
-        device=CUDA,
-        static_pointers=kind[0],
-        unified_memory=kind[1],
-        num_host_slots=slots,
-    )
+    layout = StoreLayout(kv_shape=(3, 2, num_blocks, 16, 8, 1024), dtype=torch.bfloat16)
+    return StateStore(layout, region_of(kind, layout.num_bytes), (slots, 0))
 
 
 def quiet(what):
@@ -76,7 +67,7 @@ def test_virtual_memory_needs_no_package_and_keeps_its_addresses():
     assert type(region).__name__ == dict(row[:2] for row in table(CUDA))["static pointers"] == "VmmRegion"
     tensor, address = region.tensor, region.tensor.data_ptr()
     region.release()
-    blocker = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # the addresses are nobody else's meanwhile
+    blocker = torch.empty(SIZE, dtype=torch.uint8, device=CUDA)  # gets none of the reserved addresses
     assert not address <= blocker.data_ptr() < address + SIZE
     region.restore()
     assert region.tensor is tensor and tensor.data_ptr() == address
@@ -119,7 +110,7 @@ def test_more_than_there_is_leaves_nothing_behind():
     region.restore()
 
 
-def test_unified_memory_keeps_content_while_it_is_lent():
+def test_unified_memory_keeps_content_while_its_pages_may_migrate():
     if (reason := managed.unavailable(CUDA)) is not None:
         pytest.skip(reason)
     if free() < 4 * SIZE:  # more than is free makes pages move without end, which can hang a device
@@ -127,8 +118,8 @@ def test_unified_memory_keeps_content_while_it_is_lent():
     region = region_of(UNIFIED)
     address = region.tensor.data_ptr()
     region.tensor.fill_(3)
-    region.lend()
-    assert region.settle([(0, SIZE)]) == SIZE
+    region.allow_migration()
+    assert region.prefetch([(0, SIZE)]) == SIZE
     assert int(region.tensor.sum(dtype=torch.int64)) == 3 * SIZE and region.tensor.data_ptr() == address
     region.release()
     region.restore()
@@ -144,19 +135,19 @@ def test_offload_frees_the_pool_and_brings_back_what_was_kept(kind):
     content, address = store.kv_cache[:, :, kept].clone(), store.kv_cache.data_ptr()
     full = free()
     away = store.offload(kept, quiet)
-    assert free() - full >= store.num_bytes - SLACK and away.bytes_freed == store.num_bytes
+    assert free() - full >= store.layout.num_bytes - SLACK and away.bytes_freed == store.layout.num_bytes
     back = store.restore(set(kept), quiet)
     assert torch.equal(store.kv_cache[:, :, kept], content)
-    assert not store.kv_cache[:, :, store.dummy_block].any()
-    assert 0 < away.copy_s <= away.seconds and settled(store) > 0 and back.bytes_copied == away.bytes_copied
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
+    assert 0 < away.copy_s <= away.seconds and copy_seconds(store) > 0 and back.bytes_copied == away.bytes_copied
     assert not store.addresses_stable or store.kv_cache.data_ptr() == address
 
 
-def settled(store):
-    """Seconds that a restore's copies took, once they are done."""
+def copy_seconds(store):
+    """Seconds that the copies of a restore took, after waiting for them."""
     torch.cuda.synchronize()
-    assert store.arrival() is None
-    return store.arrived_s
+    assert store.pending_restore() is None
+    return store.restore_copy_s
 
 
 def test_second_offload_pins_nothing():
@@ -165,9 +156,9 @@ def test_second_offload_pins_nothing():
         store.offload(range(100), quiet)
         pinned = store.host_bytes()
         store.restore(set(range(100)), quiet)
-        settled(store)
+        copy_seconds(store)
     assert store.idle_host_bytes() == pinned
-    store._pipeline.host._pin = None  # type: ignore[assignment]
+    store._pipeline.pinned._pin = None  # type: ignore[assignment]
     store.offload(range(100), quiet)
     store.restore(set(range(100)), quiet)
 
@@ -178,7 +169,7 @@ def test_swaps_in_a_step_wait_for_nothing():
     before = store.kv_cache.clone()
     store.run_copies([block_out(block, block) for block in range(64)])
     torch.cuda.synchronize()
-    store._pipeline.host._pin = None  # type: ignore[assignment]
+    store._pipeline.pinned._pin = None  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
         store.run_copies([block_out(block, block) for block in range(64)] + [block_in(i, 100 + i) for i in range(64)])
@@ -204,19 +195,19 @@ def test_pipelined_copies_come_near_a_plain_pinned_copy():
     """80 % of what one cudaMemcpyAsync of the same size does, out and in; blocks are scattered."""
     size = 2048 * MIB
     store = make_store(PLAIN, num_blocks=size // (3 * 2 * 16 * 8 * 1024 * 2) + 1)
-    blocks = list(range(store.num_blocks - 1))[::2] + list(range(1, store.num_blocks - 1))[::2]
+    blocks = list(range(store.layout.num_blocks - 1))[::2] + list(range(1, store.layout.num_blocks - 1))[::2]
     store.offload(blocks, quiet)  # pins
     store.restore(set(blocks), quiet)
     away, back = store.offload(blocks, quiet), store.restore(set(blocks), quiet)
-    back_s = settled(store)
+    back_s = copy_seconds(store)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=CUDA)
     peaks = []
     for target, source in ((host, device), (device, host)):
         target.copy_(source, non_blocking=True)
-        lane = make_pipeline(CUDA).lane
-        first = lane.mark(Stream.STEPS)
+        streams = make_pipeline(CUDA).streams
+        first = streams.record_event(Stream.STEPS)
         target.copy_(source, non_blocking=True)
-        peaks.append(size / lane.seconds(first, lane.mark(Stream.STEPS)))
+        peaks.append(size / streams.seconds(first, streams.record_event(Stream.STEPS)))
     assert away.bytes_copied / away.copy_s > 0.8 * peaks[0]
     assert back.bytes_copied / back_s > 0.8 * peaks[1]

@@ -1,4 +1,4 @@
-"""Copies between host and device: what arrives is what was there when the copy was asked for, however late it runs."""
+"""Copies between host and device transfer the content of the time of the call, however late the device runs them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_infer.memory.regions import pinned
 
 class LateEvent:
     def __init__(self, device: LateDevice, name: str) -> None:
-        self._device, self._name, self._mark = device, name, 0
+        self._device, self._name, self._position = device, name, 0
 
     def record(self) -> None:
-        self._mark = self._device.num_enqueued
+        self._position = self._device.num_enqueued
 
     def is_done(self) -> bool:
-        return self._device.num_done >= self._mark
+        return self._device.num_done >= self._position
 
     def wait(self) -> None:
         self._device.syncs[self._name] += 1
@@ -31,7 +31,7 @@ class LateEvent:
 
 
 class LateDevice(Device):
-    """Takes the path of a GPU; copies are carried out when the test lets it go on, in order."""
+    """Takes the path of a GPU; copies run in order, when the test calls `go_on`."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -60,10 +60,10 @@ class LateDevice(Device):
             self.go_on()
 
 
-def test_copies_carry_what_was_there_when_they_were_asked_for():
+def test_copies_transfer_the_content_of_the_time_of_the_call():
     rng, device = random.Random(0), LateDevice()
     mirror, host = torch.zeros(1000, dtype=torch.uint8), np.zeros(1000, dtype=np.uint8)
-    staged, reads = [], []
+    uploaded, reads = [], []
     for turn in range(600):
         count = rng.randint(1, 1000)
         if rng.random() < 0.4:
@@ -74,8 +74,8 @@ def test_copies_carry_what_was_there_when_they_were_asked_for():
             host[:] = 255
         elif rng.random() < 0.5:
             array = np.arange(turn, turn + count, dtype=np.int64)
-            tensor = device.stage(array)
-            staged.append((tensor, array.copy()))
+            tensor = device.to_device(array)
+            uploaded.append((tensor, array.copy()))
             array[:] = -1
         elif reads and rng.random() < 0.5:
             read, expected = reads.pop(rng.randrange(len(reads)))
@@ -84,13 +84,13 @@ def test_copies_carry_what_was_there_when_they_were_asked_for():
             for _ in range(min(rng.randint(0, 6), len(device._work))):
                 device.go_on()
     device.go_on_to_the_end()
-    assert all(np.array_equal(tensor.numpy(), array) for tensor, array in staged)
+    assert all(np.array_equal(tensor.numpy(), array) for tensor, array in uploaded)
     for read, expected in reads:
         assert all(np.array_equal(got.numpy(), want) for got, want in zip(read.wait(), expected, strict=True))
     assert not device.syncs["upload"]
 
 
-def test_a_device_that_keeps_up_needs_a_few_buffers_for_ever():
+def test_a_device_that_keeps_up_needs_two_buffers_only():
     device, target = LateDevice(), torch.zeros(100, dtype=torch.uint8)
     for turn in range(50):
         device.upload(np.full(100, turn, dtype=np.uint8), target)
@@ -100,7 +100,7 @@ def test_a_device_that_keeps_up_needs_a_few_buffers_for_ever():
     assert device.num_buffers == 2
 
 
-def test_a_read_is_the_callers_to_keep():
+def test_a_read_tensor_is_not_overwritten_by_later_reads():
     device, source = LateDevice(), torch.arange(8)
     first = device.begin_read(source).wait()[0]
     assert device.begin_read(source + 1).wait()[0].tolist() == list(range(1, 9))
@@ -126,7 +126,7 @@ def test_a_wait_is_counted_once_and_reading_nothing_is_none(device):
 
 @pytest.fixture
 def second_of_two_gpus(monkeypatch):
-    """As torch behaves in a thread whose device is cuda:1, as far as a device is asked for -> streams recorded on."""
+    """torch as it is in a thread whose device is cuda:1 -> streams that events were recorded on."""
     recorded = []
 
     class Stamp:
@@ -140,9 +140,9 @@ def second_of_two_gpus(monkeypatch):
     return recorded
 
 
-def test_a_device_that_is_not_there_is_refused_with_what_is(second_of_two_gpus, monkeypatch):
+def test_a_missing_device_is_refused_and_the_devices_there_are_named(second_of_two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for ask in (Device("cuda:2").available_bytes, Device("cuda:2").take_thread):
+    for ask in (Device("cuda:2").available_bytes, Device("cuda:2").make_current):
         with pytest.raises(ConfigError, match="cuda:2: there are 2 GPUs here, cuda:0 to cuda:1"):
             ask()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -153,18 +153,18 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(second_of_two_gpus, 
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_a_gpu_without_a_number_is_that_of_the_thread_that_asks_and_of_no_other(second_of_two_gpus, name):
+def test_a_gpu_without_a_number_is_that_of_the_calling_thread(second_of_two_gpus, name):
     assert Device(name).torch == torch.device("cuda", 1)
     assert Device("cuda:3").torch == torch.device("cuda", 3)
 
 
-def test_marks_are_made_in_the_work_of_their_own_device(second_of_two_gpus):
+def test_events_are_recorded_on_a_stream_of_their_own_device(second_of_two_gpus):
     Device("cuda:3").event("read").record()
     assert second_of_two_gpus == ["stream of cuda:3"]
 
 
 @pytest.mark.gpu
-def test_copies_on_a_gpu_carry_what_was_there_and_do_not_wait():
+def test_copies_on_a_gpu_transfer_the_content_of_the_call_and_do_not_wait():
     device = Device("cuda")
     mirror = device.device_buffer(1 << 20)
     host = np.zeros(1 << 20, dtype=np.uint8)
@@ -176,10 +176,10 @@ def test_copies_on_a_gpu_carry_what_was_there_and_do_not_wait():
             host[:] = turn
             device.upload(host, mirror)
             host[:] = 255
-            reads.append((turn, device.begin_read(mirror[::4096], device.stage(np.full(5, turn)))))
+            reads.append((turn, device.begin_read(mirror[::4096], device.to_device(np.full(5, turn)))))
         assert not reads[-1][1].is_done() and not device.syncs["upload"]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for turn, read in reads:
-        sample, staged = read.wait()
-        assert (sample == turn).all() and staged.tolist() == [turn] * 5
+        sample, uploaded = read.wait()
+        assert (sample == turn).all() and uploaded.tolist() == [turn] * 5

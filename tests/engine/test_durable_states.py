@@ -12,15 +12,16 @@ from durable_case import PROMPT, Collector, add_all, assert_same, make_engine, m
 from model_kinds import RECURRENT, prefix_caching
 from model_kinds import make_model as make_kind
 from safetensors import safe_open
+from store_case import build_store
 
-from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShape
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.sizing import StateShape
 from megatron_infer.durable import file_format as file_format
 from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_group, encode_group
 from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.errors import SnapshotError
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.scheduler.policy import blocks_needed
 
 STATE = StateShape(num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32")
@@ -42,20 +43,14 @@ HYBRID = ModelShape(
 
 
 def make_store(num_layers=2, *, block_size=4, rows=6, seed=None):
-    store = StateStore(
-        num_layers=num_layers,
-        num_blocks=33,
-        block_size=block_size,
-        num_kv_heads=2,
-        head_dim=8,
+    layout = StoreLayout(
+        kv_shape=(num_layers, 2, 33, block_size, 2, 8),
         dtype=torch.float32,
-        device=torch.device("cpu"),
-        static_pointers=False,
-        unified_memory=False,
         state=STATE,
         num_state_slots=rows + 1,
         dummy_state_slot=rows,
     )
+    store = build_store(layout)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         store.kv_cache.copy_(torch.randn(store.kv_cache.shape, generator=generator))
@@ -97,7 +92,7 @@ class Scheduler:
 
 
 def collected(requests, store):
-    memory = collect(requests, store, attends=store.block_bytes > 0, recurrent=True)
+    memory = collect(requests, store, attends=store.layout.block_bytes > 0, recurrent=True)
     return memory.saved, memory.tensors
 
 

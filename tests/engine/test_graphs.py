@@ -276,8 +276,8 @@ def test_a_capture_writes_to_nothing_that_lives(model):
     runner, store = engine.parts.runner, engine.parts.runner.store
     pool = pool_of(engine)
     pool.drop("test")
-    dummy_block, dummy_row = store.dummy_block, engine.parts.sizes.max_requests
-    rows = [row for row in range(store.num_state_slots) if row != dummy_row]
+    dummy_block, dummy_row = store.layout.dummy_block, engine.parts.sizes.max_requests
+    rows = [row for row in range(store.layout.num_state_slots) if row != dummy_row]
 
     def live() -> list[torch.Tensor]:
         kept = [store.kv_cache[:, :, :dummy_block], runner.builder.rows.block_table]

@@ -95,7 +95,7 @@ def test_a_capture_leaves_what_lives_alone_and_its_memory_is_measured_and_given_
     freed = engine.suspend(tags=["graphs"]).tags["graphs"].bytes_freed
     assert freed > 0 == pool.num_bytes
     engine.resume()
-    dummy = store.dummy_block
+    dummy = store.layout.dummy_block
     before = store.kv_cache[:, :, :dummy].clone()
     with torch.inference_mode():
         for shape in pool.index.shapes:

@@ -212,23 +212,23 @@ def parameters_of_the_start(patch) -> None:
 
 
 def staging_taken_again_at_once(patch) -> None:
-    patch.setattr("late_device.LateLane.hold", lambda self, mark, on: None)
+    patch.setattr("late_device.LateStreams.wait_event", lambda self, event, on: None)
 
 
 def layers_that_nobody_awaits(patch) -> None:
-    patch.setattr(LayerwiseRestore, "await_layer", lambda self, layer: self._marks.pop(layer, None))
+    patch.setattr(LayerwiseRestore, "wait_for_layer", lambda self, layer: self._events.pop(layer, None))
 
 
 def states_that_nobody_awaits(patch) -> None:
     """Attention waits, which is not enough: a Mamba layer comes before it."""
-    await_layer = LayerwiseRestore.await_layer
+    wait_for_layer = LayerwiseRestore.wait_for_layer
     patch.setattr(
-        LayerwiseRestore, "await_layer", lambda self, layer: layer[0] == "blocks" and await_layer(self, layer)
+        LayerwiseRestore, "wait_for_layer", lambda self, layer: layer[0] == "blocks" and wait_for_layer(self, layer)
     )
 
 
 def cache_that_nobody_awaits(patch) -> None:
-    patch.setattr(LayerwiseRestore, "await_all", lambda self: self._marks.clear())
+    patch.setattr(LayerwiseRestore, "wait_for_all", lambda self: self._events.clear())
 
 
 def graphs_of_a_cache_elsewhere(patch) -> None:
@@ -277,7 +277,7 @@ SEAMS = (
     *((GraphPool, name) for name in ("ready", "launch")),
     *((PaddedStep, name) for name in ("prepare", "run")),
     *((StateStore, name) for name in ("run_copies", "_copy_blocks")),
-    *((CopyPipeline, name) for name in ("save", "load")),
+    *((CopyPipeline, name) for name in ("offload", "reload")),
     *((ModelRunner, name) for name in ("_set_rows", "_arrive", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),
     (RowMirror, "refresh"),
@@ -315,17 +315,17 @@ def test_interrupts_anywhere_in_a_step_change_no_token(models, expected, monkeyp
 
 
 def test_interrupts_between_layers_that_are_on_their_way_change_no_token(models, expected, monkeypatch):
-    await_layer, calls = LayerwiseRestore.await_layer, [0]
+    wait_for_layer, calls = LayerwiseRestore.wait_for_layer, [0]
 
     def stopped(self, layer):
         calls[0] += 1
         if calls[0] % 3 == 0:
             raise KeyboardInterrupt
-        await_layer(self, layer)
+        wait_for_layer(self, layer)
         if calls[0] % 5 == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(LayerwiseRestore, "await_layer", stopped)
+    monkeypatch.setattr(LayerwiseRestore, "wait_for_layer", stopped)
     _, found = late_answers(monkeypatch, models["attention"], between=wakes)
     assert found == expected["attention"] and calls[0] > 9
 

@@ -1,4 +1,4 @@
-"""Unified memory is advised, lent, settled and bounded as said, in the form of either runtime, on a stand-in of it."""
+"""Unified memory is advised, prefetched and bounded as documented, with either runtime's calls, on a stand-in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from suspend_case import make_engine
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.memory import store as store_module
+from megatron_infer.engine import build
 from megatron_infer.memory.regions import choose, managed
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.tiny import tiny_gpt
@@ -18,7 +18,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
 CPU = torch.device("cpu")
 MIB = 1 << 20
-KEEP, LEND, ACCESSED = "advise 3", "advise 4", "advise 5"
+PREFER, MAY_MIGRATE, ACCESSED = "advise 3", "advise 4", "advise 5"
 
 
 @pytest.fixture(scope="module", params=fake_cuda.VERSIONS)
@@ -39,37 +39,37 @@ def journal(fake):
     return said
 
 
-def test_pages_are_preferred_lent_settled_and_discarded(fake, library, monkeypatch):
+def test_pages_are_preferred_allowed_to_migrate_prefetched_and_discarded(fake, library, monkeypatch):
     runtime = managed.Runtime(fake)
     assert runtime.version == library[0]
     region = managed.ManagedRegion((16 * MIB,), torch.uint8, CPU, runtime=runtime)
     address = region.tensor.data_ptr()
-    assert journal(fake) == [KEEP, ACCESSED]
+    assert journal(fake) == [PREFER, ACCESSED]
     region.tensor[5 * MIB] = 7
-    region.lend()
-    assert journal(fake) == [LEND]
+    region.allow_migration()
+    assert journal(fake) == [MAY_MIGRATE]
     near = [(9 * MIB, 9 * MIB + 5), (0, 10), (20, 30), (3 * MIB, 4 * MIB)]
-    assert region.settle(near) == 30 + MIB + 5
-    assert journal(fake) == [KEEP, "prefetch 0 30", f"prefetch {3 * MIB} {MIB}", f"prefetch {9 * MIB} 5"]
+    assert region.prefetch(near) == 30 + MIB + 5
+    assert journal(fake) == [PREFER, "prefetch 0 30", f"prefetch {3 * MIB} {MIB}", f"prefetch {9 * MIB} 5"]
     assert region.tensor[5 * MIB] == 7 and region.tensor.data_ptr() == address
     monkeypatch.setattr(region, "_num_bytes", 100)  # as much is free
-    assert region.settle([(0, 10), (4 * MIB, 5 * MIB)]) == 100
-    assert journal(fake) == [KEEP, "prefetch 0 10", f"prefetch {4 * MIB} 90"]
+    assert region.prefetch([(0, 10), (4 * MIB, 5 * MIB)]) == 100
+    assert journal(fake) == [PREFER, "prefetch 0 10", f"prefetch {4 * MIB} 90"]
     monkeypatch.undo()
     region.release()
-    assert journal(fake) == ([] if library[0] < 13000 else [f"discard 0 {16 * MIB}"]) + [LEND]
+    assert journal(fake) == ([] if library[0] < 13000 else [f"discard 0 {16 * MIB}"]) + [MAY_MIGRATE]
     region.restore()
-    assert journal(fake) == [KEEP]
+    assert journal(fake) == [PREFER]
     assert region.tensor.data_ptr() == address and region.addresses_stable
     del region
     assert fake.fake_managed_bytes() == 0
 
 
-def test_hints_that_are_refused_cost_nothing_but_a_line(fake, caplog):
+def test_refused_hints_are_logged_and_nothing_fails(fake, caplog):
     region = managed.ManagedRegion((MIB,), torch.uint8, CPU, runtime=managed.Runtime(fake))
     fake.fake_fail_at(2)
     with caplog.at_level(logging.WARNING, "megatron_infer"):
-        assert region.settle([(0, 100), (MIB // 2, MIB)]) == 0
+        assert region.prefetch([(0, 100), (MIB // 2, MIB)]) == 0
     assert "cudaMemPrefetchAsync gave CUDA error 999" in caplog.text
     assert fake.fake_pending_error() == 0, "torch's next call would report it"
 
@@ -116,10 +116,10 @@ def test_bytes_of_blocks_and_states_are_found():
     assert list(without.ranges([5, 1, 2], [])) == []
 
 
-def test_persist_lends_what_is_cached_and_resume_calls_in_what_is_held(fake, monkeypatch):
+def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(fake, monkeypatch):
     runtime = managed.Runtime(fake)
     monkeypatch.setattr(
-        store_module,
+        build,
         "make_region",
         lambda shape, dtype, device, **asked: managed.ManagedRegion(shape, dtype, device, runtime=runtime),
     )
@@ -130,10 +130,10 @@ def test_persist_lends_what_is_cached_and_resume_calls_in_what_is_held(fake, mon
         engine.step()
     journal(fake)
     engine.suspend("persist")
-    assert journal(fake) == [LEND]
+    assert journal(fake) == [MAY_MIGRATE]
     engine.resume()
     said = journal(fake)
-    assert said[0] == KEEP and said[1:] and all(line.startswith("prefetch") for line in said[1:])
+    assert said[0] == PREFER and said[1:] and all(line.startswith("prefetch") for line in said[1:])
 
     def refuse(what):
         raise TimeoutError(what)
@@ -142,8 +142,8 @@ def test_persist_lends_what_is_cached_and_resume_calls_in_what_is_held(fake, mon
     with pytest.raises(Exception, match="suspend"):
         engine.suspend("persist")
     engine.lifecycle.observers.remove(refuse)
-    assert journal(fake) == [], "what fails before the cache is lent asks nothing of it"
+    assert journal(fake) == [], "what fails before pages may migrate changes no advice"
     engine.suspend("recompute")
-    assert LEND in journal(fake)
+    assert MAY_MIGRATE in journal(fake)
     engine.resume()
     assert len(engine.parts.scheduler.waiting) + engine.parts.scheduler.num_running == 1

@@ -97,9 +97,9 @@ def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
 
 KNOWN = (
     "models/moe.py",
-    "memory/store_content.py: _copy_blocks",
-    "memory/host_arena.py: save",
-    "memory/host_arena.py: load",
+    "memory/store.py: _copy_blocks",
+    "memory/host_arena.py: offload",
+    "memory/host_arena.py: reload",
 )
 """Experts that run one after the other ask how many tokens each has. The others have a way of their own on CUDA."""
 
@@ -140,9 +140,9 @@ def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch
         engine.step()
     uploads, replays = [], []
     device, runner = engine.parts.device, engine.parts.runner
-    upload, stage = device.upload, device.stage
+    upload, to_device = device.upload, device.to_device
     monkeypatch.setattr(device, "upload", lambda host, target: (uploads.append("upload"), upload(host, target)))
-    monkeypatch.setattr(device, "stage", lambda array: (uploads.append("stage"), stage(array))[1])
+    monkeypatch.setattr(device, "to_device", lambda array: (uploads.append("to_device"), to_device(array))[1])
     if graphs:
         launch = runner.graphs.launch
         monkeypatch.setattr(runner.graphs, "launch", lambda *args, **kw: (replays.append(1), launch(*args, **kw))[1])
@@ -192,7 +192,7 @@ def leaks_cpu(device: Device, x: torch.Tensor) -> None:
 
 
 def fine(device: Device, x: torch.Tensor) -> None:
-    index = device.stage(torch.tensor([1, 0]).numpy())
+    index = device.to_device(torch.tensor([1, 0]).numpy())
     chosen = x.index_select(0, index) + torch.arange(2, device=x.device)
     torch.where(chosen > 0, chosen, 0.0)[:1].fill_(2.0)
     device.begin_read(chosen).wait()[0].tolist()

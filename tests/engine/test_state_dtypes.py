@@ -11,7 +11,8 @@ import pytest
 import torch
 from model_kinds import RECURRENT, buffers, make_model, prefix_caching
 
-from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 

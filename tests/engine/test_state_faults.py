@@ -187,7 +187,7 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
     def poisoned(plan: Any, *args: Any) -> Any:
         kept = {slot for slot in every if slot > context.num_rows} - set(context.states.slots._free)
         free = sorted(every - set(context._leases) - kept)
-        store.write_states(free, torch.full((len(free), store.state.slot_bytes), 0xFF, dtype=torch.uint8))
+        store.write_states(free, torch.full((len(free), store.layout.state.slot_bytes), 0xFF, dtype=torch.uint8))
         flight = forward(plan, *args)
         assert store.read_states(free).eq(0xFF).all(), "a slot was written that nobody holds"
         return flight
@@ -356,7 +356,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
 def scramble(engine: DynamicInferenceEngine) -> None:
     """Give every state slot the content of memory that somebody else had."""
     store, count = engine.parts.runner.store, engine.parts.sizes.num_state_slots
-    store.write_states(range(count), torch.randint(0, 63, (count, store.state.slot_bytes), dtype=torch.uint8))
+    store.write_states(range(count), torch.randint(0, 63, (count, store.layout.state.slot_bytes), dtype=torch.uint8))
 
 
 @both_ways

@@ -15,7 +15,8 @@ from model_kinds import RECURRENT, make_model
 from megatron_infer.cli import generate
 from megatron_infer.cli.loading import load_llm
 from megatron_infer.cli.main import main
-from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.regions.choose import resident_bytes
@@ -54,7 +55,7 @@ def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
     assert slot > 32 * PAGE_BYTES
     assert sizes.num_state_slots == 24 + 1 + int(0.01 * GIB) // slot
     assert sizes.state_bytes == sizes.num_state_slots * slot
-    assert store.num_bytes == -(-sizes.kv_bytes // PAGE_BYTES) * PAGE_BYTES + sizes.state_bytes
+    assert store.layout.num_bytes == -(-sizes.kv_bytes // PAGE_BYTES) * PAGE_BYTES + sizes.state_bytes
     at_rest = in_memory(engine)
     assert at_rest <= slot + 2 * PAGE_BYTES, "slots nobody uses are in memory"
     taken = at_rest

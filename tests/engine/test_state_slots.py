@@ -1,4 +1,4 @@
-"""Recurrent states and KV blocks live in one store: what is promised of the one holds for the other, in every mix."""
+"""Recurrent states and KV blocks are in one store: the promises for one hold for the other, in every combination."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from store_case import (
     Recorder,
     block_in,
     block_out,
+    build_store,
     copy_block,
     copy_state,
     cut_pieces,
@@ -19,9 +20,9 @@ from store_case import (
     state_out,
 )
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.errors import StateReleased
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 STATE = StateShape(
     num_layers=3, conv_shape=(10, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"
@@ -34,23 +35,11 @@ ATTENTION_LAYERS = [3, 0]
 def make_store(num_layers=3, *, state=STATE, device="cpu", static=False, host_slots=6, host_states=6, order=None):
     if device == "cuda" and static:
         pytest.importorskip("torch_memory_saver")
-    return StateStore(
-        num_layers=num_layers,
-        num_blocks=8,
-        block_size=4,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device=torch.device(device),
-        static_pointers=static,
-        unified_memory=False,
-        num_host_slots=host_slots,
-        state=state,
-        num_state_slots=SLOTS if state else 0,
-        num_host_states=host_states if state else 0,
-        dummy_state_slot=DUMMY if state else None,
-        layer_order=order,
+    slots = {"num_state_slots": SLOTS, "dummy_state_slot": DUMMY} if state else {}
+    layout = StoreLayout(
+        kv_shape=(num_layers, 2, 8, 4, 2, 8), dtype=torch.float32, state=state, layer_order=order, **slots
     )
+    return build_store(layout, device=device, static=static, host_slots=(host_slots, host_states if state else 0))
 
 
 def fill(store, seed=0):
@@ -58,7 +47,7 @@ def fill(store, seed=0):
     generator = torch.Generator().manual_seed(seed)
     cache, states = store.kv_cache, store.states
     cache.copy_(torch.randn(cache.shape, generator=generator))
-    cache[:, :, store.dummy_block] = 0
+    cache[:, :, store.layout.dummy_block] = 0
     for view in (states.conv_SLCW, states.ssm_SLHPN):
         view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
         view[DUMMY] = 0
@@ -105,19 +94,20 @@ def test_pools_do_not_touch_each_other():
     assert not store.read_states(range(SLOTS)).any()
     store.write_states(range(SLOTS), torch.full((SLOTS, 1024), 7, dtype=torch.uint8))
     assert (store.kv_cache == 3.0).all()
-    assert store.num_bytes >= 8 * store.block_bytes + SLOTS * 1024
+    assert store.layout.num_bytes >= 8 * store.layout.block_bytes + SLOTS * 1024
 
 
-def test_without_state_there_is_nothing_of_it():
+def test_a_store_without_states_ignores_what_is_asked_of_them():
     store = make_store(state=None)
-    assert store.states is None and store.num_bytes == 8 * store.block_bytes
-    assert store.measure_copy_s_per_state() == store.copy_s_per_state == 0.0
+    assert store.states is None and store.layout.num_bytes == 8 * store.layout.block_bytes
+    store.measure_copies()
+    assert store.copy_s_per_state == 0.0
     store.run_copies([])
-    store.free_host_states([0])
+    store.free_host_slots(states=[0])
     report = store.offload([1], quiet)
     assert (report.num_blocks, report.num_states) == (1, 0)
     store.restore({1}, quiet)
-    # A pipeline stage without Mamba layers is told of the states that other stages keep.
+    # A pipeline stage without Mamba layers is given the moves of states that other stages keep.
     store.kv_cache.fill_(3.0)
     store.run_copies([state_out(0, 0), state_in(0, 1), copy_state(0, 1)])
     store.run_copies([copy_state(0, 1)])
@@ -129,26 +119,15 @@ def test_without_state_there_is_nothing_of_it():
 
 def test_a_dummy_slot_must_be_named():
     with pytest.raises(AssertionError, match="dummy state slot None of 9"):
-        StateStore(
-            num_layers=0,
-            num_blocks=2,
-            block_size=4,
-            num_kv_heads=1,
-            head_dim=1,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            static_pointers=False,
-            unified_memory=False,
-            state=STATE,
-            num_state_slots=9,
-        )
+        StoreLayout(kv_shape=(0, 2, 2, 4, 1, 1), dtype=torch.float32, state=STATE, num_state_slots=9)
 
 
 def test_blocks_without_attention_layers_have_no_memory():
     store = make_store(0)
     assert store.kv_cache.shape == (0, 2, 8, 4, 2, 8)
-    assert (store.block_bytes, store.num_bytes) == (0, SLOTS * 1024)
-    assert store.measure_copy_s_per_block() == store.copy_s_per_block == 0.0
+    assert (store.layout.block_bytes, store.layout.num_bytes) == (0, SLOTS * 1024)
+    store.measure_copies()
+    assert store.copy_s_per_block == 0.0
     store.run_copies([copy_block(0, 1)])
     store.run_copies([block_out(0, 0), block_in(0, 1)])
     store.free_host_slots([0])
@@ -166,7 +145,7 @@ def test_blocks_without_attention_layers_have_no_memory():
 def test_offloaded_states_come_back_bit_equal_with_their_blocks(num_layers, static, slots, device, small_pieces):
     store = make_store(num_layers, static=static, device=device)
     (cache, states), blocks = fill(store), [6, 0, 4]
-    copied = (len(blocks) if num_layers else 0) * store.block_bytes + len(slots) * 1024
+    copied = (len(blocks) if num_layers else 0) * store.layout.block_bytes + len(slots) * 1024
     away = store.offload(blocks, quiet, state_slots=slots)
     assert (away.bytes_copied, away.num_states) == (copied, len(slots))
     back = store.restore(set(blocks), quiet, keep_states=set(slots))
@@ -207,8 +186,8 @@ BLOCKS, KEPT_SLOTS = [5, 1, 3], [8, 1, 0, 4, 7]  # five pieces, then seven of st
 def test_offload_that_fails_anywhere_changes_neither_pool(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal, state_slots=KEPT_SLOTS)
-    assert len(rehearsal.said) == 5 + 7 + 1, rehearsal.said
-    for fail_at in range(len(rehearsal.said)):
+    assert len(rehearsal.calls) == 5 + 7 + 1, rehearsal.calls
+    for fail_at in range(len(rehearsal.calls)):
         store = make_store(static=static)
         (cache, states), held = fill(store), store.states
         with pytest.raises(error):
@@ -236,8 +215,8 @@ def test_layers_go_and_come_back_in_the_order_in_which_a_step_uses_them():
         "states 2",
         "blocks 2",
     ]
-    for said in (out.said[:-1], back.said[1:]):
-        assert [f"{words[1]} {words[8].strip(',')}" for words in map(str.split, said)] == expected, "two parts a state"
+    for calls in (out.calls[:-1], back.calls[1:]):
+        assert [f"{words[1]} {words[8].strip(',')}" for words in map(str.split, calls)] == expected, "two parts a state"
 
 
 def test_a_region_that_cannot_be_released_leaves_both_pools(monkeypatch):
@@ -264,9 +243,9 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal, keep_states=set(KEPT_SLOTS))
-    assert len(rehearsal.said) == 1 + 5 + 7, rehearsal.said
+    assert len(rehearsal.calls) == 1 + 5 + 7, rehearsal.calls
     store.offload(BLOCKS, quiet, state_slots=KEPT_SLOTS)
-    for fail_at in range(len(rehearsal.said)):
+    for fail_at in range(len(rehearsal.calls)):
         with pytest.raises(error):
             store.restore(set(BLOCKS), Recorder(fail_at, error), keep_states=set(KEPT_SLOTS))
         assert store.is_released and store.resident_bytes() == 0 and store.host_bytes() == host_bytes
@@ -282,7 +261,7 @@ def test_dummies_are_zero_again_where_memory_comes_back_dirty(monkeypatch):
     store.offload([1], quiet, state_slots=[1])
     monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
     store.restore(set(), quiet)
-    assert not store.read_states([DUMMY]).any() and not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.read_states([DUMMY]).any() and not store.kv_cache[:, :, store.layout.dummy_block].any()
     assert store.read_states([1]).all(), "only the dummy is cleared"
 
 
@@ -297,11 +276,11 @@ def test_nothing_reads_or_writes_released_states():
         lambda: store.write_states([0], torch.zeros(1, 1024, dtype=torch.uint8)),
         lambda: store.run_copies([state_out(0, 0)]),
         lambda: store.run_copies([copy_state(1, 0)]),
-        lambda: store.measure_copy_s_per_state(),
+        lambda: store.measure_copies(),
     ):
         with pytest.raises(StateReleased, match=r"1 blocks, 2 states of it are kept .* resume before"):
             use()
-    assert store.drop_copy() > 0
+    assert store.drop_host_copy() > 0
     store.restore(set(), quiet)
     assert store.states.layer(0).conv_SCW.shape == (SLOTS, 10, 4)
 
@@ -320,8 +299,7 @@ def test_moves_of_every_kind_do_what_one_after_the_other_would(seed, num_layers,
             assert torch.equal(store.read_states([slot]), states[[copies.held["state", slot]]]), (drawn, slot)
         for block in blocks:
             assert torch.equal(store.kv_cache[:, :, block], cache[:, :, copies.held["block", block]]), (drawn, block)
-        store.free_host_slots(copies.free("block"))
-        store.free_host_states(copies.free("state"))
+        store.free_host_slots(copies.free("block"), copies.free("state"))
     assert not store.read_states([DUMMY]).any()
 
 
@@ -368,7 +346,7 @@ def test_host_states_are_bounded_and_give_their_memory_back():
         store.run_copies([state_out(0, 2)])
     store.run_copies([state_out(0, 0), state_out(1, 1)])
     assert store.host_bytes() > 0
-    store.free_host_states([0, 1])
+    store.free_host_slots(states=[0, 1])
     assert store.host_bytes() == 0
     with pytest.raises(AssertionError, match="hold nothing"):
         store.run_copies([state_in(1, 0)])
@@ -389,9 +367,10 @@ def test_speed_of_a_state_is_measured_followed_and_leaves_no_trace(device):
     store = make_store(device=device)
     cache, states = fill(store)
     assert store.copy_s_per_state == 0.0
-    assert 0 < store.measure_copy_s_per_state() == store.copy_s_per_state < 1
+    store.measure_copies()
+    assert 0 < store.copy_s_per_state < 1
     assert torch.equal(store.kv_cache, cache) and torch.equal(store.read_states(range(SLOTS)), states)
-    block, state = store.measure_copy_s_per_block(), store.copy_s_per_state
+    block, state = store.copy_s_per_block, store.copy_s_per_state
     store.run_copies([state_out(0, 0), copy_state(0, 1)])
     if device == "cpu":
         assert store.copy_s_per_state != state and store.copy_s_per_block == block

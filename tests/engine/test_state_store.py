@@ -1,4 +1,4 @@
-"""The large tensors give their memory back and come back as they were, and a failure on the way loses nothing."""
+"""The store gives its memory back and restores its content, and a failure on the way loses nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_case import RandomCopies, Recorder, block_in, block_out, copy_block, cut_pieces, quiet
+from store_case import RandomCopies, Recorder, block_in, block_out, build_store, copy_block, cut_pieces, quiet
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StateReleased
 from megatron_infer.memory.host_arena import HostArena, slots_per_chunk
 from megatron_infer.memory.regions import choose
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.tiny import tiny_gpt
 
 MIB = 1 << 20
@@ -29,18 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_store(num_blocks=12, *, dtype=torch.float32, device="cpu", static=False, unified=False, slots=0, head_dim=8):
-    return StateStore(
-        num_layers=3,
-        num_blocks=num_blocks,
-        block_size=4,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=torch.device(device),
-        static_pointers=static,
-        unified_memory=unified,
-        num_host_slots=slots,
-    )
+    layout = StoreLayout(kv_shape=(3, 2, num_blocks, 4, 2, head_dim), dtype=dtype)
+    return build_store(layout, device=device, static=static, unified=unified, host_slots=(slots, 0))
 
 
 def fill(store, seed=0):
@@ -48,7 +38,7 @@ def fill(store, seed=0):
     generator = torch.Generator().manual_seed(seed)
     cache = store.kv_cache
     cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
-    cache[:, :, store.dummy_block] = 0
+    cache[:, :, store.layout.dummy_block] = 0
     return cache.clone()
 
 
@@ -70,10 +60,10 @@ def test_offloaded_blocks_come_back_bit_equal(dtype, static, blocks, device, sma
     store = make_store(dtype=dtype, static=static, device=device)
     before = fill(store)
     away = store.offload(blocks, quiet)
-    assert (away.bytes_copied, away.num_blocks) == (len(blocks) * store.block_bytes, len(blocks))
+    assert (away.bytes_copied, away.num_blocks) == (len(blocks) * store.layout.block_bytes, len(blocks))
     back = store.restore(set(blocks), quiet)
-    assert (back.bytes_copied, back.num_blocks) == (len(blocks) * store.block_bytes, len(blocks))
-    kept = [*blocks, store.dummy_block]
+    assert (back.bytes_copied, back.num_blocks) == (len(blocks) * store.layout.block_bytes, len(blocks))
+    kept = [*blocks, store.layout.dummy_block]
     assert torch.equal(store.kv_cache[:, :, kept].view(torch.uint8), before[:, :, kept].view(torch.uint8))
     assert store.host_bytes() == 0
     assert not store.is_released
@@ -94,7 +84,7 @@ def test_blocks_of_requests_aborted_meanwhile_stay_behind():
     before = fill(store)
     store.offload([1, 2, 3, 4], quiet)
     report = store.restore({2, 4}, quiet)
-    assert report.num_blocks == 2 and report.bytes_copied == 2 * store.block_bytes
+    assert report.num_blocks == 2 and report.bytes_copied == 2 * store.layout.block_bytes
     assert torch.equal(store.kv_cache[:, :, [2, 4]], before[:, :, [2, 4]])
     assert not store.kv_cache[:, :, [1, 3]].any()
     assert store.host_bytes() == 0
@@ -113,12 +103,12 @@ def test_asking_for_a_block_that_was_not_offloaded_is_refused_and_harmless():
 def test_release_loses_the_content_and_leaves_a_zero_dummy_block():
     store = make_store()
     fill(store)
-    store.kv_cache[:, :, store.dummy_block] = 7
+    store.kv_cache[:, :, store.layout.dummy_block] = 7
     report = store.release(quiet)
     assert (report.bytes_copied, report.num_blocks, report.bytes_resident, store.host_bytes()) == (0, 0, 0, 0)
-    assert report.bytes_freed >= store.num_bytes
+    assert report.bytes_freed >= store.layout.num_bytes
     store.restore(set(), quiet)
-    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
 
 
 @pytest.mark.parametrize("how", ["release", "offload"])
@@ -129,7 +119,7 @@ def test_dummy_block_is_zero_again_where_memory_comes_back_dirty(how, monkeypatc
     # a CPU's fresh pages are zeros, a GPU's memory holds what its last owner left
     monkeypatch.setattr(store._region, "restore", lambda: store._region.tensor.fill_(255))
     store.restore(set(), quiet)
-    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
 
 
 @pytest.mark.parametrize("how", ["release", "offload"])
@@ -144,7 +134,7 @@ def test_nothing_reads_or_writes_a_released_cache(how):
         lambda: store.read_blocks([0]),
         lambda: store.write_blocks([0], torch.zeros(1)),
         lambda: store.run_copies([block_out(0, 0)]),
-        lambda: store.measure_copy_s_per_block(),
+        lambda: store.measure_copies(),
         lambda: store.release(quiet),
         lambda: store.offload([0], quiet),
     ):
@@ -171,10 +161,10 @@ def test_addresses_are_kept_with_static_pointers(static):
 @pytest.mark.parametrize("held", [False, True], ids=["", "held"])
 def test_memory_is_back_before_release_returns(static, held):
     store = make_store(256, static=static, head_dim=2048 * 4)  # 1.5 MiB a block
-    size = store.num_bytes
-    assert size == 384 * MIB and store.resident_bytes() < 2 * store.block_bytes  # untouched pages cost nothing
+    size = store.layout.num_bytes
+    assert size == 384 * MIB and store.resident_bytes() < 2 * store.layout.block_bytes  # untouched pages cost nothing
     store.kv_cache[:, :, :170].fill_(1.0)
-    touched = 170 * store.block_bytes
+    touched = 170 * store.layout.block_bytes
     assert store.resident_bytes() == pytest.approx(touched, rel=0.02)
     holder = store.kv_cache if held else None  # a step's batch may still look at it
 
@@ -190,7 +180,7 @@ def test_memory_is_back_before_release_returns(static, held):
     assert rss() > full - 0.05 * touched
 
     away = store.offload(list(range(20)), quiet)  # the host copy is in the same memory and is counted
-    copied = 20 * store.block_bytes
+    copied = 20 * store.layout.block_bytes
     assert full - rss() > 0.95 * (touched - copied) - 4 * MIB
     assert store.host_bytes() == pytest.approx(copied, rel=0.05)
     assert away.bytes_freed == pytest.approx(touched - copied, rel=0.02)
@@ -238,8 +228,8 @@ BLOCKS = [8, 1, 5, 6, 0, 3, 10, 2]  # five pieces: nine rows of a layer to a chu
 def test_offload_that_fails_anywhere_changes_nothing(static, error, small_pieces):
     rehearsal = Recorder()
     make_store(static=static).offload(BLOCKS, rehearsal)
-    assert len(rehearsal.said) == 6, rehearsal.said
-    for fail_at in range(len(rehearsal.said)):
+    assert len(rehearsal.calls) == 6, rehearsal.calls
+    for fail_at in range(len(rehearsal.calls)):
         store = make_store(static=static)
         before, address = fill(store), store.kv_cache.data_ptr()
         with pytest.raises(error):
@@ -260,9 +250,9 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
     store.offload(BLOCKS, quiet)
     host_bytes, rehearsal = store.host_bytes(), Recorder()
     store.restore(set(BLOCKS), rehearsal)
-    assert len(rehearsal.said) == 6, rehearsal.said
+    assert len(rehearsal.calls) == 6, rehearsal.calls
     store.offload(BLOCKS, quiet)
-    for fail_at in range(len(rehearsal.said)):
+    for fail_at in range(len(rehearsal.calls)):
         with pytest.raises(error):
             store.restore(set(BLOCKS), Recorder(fail_at, error))
         assert store.is_released and store.resident_bytes() == 0
@@ -271,7 +261,7 @@ def test_restore_that_fails_anywhere_can_be_tried_again(static, error, small_pie
             _ = store.kv_cache
     store.restore(set(BLOCKS), quiet)
     assert torch.equal(store.kv_cache[:, :, BLOCKS], before[:, :, BLOCKS])
-    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
     assert store.host_bytes() == 0
 
 
@@ -327,7 +317,7 @@ def test_moves_do_what_one_after_the_other_would(seed, device, small_pieces):
         for block in range(8):
             assert torch.equal(store.kv_cache[:, :, block], before[:, :, copies.held["block", block]]), (drawn, block)
         store.free_host_slots(copies.free("block"))
-    assert not store.kv_cache[:, :, store.dummy_block].any()
+    assert not store.kv_cache[:, :, store.layout.dummy_block].any()
     for (pool, slot), content in copies.held.items():
         if pool == "host block":
             store.run_copies([block_in(slot, 0)])
@@ -372,10 +362,10 @@ def test_chunks_go_back_when_their_last_slot_is_freed():
     store.kv_cache[:, :, :96].fill_(3.0)
     start = rss()
     store.run_copies([block_out(block, block) for block in range(96)])
-    assert store.host_bytes() == pytest.approx(96 * store.block_bytes, rel=0.01)
+    assert store.host_bytes() == pytest.approx(96 * store.layout.block_bytes, rel=0.01)
     assert rss() - start > 0.95 * store.host_bytes()
     store.free_host_slots(range(1, 84))
-    assert store.host_bytes() == pytest.approx((42 + 12) * store.block_bytes, rel=0.01)  # slot 0 holds its chunk
+    assert store.host_bytes() == pytest.approx((42 + 12) * store.layout.block_bytes, rel=0.01)  # slot 0 holds its chunk
     store.kv_cache[:, :, 50].zero_()
     store.run_copies([block_in(0, 50), block_in(95, 51)])
     assert (store.kv_cache[:, :, 50:52] == 3.0).all()
@@ -394,10 +384,10 @@ def test_chunks_waste_little_of_a_power_of_two(slot_bytes, expected):
 def test_last_chunk_is_no_larger_than_its_slots():
     arena = HostArena((1024,), torch.float32, max_slots=3)
     pool = torch.arange(4 * 1024.0).view(4, 1024)
-    arena.save([0, 1, 2], pool, [3, 2, 1])
+    arena.offload([0, 1, 2], pool, [3, 2, 1])
     assert arena.resident_bytes() == 3 * 4096
     back = torch.zeros_like(pool)
-    arena.load([2, 0], back, [0, 1])
+    arena.reload([2, 0], back, [0, 1])
     assert torch.equal(back[:2], pool[[1, 3]])
 
 
@@ -405,7 +395,8 @@ def test_last_chunk_is_no_larger_than_its_slots():
 def test_measured_speed_is_positive_and_leaves_no_trace(device):
     store = make_store(device=device)
     before = fill(store)
-    assert 0 < store.measure_copy_s_per_block() < 1
+    store.measure_copies()
+    assert 0 < store.copy_s_per_block < 1
     assert torch.equal(store.kv_cache, before)
     assert store.host_bytes() == 0
 

@@ -339,7 +339,7 @@ def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
     fill(store)
     before = addresses(store)
     report = engine.suspend("recompute")
-    size = store.num_bytes
+    size = store.layout.num_bytes
     assert report.tags["kv_cache"].bytes_freed == pytest.approx(size, rel=0.01) and size > 50 << 20
     assert report.process_bytes_before - report.process_bytes_after > 0.9 * size
     engine.resume()
@@ -390,7 +390,7 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     blocks, states = context.held_blocks(), context.held_state_slots()
     report = engine.suspend("offload").tags["kv_cache"]
     assert report.bytes_copied == len(blocks) * sizes.block_bytes + len(states) * sizes.state_slot_bytes
-    assert report.bytes_freed > 0.95 * store.num_bytes
+    assert report.bytes_freed > 0.95 * store.layout.num_bytes
     assert context.pool.num_cached == 0, "cached blocks without their memory could be hit"
     assert (len(states) > 4) == (kind in RECURRENT), "a row each, and snapshots behind their blocks"
     assert context.held_state_slots() == states and context.held_blocks() == blocks

@@ -29,7 +29,7 @@ def test_offload_takes_the_states_of_live_rows_and_no_more(model):
         engine.step()
     store, context = engine.parts.runner.store, engine.parts.context
     assert len(context.held_state_slots()) == 3
-    copied = 3 * store.state.slot_bytes + len(context.held_blocks()) * store.block_bytes
+    copied = 3 * store.layout.state.slot_bytes + len(context.held_blocks()) * store.layout.block_bytes
     suspended = engine.suspend("offload").tags["kv_cache"]
     assert suspended.bytes_copied == copied and store.resident_bytes() == 0
     assert engine.resume().tags["kv_cache"].bytes_copied == copied
@@ -45,7 +45,7 @@ def test_states_of_requests_aborted_while_suspended_stay_behind(model):
     store = engine.parts.runner.store
     resumed = engine.resume().tags["kv_cache"]
     blocks = len(engine.parts.context.held_blocks())
-    assert resumed.bytes_copied == 2 * store.state.slot_bytes + blocks * store.block_bytes
+    assert resumed.bytes_copied == 2 * store.layout.state.slot_bytes + blocks * store.layout.block_bytes
 
 
 def test_snapshots_behind_shared_blocks_go_along(kind, model):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from model_kinds import RECURRENT, buffers, make_model, prefix_caching
 
-from megatron_infer.config.inference import InferenceConfig, MambaInferenceStateConfig
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 
@@ -87,7 +88,7 @@ def test_sizes_are_what_the_store_takes(kind):
     engine = make_engine(model, **prefix_caching(kind))
     sizes, store = engine.parts.sizes, engine.parts.runner.store
     assert sizes.num_snapshot_slots > 0 and sizes.state_slot_bytes == engine.parts.shape.state.slot_bytes
-    assert sizes.kv_bytes + sizes.state_bytes <= store.num_bytes < sizes.kv_bytes + sizes.state_bytes + 4096
+    assert sizes.kv_bytes + sizes.state_bytes <= store.layout.num_bytes < sizes.kv_bytes + sizes.state_bytes + 4096
     assert sizes.kv_bytes == store.kv_cache.nbytes and (kind == "hybrid") == (sizes.kv_bytes > 0)
     assert store.states.ssm_SLHPN.shape[0] == sizes.max_requests + 1 + sizes.num_snapshot_slots
 

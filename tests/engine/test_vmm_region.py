@@ -1,6 +1,6 @@
-"""Memory goes and comes back at the same addresses, whole or not at all, whichever call of the driver fails.
+"""Memory is given back and taken again at the same addresses, whole or not at all, whichever driver call fails.
 
-On a stand-in of the driver that keeps strict books and whose device memory is host memory.
+Runs on a stand-in of the driver that counts every allocation and whose device memory is host memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import pytest
 import torch
 from suspend_case import MODES, make_engine, workload
 
+from megatron_infer.engine import build
 from megatron_infer.errors import ConfigError, TransitionFailed
-from megatron_infer.memory import store as store_module
 from megatron_infer.memory.regions import choose, vmm
 from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -81,7 +82,7 @@ def test_touching_released_memory_ends_the_process(fake):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
-def test_memory_outlives_the_region_as_long_as_a_tensor_looks_at_it(fake):
+def test_memory_outlives_the_region_as_long_as_a_tensor_views_it(fake):
     region = make_region(fake)
     view = region.tensor[100:200]
     del region
@@ -145,7 +146,7 @@ def test_undoing_that_fails_too_is_caught_up_by_the_next_restore(fake, monkeypat
     assert fake.fake_taken_bytes() == 5 * GRAIN
 
 
-def test_memory_somebody_else_took_is_an_out_of_memory_error(fake):
+def test_memory_taken_by_another_process_is_an_out_of_memory_error(fake):
     region = make_region(fake)
     region.release()
     fake.fake_set_limit(3 * GRAIN)
@@ -165,7 +166,7 @@ def test_driver_without_virtual_memory_says_so(fake):
     assert "no CUDA driver" in vmm.unavailable(CPU) or torch.cuda.is_available()
 
 
-def test_saver_is_taken_where_the_driver_lacks_virtual_memory(monkeypatch):
+def test_saver_is_used_where_the_driver_lacks_virtual_memory(monkeypatch):
     cuda, made = torch.device("cuda"), []
     monkeypatch.setattr(choose.vmm, "unavailable", lambda device: "old driver")
     monkeypatch.setattr(choose.managed, "unavailable", lambda device: "no pages move")
@@ -188,58 +189,49 @@ def test_saver_is_taken_where_the_driver_lacks_virtual_memory(monkeypatch):
 
 @pytest.fixture
 def on_fake(fake, monkeypatch):
-    """Caches live in the stand-in's memory."""
+    """Engines keep their caches in the stand-in's memory."""
 
     def make(shape, dtype, device, **asked):
         return vmm.VmmRegion(shape, dtype, device, driver=make_driver(fake))
 
-    monkeypatch.setattr(store_module, "make_region", make)
+    monkeypatch.setattr(build, "make_region", make)
     return fake
 
 
-def make_store():
-    return StateStore(
-        num_layers=3,
-        num_blocks=60,
-        block_size=16,
-        num_kv_heads=2,
-        head_dim=32,
-        dtype=torch.float32,
-        device=CPU,
-        static_pointers=True,
-        unified_memory=False,
-    )
+def make_store(fake):
+    layout = StoreLayout(kv_shape=(3, 2, 60, 16, 2, 32), dtype=torch.float32)
+    return StateStore(layout, vmm.VmmRegion((layout.num_bytes,), torch.uint8, CPU, driver=make_driver(fake)))
 
 
 def quiet(what):
     pass
 
 
-def test_every_failing_call_of_a_cycle_is_undone_whole(on_fake):
-    store = make_store()
+def test_every_failing_call_of_a_cycle_is_undone_whole(fake):
+    store = make_store(fake)
     store.kv_cache.normal_()
-    store.kv_cache[:, :, store.dummy_block] = 0
+    store.kv_cache[:, :, store.layout.dummy_block] = 0
     before, address, kept = store.kv_cache.clone(), store.kv_cache.data_ptr(), [3, 9, 10, 58]
     num_failed = 0
     for k in range(1, 60):
-        on_fake.fake_fail_at(k)
+        fake.fake_fail_at(k)
         try:
             store.offload(kept, quiet)
         except RuntimeError:
             num_failed += 1
             assert not store.is_released and torch.equal(store.kv_cache, before) and store.host_bytes() == 0
             store.offload(kept, quiet)
-        assert on_fake.fake_taken_bytes() == store.resident_bytes() == 0
+        assert fake.fake_taken_bytes() == store.resident_bytes() == 0
         try:
             store.restore(set(kept), quiet)
         except FAILED:
             num_failed += 1
-            assert store.is_released and on_fake.fake_taken_bytes() == 0
+            assert store.is_released and fake.fake_taken_bytes() == 0
             store.restore(set(kept), quiet)
-        on_fake.fake_fail_at(-1)
+        fake.fake_fail_at(-1)
         assert store.kv_cache.data_ptr() == address and store.addresses_stable
         assert torch.equal(store.kv_cache[:, :, kept], before[:, :, kept])
-        assert not store.kv_cache[:, :, store.dummy_block].any()
+        assert not store.kv_cache[:, :, store.layout.dummy_block].any()
         store.kv_cache.copy_(before)
     assert num_failed > 20
 
@@ -264,7 +256,7 @@ def test_engine_draws_the_same_tokens_over_suspends_with_static_memory(mode, on_
         steps += 1
         if steps in (2, 5, 9):
             report = engine.suspend(mode)
-            held = engine.parts.runner.store.num_bytes if mode == "persist" else 0
+            held = engine.parts.runner.store.layout.num_bytes if mode == "persist" else 0
             assert (on_fake.fake_taken_bytes() >= held) if held else (on_fake.fake_taken_bytes() == 0)
             assert report.tags["kv_cache"].bytes_copied > 0 if mode == "offload" else True
             engine.resume()

@@ -8,7 +8,7 @@ from hybrid_models import CASES, random_hybrid
 from paged_step import worst_difference
 from plain_forward import full_logits
 
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.model_shape import StateShape
 from megatron_infer.errors import ConfigError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of

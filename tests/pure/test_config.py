@@ -12,15 +12,10 @@ import warnings
 
 import pytest
 
-from megatron_infer.config.inference import (
-    ConfigWarning,
-    InferenceConfig,
-    MambaInferenceStateConfig,
-    ModelShape,
-    PrefixCachingEvictionPolicy,
-    machine_config,
-)
-from megatron_infer.config.sizing import StateShape
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, PrefixCachingEvictionPolicy
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.errors import CapacityError, ConfigError
 
 SHAPE = ModelShape(
@@ -98,7 +93,7 @@ WRONG = [
     ("prefix_caching_routing_alpha", "high", "number from 0 to 1"),
     ("check_invariants", None, "True or False"),
 ]
-LATER = [
+UNSUPPORTED = [
     ("request_metadata_types", [], "metadata"),
 ]
 
@@ -110,8 +105,8 @@ def test_wrong_value_is_refused_by_name(name, value, message):
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value", "needed"), LATER)
-def test_value_without_machinery_raises_and_says_what_it_needs(name, value, needed):
+@pytest.mark.parametrize(("name", "value", "needed"), UNSUPPORTED)
+def test_unsupported_value_raises_and_says_what_it_needs(name, value, needed):
     with pytest.raises(NotImplementedError, match=needed) as caught:
         InferenceConfig(**{name: value})
     assert name in str(caught.value)

@@ -7,7 +7,7 @@ from fake_device import make_request
 from world import Swap, World
 
 from megatron_infer.config.inference import PreemptionMode
-from megatron_infer.config.sizing import StateShape, kv_block_bytes
+from megatron_infer.config.model_shape import StateShape, kv_block_bytes
 from megatron_infer.scheduler.policy import CostModel, blocks_needed
 
 PCIE_BYTES_PER_S = 25e9

@@ -1,4 +1,4 @@
-"""Pipeline stages that hold different layers book the same blocks and slots."""
+"""Pipeline stages with different layers assign the same blocks and slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.sizing import ModelShape, StateShape
+from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.stage_sizes import agree, stage_limits
 
 STATE = StateShape(num_layers=2, conv_shape=(8, 4), ssm_shape=(2, 4, 8), conv_dtype="float32", ssm_dtype="float32")

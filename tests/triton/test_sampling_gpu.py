@@ -58,7 +58,7 @@ def make_sampler(requests, *, with_kernels=True):
         argmax=None if kernels is None else kernels.argmax,
         kernels=kernels,
         device_kernels=kernels,
-        stage=device.stage,
+        stage=device.to_device,
     )
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.sizing import ExpertShape, ModelShape, StateShape
+from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
 from megatron_infer.kernels.experts import Addresses, ExpertChoice, ExpertWeights

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.inference import GIB, InferenceConfig, PreemptionMode
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import InferenceConfig, PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 

@@ -83,7 +83,7 @@ def make_step(
         argmax=kernels.argmax,
         kernels=kernels.sampling,
         device_kernels=kernels.device_sampling,
-        stage=device.stage,
+        stage=device.to_device,
     )
     pool = pool.to(device.torch)
     inputs = SamplerInput(
@@ -91,7 +91,7 @@ def make_step(
     )
     if static:
         sampler.refresh_static()
-        row_S, position_S = (device.stage(array.astype(np.int32)) for array in (inputs.rows, inputs.positions))
+        row_S, position_S = (device.to_device(array.astype(np.int32)) for array in (inputs.rows, inputs.positions))
         room = DrawRoom.make(rows, device.torch)
         return lambda: sampler.static_sample(logits, row_S, position_S, pool, room)
     return lambda: sampler.sample(logits, inputs)

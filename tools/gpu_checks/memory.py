@@ -16,6 +16,7 @@ from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store_layout import StoreLayout
 
 MIB = 2**20
 MANAGED_ROOM = 6 << 30
@@ -215,30 +216,20 @@ def _fastest_wake(ctx: Context, engine: Any) -> tuple[Any, Any, float, float, fl
         away, backs = engine.suspend("offload", {"kv_cache"}), []
         first_s = seconds(lambda backs=backs: backs.append(engine.resume()), engine.step)
         step_s = min(seconds(engine.step) for _ in range(2))
-        store.arrival()  # by now it is known how long the copies took
-        found.append((away, backs[0], first_s, step_s, store.arrived_s))
+        store.pending_restore()  # by now it is known how long the copies took
+        found.append((away, backs[0], first_s, step_s, store.restore_copy_s))
     return min(found[1:], key=lambda one: one[0].seconds + one[2])
 
 
 @check(
     "restore_by_layer",
     group="memory",
-    promise="a layer is whole once its mark has passed, while later ones are on the bus",
+    promise="a layer is whole once its event is done, while later layers are still copied",
     budget_s=20,
 )
 def by_layer(ctx: Context) -> Result:
     num_layers, num = ctx.pick(16, 3), ctx.pick(4096, 12)
-    store = StateStore(
-        num_layers=num_layers,
-        num_blocks=num + 1,
-        block_size=16,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=ctx.pick(torch.bfloat16, torch.float32),
-        device=ctx.device,
-        static_pointers=False,
-        unified_memory=False,
-    )
+    store = _make_store(ctx, num_layers, num + 1)
     compare, kept = Comparison("difference"), [(7 * block) % num for block in range(0, num, 2)]
     stamps: list[Any] = []
     for _ in range(3):  # the first pins
@@ -249,21 +240,29 @@ def by_layer(ctx: Context) -> Result:
         begun = ctx.cuda.Event(enable_timing=True)
         begun.record()
         store.restore(set(kept), _quiet)
-        arrival, stamps = store.arrival(), []
+        restore, stamps = store.pending_restore(), []
         for layer in range(num_layers):
-            if arrival is not None:
-                arrival.await_layer(("blocks", layer))
-            cache = store.kv_cache if arrival is None else arrival.kv_cache
+            if restore is not None:
+                restore.wait_for_layer(("blocks", layer))
+            cache = store.kv_cache if restore is None else restore.kv_cache
             compare.require(f"layer {layer} is not whole", bool(torch.equal(cache[layer][:, kept], before[layer])))
             stamps.append(ctx.cuda.Event(enable_timing=True))
             stamps[-1].record()
         ctx.wait()
-        compare.require("the host copy is kept for ever", store.arrival() is None and not store.host_bytes())
+        compare.require("the host copy is kept for ever", store.pending_restore() is None and not store.host_bytes())
     times = [begun.elapsed_time(stamp) for stamp in stamps]
     result = compare.result(milliseconds=times)
     if result.status == OK:
         result.figure = f"layer 0 of {num_layers} after {times[0]:.2f} ms, the last after {times[-1]:.2f} ms"
     return result
+
+
+def _make_store(ctx: Context, num_layers: int, num_blocks: int, *, host_blocks: int = 0) -> StateStore:
+    layout = StoreLayout(
+        kv_shape=(num_layers, 2, num_blocks, 16, 8, 128), dtype=ctx.pick(torch.bfloat16, torch.float32)
+    )
+    region = make_region((layout.num_bytes,), torch.uint8, ctx.device, static_pointers=False, unified_memory=False)
+    return StateStore(layout, region, (host_blocks, 0))
 
 
 def _quiet(what: str) -> None:
@@ -344,18 +343,7 @@ def _captured(ctx: Context, work: Callable[[], None]) -> Callable[[], Any]:
 )
 def swap_moves(ctx: Context) -> Result:
     num = ctx.pick(512, 12)
-    store = StateStore(
-        num_layers=ctx.pick(16, 2),
-        num_blocks=2 * num + 1,
-        block_size=16,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=ctx.pick(torch.bfloat16, torch.float32),
-        device=ctx.device,
-        static_pointers=False,
-        unified_memory=False,
-        num_host_slots=num,
-    )
+    store = _make_store(ctx, ctx.pick(16, 2), 2 * num + 1, host_blocks=num)
     compare = Comparison("difference")
     out = [Copy(CopyKind.BLOCK_OUT, block, block) for block in range(num)]
     back = [Copy(CopyKind.BLOCK_IN, slot, num + (7 * slot) % num) for slot in range(num)]
@@ -376,8 +364,10 @@ def swap_moves(ctx: Context) -> Result:
         store.run_copies(out)
 
     milliseconds = ctx.milliseconds(move, rounds=5)
-    rate = num * store.block_bytes / milliseconds / 1e6
+    rate = num * store.layout.block_bytes / milliseconds / 1e6
     result = compare.result(gb_per_s=rate)
     if result.status == OK:
-        result.figure = f"{num} blocks of {store.block_bytes:,} bytes out, enqueued and gathered at {rate:.1f} GB/s"
+        result.figure = (
+            f"{num} blocks of {store.layout.block_bytes:,} bytes out, enqueued and gathered at {rate:.1f} GB/s"
+        )
     return result

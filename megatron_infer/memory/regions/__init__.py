@@ -1,1 +1,1 @@
-"""Kinds of device and pinned memory, each in its module; `memory.regions.choose` chooses among them."""
+"""Kinds of device and pinned memory, one module each; `memory.regions.choose` picks one."""

@@ -1,16 +1,16 @@
-"""Memory of one large tensor that can be given back and taken again: which kind of it a machine has, and how it works.
+"""Memory of one large tensor that can be given back and taken again: which kinds a machine has, and how each works.
 
-    place  asked for         implementation                         release                          afterwards at
+    place  asked for         implementation                         release                          addresses then
     CPU    (unified: same)   `MappedRegion`                         pages back to the system         may differ
     CPU    static pointers   `MappedRegion`                         pages back, mapping kept         the same
-    CUDA   nothing           `CudaRegion`                           torch's allocator emptied        may differ
+    CUDA   plain             `CudaRegion`                           torch's allocator emptied        may differ
     CUDA   static pointers   `VmmRegion`                            unmapped, addresses reserved     the same
              without virtual memory: `SaverRegion`                  torch_memory_saver pauses        the same
              without either: ConfigError with both reasons
     CUDA   unified memory    `ManagedRegion`                        nothing: pages leave on demand   the same
              without unified memory: a warning, and as if it were not asked for
 
-`table` says which of them this machine takes, and why. Only `memory.regions` and `memory.copy_pipeline` may touch
+`table` says which of them this machine uses, and why. Only `memory.regions` and `memory.copy_pipeline` may touch
 torch.cuda for the engine's large tensors.
 """
 
@@ -30,43 +30,43 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions import managed, saver, vmm
-from megatron_infer.memory.regions.cuda import StaysPut, drop_cached
+from megatron_infer.memory.regions.cuda import FixedPages, drop_cached
 from megatron_infer.memory.regions.cuda import wait as wait
 
 log = logging.getLogger("megatron_infer")
 
 DISCARDS_PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
-"""Whether MADV_DONTNEED takes pages away at once, whoever looks at them; elsewhere only unmapping does."""
+"""Whether MADV_DONTNEED takes pages away at once, even while tensors view them; elsewhere only unmapping does."""
 
 
 class Region(Protocol):
     """One tensor's memory. `release` and `restore` alternate; the tensor exists only between restore and release."""
 
     addresses_stable: bool
-    """`tensor` keeps its data pointer over release and restore, and its old addresses are nobody else's meanwhile."""
+    """`tensor` keeps its data pointer over release and restore, and nothing else gets its addresses in between."""
 
     @property
     def tensor(self) -> Tensor: ...
 
     def resident_bytes(self) -> int:
-        """Bytes of memory the tensor takes now; pages never touched take none."""
+        """Bytes of memory the tensor takes now; pages that were never touched take none."""
         ...
 
     def release(self) -> None:
-        """Drop the content; the memory is back with the system before this returns. On an error nothing happened."""
+        """Drop the content; the system has the memory back before this returns. On an error nothing has changed."""
         ...
 
     def restore(self) -> None:
-        """Memory for `tensor` again, content undefined. Raises MemoryError or torch.OutOfMemoryError, then it stays
-        released and may be tried again."""
+        """Take memory for `tensor` again, content undefined. Raises MemoryError or torch.OutOfMemoryError; then the
+        region is still released, and the call may be repeated."""
         ...
 
-    def lend(self) -> None:
-        """Nobody uses the tensor for a while, its content is wanted: pages that can leave on their own may."""
+    def allow_migration(self) -> None:
+        """The tensor keeps its content and is not used for a while: pages that can leave the device alone may do so."""
         ...
 
-    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """The end of `lend`: call in the pages of these bytes, (begin, end) -> bytes asked for."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """End `allow_migration` and bring the pages of these bytes, (begin, end), to the device -> bytes asked for."""
         ...
 
 
@@ -79,9 +79,9 @@ def make_region(
     unified_memory: bool,
     spill_bytes: int = 0,
 ) -> Region:
-    """The region that does what is asked for on `device`. Raises ConfigError with the remedy where none does.
+    """The region for these options on `device`. Raises ConfigError with the remedy where no kind serves them.
 
-    spill_bytes: how much of unified memory may lie beyond what the device has free.
+    spill_bytes: how much of unified memory may lie beyond the device's free memory.
     """
     if device.type == "cpu":
         return MappedRegion(shape, dtype, keep_mapping=static_pointers)
@@ -109,7 +109,7 @@ def devices() -> list[torch.device]:
 
 
 def table(device: torch.device) -> list[tuple[str, str, str]]:
-    """What a cache on `device` would be in: (asked for, implementation, why not what comes first)."""
+    """The memory of a cache on `device`: (asked for, implementation, why not the preferred one)."""
     if device.type == "cpu":
         kept = "MappedRegion" if DISCARDS_PAGES else "not available"
         why = "" if DISCARDS_PAGES else f"pages of a mapping that stays cannot be given back on {sys.platform}"
@@ -124,10 +124,10 @@ def table(device: torch.device) -> list[tuple[str, str, str]]:
     ]
 
 
-class MappedRegion(StaysPut):
-    """An anonymous mapping of its own: pages cost nothing until touched and go back even while others see the tensor.
+class MappedRegion(FixedPages):
+    """An anonymous mapping: pages cost nothing until touched, and go back to the system even while tensors view them.
 
-    With keep_mapping the address range stays reserved while released. Who reads a stale tensor then sees zeros.
+    With keep_mapping the address range stays reserved while released; a stale tensor then reads zeros.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, keep_mapping: bool) -> None:
@@ -156,8 +156,8 @@ class MappedRegion(StaysPut):
         if DISCARDS_PAGES:
             self._mapping.madvise(mmap.MADV_DONTNEED)
         if not self.addresses_stable:
-            # Never close(): torch keeps no hold on the buffer, a tensor still alive would point nowhere. The mapping
-            # goes with the last tensor that looks at it.
+            # Never close(): torch keeps no reference to the buffer, and a tensor that is still alive would point to
+            # unmapped memory. The mapping goes with the last tensor over it.
             self._mapping = self._tensor = None
 
     def restore(self) -> None:
@@ -172,10 +172,11 @@ class MappedRegion(StaysPut):
         self._mapping = mapping
 
 
-class CudaRegion(StaysPut):
-    """Device memory of torch's allocator: the tensor stays, its storage shrinks to nothing.
+class CudaRegion(FixedPages):
+    """Device memory of torch's allocator: the tensor stays, its storage shrinks to zero bytes.
 
-    The allocator's cache is emptied before memory is taken, too: a piece of a larger cached segment could not go back.
+    The allocator's cache is also emptied before memory is taken: a part of a larger cached segment could not be given
+    back.
     """
 
     addresses_stable = False
@@ -199,9 +200,9 @@ class CudaRegion(StaysPut):
 
 
 def resident_bytes(address: int, num_bytes: int) -> int:
-    """Bytes of the pages of a mapping that are in memory, by the system's own account (mincore).
+    """Bytes of a mapping's pages that are in memory, as the system counts them (mincore).
 
-    Pages that were only read count though they share one page of zeros. Where the system cannot tell: num_bytes.
+    Pages that were only read count, though they share one page of zeros. Where the system cannot tell: num_bytes.
     """
     page = mmap.PAGESIZE
     flags = np.zeros(-(-num_bytes // page), dtype=np.uint8)

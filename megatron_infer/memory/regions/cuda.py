@@ -1,4 +1,4 @@
-"""What the regions on a GPU share: waiting, the device that is current, a tensor over foreign memory."""
+"""What the regions on a GPU share: waiting, the current device, a tensor over memory that torch does not own."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 def wait(device: torch.device) -> None:
-    """Return once everything launched on `device` is done; errors of it surface here."""
+    """Return once everything launched on `device` is done; its errors are raised here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def drop_cached(device: torch.device) -> None:
-    """Hand what torch's allocator keeps for reuse back to the device."""
+    """Give the memory that torch's allocator keeps for reuse back to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody has taken of a CUDA device."""
+    """Free memory of a CUDA device."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 @contextmanager
 def current(device: torch.device) -> Iterator[int]:
-    """`device` is the calling thread's and has a context -> its number; 0 for host memory."""
+    """Make `device` the calling thread's, with a context -> its number; 0 for host memory."""
     if device.type != "cuda":
         yield 0
         return
@@ -39,13 +39,13 @@ def current(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_device()
 
 
-class StaysPut:
-    """Memory whose pages never move: see `Region.lend` and `Region.settle`."""
+class FixedPages:
+    """Memory whose pages never migrate: `Region.allow_migration` and `Region.prefetch` do nothing."""
 
-    def lend(self) -> None:
+    def allow_migration(self) -> None:
         return
 
-    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
         return 0
 
 
@@ -54,7 +54,7 @@ class ForeignMemory:
 
     def __init__(self, address: int, num_bytes: int, close: Callable[[], None]) -> None:
         self.address, self.num_bytes = address, num_bytes
-        # As bytes: the interface knows no bfloat16.
+        # As bytes: the interface has no bfloat16.
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -62,7 +62,7 @@ class ForeignMemory:
             "strides": None,
             "version": 2,
         }
-        weakref.finalize(self, close).atexit = False  # the process's end takes it all
+        weakref.finalize(self, close).atexit = False  # at the end of the process the system takes all of it
 
     def tensor(self, device: torch.device) -> Tensor:
         """The bytes, [num_bytes] uint8, which must be accessible now."""

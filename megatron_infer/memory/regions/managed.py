@@ -1,12 +1,12 @@
-"""CUDA unified memory: pages move between device and host on their own, guided by advice and prefetch.
+"""CUDA unified memory: pages migrate between device and host by themselves, guided by advice and prefetch.
 
-    resident      preferred location: the device, so that nothing leaves without need
-    lent          no preference: pages leave one by one when the trainer asks for room, with their content; nothing is
-                  copied that need not go. Copying all of them out would cost the suspend what the trainer may never ask
-    settled       preferred again, and what is used is prefetched: one stream of copies, not a page fault each
+    in use        preferred location: the device, so that no page leaves without need
+    may migrate   no preference: pages leave one by one, with their content, when the trainer needs room. Only what has
+                  to go is copied; copying everything out at suspend would cost time that the trainer may never need
+    prefetched    preferred location again, and used pages are prefetched: one stream of copies, not one page fault each
     released      content dropped: from CUDA 13 on the driver is told, so that pages leave without being copied
 
-Device memory that is short makes every access a page fault, and some machines stand still then: see `check_room`.
+With too little device memory every access is a page fault, and some machines hang then: see `check_room`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class MemLocation(ctypes.Structure):
 
 
 class Runtime:
-    """The calls of the CUDA runtime that unified memory takes, in the form of the runtime's version."""
+    """The calls of the CUDA runtime that unified memory needs, with the arguments of the runtime's version."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         version = ctypes.c_int(0)
         library.cudaRuntimeGetVersion(ctypes.byref(version))
         self.version = version.value
-        """As 13000 for 13.0."""
+        """13000 for 13.0."""
 
     def attribute(self, number: int, device: int) -> int:
         value = ctypes.c_int(0)
@@ -80,7 +80,7 @@ class Runtime:
         )
 
     def prefetch(self, address: int, num_bytes: int, device: int, stream: int) -> int:
-        """Enqueue pages' way to `device` on `stream` -> error code."""
+        """Enqueue the migration of pages to `device` on `stream` -> error code."""
         flags = () if self.version < 13000 else (ctypes.c_uint(0),)
         return self._failed(
             self._library.cudaMemPrefetchAsync(
@@ -93,7 +93,7 @@ class Runtime:
         )
 
     def discard(self, address: int, num_bytes: int, stream: int) -> int:
-        """The content is not needed any more -> error code; nothing where the runtime cannot be told."""
+        """Tell the driver that the content is not needed any more -> error code; nothing on older runtimes."""
         if self.version < 13000:
             return 0
         addresses, sizes = (ctypes.c_void_p * 1)(address), (ctypes.c_size_t * 1)(num_bytes)
@@ -108,12 +108,12 @@ class Runtime:
 
     def _failed(self, code: int) -> int:
         if code:
-            self._library.cudaGetLastError()  # or the next call of torch would report it
+            self._library.cudaGetLastError()  # clears the error, which torch's next call would report
         return int(code)
 
 
 def load_runtime() -> Runtime:
-    """The CUDA runtime that torch has loaded; another one would not share its state. Raises ConfigError."""
+    """The CUDA runtime that torch has loaded; another copy would not share its state. Raises ConfigError."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as lines:
         for line in lines:
             path = line.rstrip("\n").split(maxsplit=5)[5:]
@@ -123,7 +123,7 @@ def load_runtime() -> Runtime:
 
 
 def unavailable(device: torch.device, runtime: Runtime | None = None) -> str | None:
-    """Why `device` has no unified memory to rely on; None: it has."""
+    """Why unified memory cannot be used on `device`; None: it can."""
     try:
         runtime = load_runtime() if runtime is None else runtime
     except ConfigError as error:
@@ -140,9 +140,9 @@ def unavailable(device: torch.device, runtime: Runtime | None = None) -> str | N
 
 
 def check_room(num_bytes: int, *, free: int, spill_bytes: int, host_free: int) -> None:
-    """Raise torch.OutOfMemoryError unless all but `spill_bytes` of the cache fit the device and the rest the host.
+    """Raise torch.OutOfMemoryError unless all but `spill_bytes` of the cache fits the device and the rest the host.
 
-    Unified memory would take any size and then run at the speed of page faults.
+    Unified memory would accept any size and then run at the speed of page faults.
     """
     beyond = num_bytes - free
     if beyond > spill_bytes:
@@ -158,7 +158,7 @@ def check_room(num_bytes: int, *, free: int, spill_bytes: int, host_free: int) -
 
 
 def host_free_bytes() -> int:
-    """Memory the system could still give a process, by its own account."""
+    """Memory that the system can still give to a process, as it reports."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -169,8 +169,8 @@ def host_free_bytes() -> int:
 class ManagedRegion:
     """Unified memory; its addresses never change.
 
-    `release` gives nothing back by itself: pages leave the device when others need room. The content counts as gone all
-    the same. `resident_bytes` is what is allocated, wherever its pages are.
+    `release` gives no memory back by itself: pages leave the device when others need room. The content counts as gone
+    all the same. `resident_bytes` is what is allocated, wherever its pages are.
     """
 
     addresses_stable = True
@@ -184,7 +184,7 @@ class ManagedRegion:
         spill_bytes: int = 0,
         runtime: Runtime | None = None,
     ) -> None:
-        """spill_bytes: how much of it may be more than the device has free."""
+        """spill_bytes: how much of it may lie beyond the device's free memory."""
         self._runtime = runtime = load_runtime() if runtime is None else runtime
         self._device, self._num_bytes = device, math.prod(shape) * dtype.itemsize
         drop_cached(device)
@@ -205,20 +205,20 @@ class ManagedRegion:
         wait(self._device)
         with _side_stream(self._device) as stream:
             self._hint("cudaMemDiscardBatchAsync", self._runtime.discard(self._address, self._num_bytes, stream))
-        self.lend()
+        self.allow_migration()
 
     def restore(self) -> None:
         self._advise(SET_PREFERRED)
 
-    def lend(self) -> None:
+    def allow_migration(self) -> None:
         self._advise(UNSET_PREFERRED)
 
-    def settle(self, ranges: Iterable[tuple[int, int]]) -> int:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> int:
         self._advise(SET_PREFERRED)
         room, asked = (free_bytes(self._device) if self._device.type == "cuda" else self._num_bytes), 0
         with _side_stream(self._device) as stream:
             for begin, end in joined(ranges, PREFETCH_GAP_BYTES):
-                size = min(end - begin, room - asked)  # more would push out what has just come
+                size = min(end - begin, room - asked)  # more would push out pages that have just come
                 if size <= 0:
                     break
                 code = self._runtime.prefetch(self._address + begin, size, self._number, stream)
@@ -234,7 +234,7 @@ class ManagedRegion:
                 self._hint(f"cudaMemAdvise({advice})", code)
 
     def _hint(self, call: str, code: int) -> bool:
-        """Refusing a hint costs speed and nothing else -> whether it was refused."""
+        """Log a refused hint, which costs only speed -> whether it was refused."""
         if code:
             log.warning("unified memory: %s gave CUDA error %d", call, code)
         return bool(code)
@@ -242,7 +242,7 @@ class ManagedRegion:
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[int]:
-    """A stream that is not the legacy one -> its handle; what is enqueued there is done at the end."""
+    """A stream other than the legacy one -> its handle; waits at the end for what was enqueued there."""
     if device.type != "cuda":
         yield 0
         return
@@ -253,7 +253,7 @@ def _side_stream(device: torch.device) -> Iterator[int]:
 
 
 def joined(ranges: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
-    """(begin, end) in order, those closer than `gap` as one.
+    """The ranges (begin, end) in order, those closer than `gap` merged.
 
     Example: (0, 4), (8, 9), (1, 2) with a gap of 4 -> (0, 4), (8, 9); with 5 -> (0, 9).
     """

@@ -1,8 +1,8 @@
-"""Page-locked host memory, lent and kept between uses: pinning it takes longer than filling it, and stops the device.
+"""Page-locked host memory, kept between uses: pinning it takes longer than filling it, and stops the device.
 
-upload:  take -> fill -> copy, record -> retire ............ event passed -> free again
-read:    take -> copy, record -> ........ event waited for -> give_back -> free again
-kept:    take -> copies out ..... copies back, all of them done -> give_back -> free again
+upload:     take -> fill -> copy, record event -> retire ............ event done -> free again
+read:       take -> copy, record event -> ........ wait for the event -> give_back -> free again
+host copy:  take -> copies to the host ..... copies back, all of them done -> give_back -> free again
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 KEEP_SHARE = 1 / 4
-"""Of the machine's memory: what the pools of all its devices keep idle at most, for the trainer lives there too."""
+"""Share of the machine's memory that the pools of all its devices keep idle at most: the trainer needs memory, too."""
 SMALLEST_BYTES = 4096
 MAX_RETIRED_BYTES = 256 << 20
-"""Of uploads that the device has not done yet. Beyond it the oldest is waited for: the host is far ahead then."""
+"""Bytes of uploads that the device has not finished. Beyond that the host, which is far ahead then, waits for the
+oldest."""
 
 
 class CopyEvent(Protocol):
-    """Marks a place in the device's work."""
+    """Marks a point in the device's work."""
 
     def record(self) -> None: ...
 
@@ -35,11 +36,11 @@ class CopyEvent(Protocol):
 
 
 @dataclass(slots=True)
-class Lent:
-    """One buffer and the event of the copy it is lent for."""
+class PinnedBuffer:
+    """One buffer and the event of the copy that uses it."""
 
     bytes_B: Tensor
-    """uint8, at least as long as was asked for."""
+    """uint8, at least as long as asked for."""
     event: CopyEvent
 
 
@@ -53,7 +54,7 @@ def pin(num_bytes: int) -> Tensor:
 
 
 def unpin_idle() -> None:
-    """torch keeps dropped pinned memory for itself; ask it to let go of it, where it can be asked."""
+    """Make torch unpin the memory it caches, where this version of torch can."""
     for home, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
         empty: Callable[[], None] | None = getattr(home, name, None)
         if empty is not None:
@@ -74,48 +75,48 @@ class PinnedPool:
     ) -> None:
         """keep_bytes: what `trim` leaves idle; None: one device's part of KEEP_SHARE. pin(num_bytes) -> uint8."""
         self._make_event, self._keep_bytes, self._pin, self._unpin = make_event, keep_bytes, pin, unpin
-        self._idle: dict[int, list[Lent]] = {}
-        self._retired: deque[Lent] = deque()
+        self._idle: dict[int, list[PinnedBuffer]] = {}
+        self._retired: deque[PinnedBuffer] = deque()
         self._retired_bytes = 0
         self._lock = threading.Lock()
 
     def idle_bytes(self) -> int:
-        """Pinned, and in nobody's use."""
+        """Bytes pinned and not in use."""
         with self._lock:
             return sum(size * len(buffers) for size, buffers in self._idle.items())
 
-    def take(self, num_bytes: int) -> Lent:
-        """A buffer that no copy reads or writes, content undefined. Raises MemoryError when it has to be pinned and
-        cannot."""
+    def take(self, num_bytes: int) -> PinnedBuffer:
+        """A buffer that no copy reads or writes, content undefined. Raises MemoryError when one has to be pinned and
+        cannot be."""
         size = max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
         with self._lock:
             self._reclaim()
             idle = self._idle.get(size)
             if idle:
                 return idle.pop()
-        return Lent(self._pin(size), self._make_event())
+        return PinnedBuffer(self._pin(size), self._make_event())
 
-    def retire(self, lent: Lent) -> None:
-        """The copy out of it is under way and its event recorded: it is free once that has passed.
+    def retire(self, buffer: PinnedBuffer) -> None:
+        """Return a buffer whose copy to the device is enqueued and its event recorded: it is free once that is done.
 
-        Copies are retired in the order of the device's work; else one is only free later than it could be.
+        Call in the order of the device's work; in another order buffers only become free later than they could.
         """
         with self._lock:
-            self._retired.append(lent)
-            self._retired_bytes += lent.bytes_B.numel()
+            self._retired.append(buffer)
+            self._retired_bytes += buffer.bytes_B.numel()
             while self._retired_bytes > MAX_RETIRED_BYTES and len(self._retired) > 1:
                 self._retired[0].event.wait()
                 self._reclaim()
 
-    def give_back(self, lent: Lent) -> None:
-        """Nobody looks at it any more, its copies are done. What would be too much to keep goes with `trim`."""
+    def give_back(self, buffer: PinnedBuffer) -> None:
+        """Return a buffer whose copies are done; it stays pinned until `trim`."""
         with self._lock:
-            self._put(lent)
+            self._put(buffer)
 
     def trim(self, keep_bytes: int | None = None) -> int:
         """Unpin idle buffers, the largest first, until `keep_bytes` (None: the pool's own) are left -> bytes unpinned.
 
-        Waits for copies under way.
+        Waits for running copies.
         """
         before = left = self.idle_bytes()
         keep = self._keep_bytes if keep_bytes is None else keep_bytes
@@ -131,32 +132,32 @@ class PinnedPool:
 
     def _reclaim(self) -> None:
         while self._retired and self._retired[0].event.is_done():
-            lent = self._retired.popleft()
-            self._retired_bytes -= lent.bytes_B.numel()
-            self._put(lent)
+            buffer = self._retired.popleft()
+            self._retired_bytes -= buffer.bytes_B.numel()
+            self._put(buffer)
 
-    def _put(self, lent: Lent) -> None:
-        self._idle.setdefault(lent.bytes_B.numel(), []).append(lent)
+    def _put(self, buffer: PinnedBuffer) -> None:
+        self._idle.setdefault(buffer.bytes_B.numel(), []).append(buffer)
 
 
 class PinnedRegion:
-    """Bytes of a pool's for as long as somebody keeps something in them."""
+    """Bytes of a buffer of the pool, from construction until `release`."""
 
     def __init__(self, pool: PinnedPool, num_bytes: int) -> None:
-        self._pool, self._lent = pool, pool.take(num_bytes)
-        self.tensor = self._lent.bytes_B[:num_bytes]
+        self._pool, self._buffer = pool, pool.take(num_bytes)
+        self.tensor = self._buffer.bytes_B[:num_bytes]
         """uint8."""
 
     def resident_bytes(self) -> int:
-        return self._lent.bytes_B.nbytes
+        return self._buffer.bytes_B.nbytes
 
     def release(self) -> None:
-        """No copy uses it any more."""
-        self._pool.give_back(self._lent)
+        """Return the buffer; no copy may be using it."""
+        self._pool.give_back(self._buffer)
 
 
 def machine_share() -> int:
-    """One device's part of KEEP_SHARE of the machine's memory, also where a launcher shows each process one alone."""
+    """One device's part of KEEP_SHARE of the machine's memory, also where a launcher shows each process one device."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     num_devices = max(1, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return int(whole * KEEP_SHARE / num_devices)

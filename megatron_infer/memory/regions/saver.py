@@ -1,4 +1,4 @@
-"""Device memory whose addresses torch_memory_saver keeps."""
+"""Device memory whose addresses torch_memory_saver keeps reserved."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.memory.regions.cuda import StaysPut, drop_cached, free_bytes, wait
+from megatron_infer.memory.regions.cuda import FixedPages, drop_cached, free_bytes, wait
 
 SAVER_MARGIN_BYTES = 64 << 20
-"""Free device memory asked for beyond the tensor before torch_memory_saver maps it: it ends the process when short."""
+"""Free device memory required beyond the tensor before torch_memory_saver maps it: it ends the process when short."""
 
 
 def unavailable() -> str | None:
@@ -26,12 +26,12 @@ def unavailable() -> str | None:
     return None
 
 
-class SaverRegion(StaysPut):
-    """Device memory whose address range torch_memory_saver keeps while the memory is gone.
+class SaverRegion(FixedPages):
+    """Device memory whose address range torch_memory_saver keeps reserved while the memory is released.
 
-    A tag of its own for each region: the saver ends the process when it pauses or resumes anything twice, so two
-    engines must not share one. Memory another process takes between the check in `restore` and the mapping ends the
-    process too (torch_memory_saver 0.0.10).
+    Each region has its own tag: the saver ends the process when a tag is paused or resumed twice, so two engines must
+    not share one. Memory that another process takes between the check in `restore` and the mapping ends the process,
+    too (torch_memory_saver 0.0.10).
     """
 
     addresses_stable = True
@@ -74,7 +74,7 @@ class SaverRegion(StaysPut):
         self._pause_at_end()
 
     def _pause_at_end(self) -> None:
-        """The saver's pool keeps a dropped tensor's memory; pausing gives it back when the region goes."""
+        """The saver's pool keeps the memory of a dropped tensor; pausing gives it back when the region is dropped."""
         self._at_end = weakref.finalize(self, _pause, self._saver, self._tag, self.tensor.device)
         self._at_end.atexit = False
 
@@ -91,6 +91,6 @@ def _load_saver() -> Any:
     except ImportError as error:
         raise ConfigError(f"torch_memory_saver is not there ({error}); pip install torch-memory-saver") from error
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
-        with contextlib.suppress(AttributeError, AssertionError):  # somebody used it before: its mode stands
+        with contextlib.suppress(AttributeError, AssertionError):  # it was used before: its mode is fixed
             saver.hook_mode = "torch"
     return saver

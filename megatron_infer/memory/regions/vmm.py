@@ -1,9 +1,9 @@
-"""Device memory that goes and comes back at the same addresses, by the CUDA driver's virtual memory calls.
+"""Device memory that is given back and taken again at the same addresses, by the CUDA driver's virtual memory calls.
 
     reserve ------------------------------------------------------------> free (with the last tensor)
-       |   map: create, map and let go of a handle, chunk by chunk,          ^
-       |        then access for all                                          |
-       +--> [ chunk | chunk | chunk ]  --unmap the whole: memory is back-----+
+       |   map: create, map and release a handle, chunk by chunk,            ^
+       |        then set access for all                                      |
+       +--> [ chunk | chunk | chunk ]  --unmap the whole: memory given back--+
                                        <-map: new memory, same addresses
 
 Handles are released as soon as they are mapped: the mapping alone holds the memory, so that one call gives it back.
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.memory.regions.cuda import ForeignMemory, StaysPut, current, drop_cached, free_bytes, wait
+from megatron_infer.memory.regions.cuda import FixedPages, ForeignMemory, current, drop_cached, free_bytes, wait
 
 log = logging.getLogger("megatron_infer")
 
 CHUNK_BYTES = 256 << 20
-"""Asked of the driver at a time: a piece that cannot be had is found out early, and a pool takes few calls."""
+"""Bytes of one allocation: running out of memory is found early, and a pool takes few calls."""
 OUT_OF_MEMORY = 2
 VIRTUAL_MEMORY_SUPPORTED = 102
 PINNED, DEVICE, READ_WRITE, RECOMMENDED = 1, 1, 3, 1
@@ -91,7 +91,7 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The calls of libcuda that virtual memory takes. Raises ConfigError where it lacks one."""
+    """The calls of libcuda that virtual memory needs. Raises ConfigError where it lacks one."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._calls = {}
@@ -104,7 +104,7 @@ class Driver:
             self._calls[name] = call
 
     def call(self, name: str, *arguments: object) -> None:
-        """Raises DriverError unless the driver says success."""
+        """Raises DriverError unless the driver returns success."""
         code = self._calls[name](*arguments)
         if code:
             text = ctypes.c_char_p()
@@ -128,7 +128,7 @@ def load_driver() -> Driver:
 
 
 def unavailable(device: torch.device, driver: Driver | None = None) -> str | None:
-    """Why the driver's virtual memory cannot hold a tensor of `device`; None: it can."""
+    """Why the driver's virtual memory cannot be used on `device`; None: it can."""
     try:
         driver = load_driver() if driver is None else driver
         with current(device) as number:
@@ -139,7 +139,7 @@ def unavailable(device: torch.device, driver: Driver | None = None) -> str | Non
 
 
 class AddressRange:
-    """Reserved addresses, of which the first `mapped_bytes` have memory. Everything that fails is undone."""
+    """Reserved addresses; the first `mapped_bytes` of them have memory. A call that fails is undone."""
 
     def __init__(self, driver: Driver, device: torch.device, num_bytes: int, chunk_bytes: int) -> None:
         self._driver, self._device = driver, device
@@ -162,7 +162,7 @@ class AddressRange:
         """Handles whose release failed: they hold memory beside the mapping."""
 
     def map(self) -> None:
-        """Memory behind all of the addresses. Raises DriverError, then none of it has."""
+        """Map memory behind all addresses. Raises DriverError; then none of them has memory."""
         with current(self._device):
             try:
                 while self.mapped_bytes < self.num_bytes:
@@ -174,14 +174,14 @@ class AddressRange:
                 raise
 
     def unmap(self) -> None:
-        """Give the memory back. Raises DriverError, then all of it is still there."""
+        """Give the memory back. Raises DriverError; then all of it is still there."""
         with current(self._device):
             wait(self._device)
             self._release_handles()
             self._unmap()
 
     def close(self) -> None:
-        """Give memory and addresses back; what cannot be done is logged."""
+        """Give memory and addresses back; failures are logged."""
         try:
             if self.mapped_bytes:
                 self.unmap()
@@ -212,10 +212,10 @@ class AddressRange:
             self.mapped_bytes = 0
 
 
-class VmmRegion(StaysPut):
-    """Device memory whose addresses stay reserved while the memory is gone; touching it then is an illegal access.
+class VmmRegion(FixedPages):
+    """Device memory whose addresses stay reserved while it is released; touching it then is an illegal access.
 
-    Needs no package and no LD_PRELOAD. On a "cpu" device it is laid over whatever addresses `driver` gives.
+    Needs no package and no LD_PRELOAD. On a "cpu" device the tensor lies over the addresses that `driver` gives.
     """
 
     addresses_stable = True

@@ -12,8 +12,8 @@ import torch
 from light.machine import wait
 from light.shapes import Costs, costs_of
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.config.sizing import ModelShape
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
 

@@ -125,8 +125,8 @@ def suspend(bench: Bench, ceilings: Ceilings, *, modes: Sequence[str], shares: S
             for _ in range(3):
                 away, (back, first_s) = bench.engine.suspend(mode, {"kv_cache"}), bench.wake()
                 step_s = bench.steps(2)
-                assert store.arrival() is None, "the device has nothing left to do"
-                reports.append((away, back, first_s, step_s, store.arrived_s))
+                assert store.pending_restore() is None, "the device has nothing left to do"
+                reports.append((away, back, first_s, step_s, store.restore_copy_s))
             away, back, first_s, step_s, copies_s = min(reports, key=lambda report: report[0].seconds + report[2])
             bench.drain()
             copied = away.tags["kv_cache"].bytes_copied

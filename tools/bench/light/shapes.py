@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.sizing import ModelShape
+from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription

@@ -1,24 +1,25 @@
-"""Sizing arithmetic gives Megatron's numbers, and says what does not fit."""
+"""Sizes are those of Megatron, and an error says what does not fit."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_infer.config import sizing
-from megatron_infer.config.sizing import (
+from megatron_infer.config.capacity import (
     GIB,
-    ModelShape,
-    SizingRequest,
-    StateShape,
+    blocks_for,
+    cap_to_memory,
     derive_max_requests,
     host_places,
-    resolve_sizes,
     split_pool,
 )
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.model_shape import ModelShape, StateShape, heads_per_rank, kv_block_bytes
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import CapacityError, ConfigError
 
 SMOLLM2 = ModelShape(
@@ -41,24 +42,24 @@ MEGATRON_TINY = dataclasses.replace(
 )
 
 
-def _ask(**changes) -> SizingRequest:
-    values = {
-        "block_size": 256,
-        "buffer_bytes": 2 * GIB,
-        "paused_bytes": 0,
-        "max_requests": None,
-        "max_tokens": None,
-        "max_sequence_length": 2560,
-        "chunked_prefill": False,
-        "tensor_parallel_size": 1,
-    }
-    return SizingRequest(**(values | changes))
+def resolve(
+    shape: ModelShape,
+    *,
+    buffer_bytes: int = 2 * GIB,
+    paused_bytes: int = 0,
+    snapshot_bytes: int | None = None,
+    tensor_parallel_size: int = 1,
+    **options: Any,
+) -> ResolvedSizes:
+    """`InferenceConfig.resolve` of options that give so many bytes."""
+    if snapshot_bytes is not None:
+        options |= {"enable_prefix_caching": True, "prefix_caching_mamba_gb": snapshot_bytes / GIB}
+    config = InferenceConfig(buffer_size_gb=buffer_bytes / GIB, paused_buffer_size_gb=paused_bytes / GIB, **options)
+    return config.resolve(shape, tensor_parallel_size=tensor_parallel_size)
 
 
 def test_megatron_engine_test_sizes():
-    sizes = resolve_sizes(
-        MEGATRON_TINY, _ask(buffer_bytes=int(0.1 * GIB), paused_bytes=int(0.02 * GIB), max_sequence_length=512)
-    )
+    sizes = resolve(MEGATRON_TINY, buffer_bytes=int(0.1 * GIB), paused_bytes=int(0.02 * GIB), max_sequence_length=512)
     assert (sizes.block_bytes, sizes.num_blocks, sizes.paused_block_limit) == (131_072, 819, 163)
     assert sizes.num_blocks - sizes.paused_block_limit - 1 == 655
     assert sizes.max_requests == 816
@@ -67,7 +68,7 @@ def test_megatron_engine_test_sizes():
 
 
 def test_smollm2_sizes():
-    sizes = resolve_sizes(SMOLLM2, _ask())
+    sizes = resolve(SMOLLM2)
     assert sizes.block_bytes == 2 * 2 * 30 * 256 * 3 * 64 == 5_898_240
     assert sizes.num_blocks == 364
     assert sizes.num_usable_blocks == 363
@@ -84,35 +85,26 @@ def test_smollm2_sizes():
     ("heads", "tp", "per_rank"), [(2, 8, 1), (8, 8, 1), (8, 2, 4), (1, 4, 1), (16, 8, 2), (3, 2, 1)]
 )
 def test_kv_heads_of_a_rank_never_fall_below_one(heads, tp, per_rank):
-    assert sizing.heads_per_rank(heads, tp) == per_rank
-
-
-def test_latent_blocks_hold_one_vector_per_token():
-    assert sizing.latent_block_bytes(num_layers=2, block_size=64, latent_dim=512, rope_dim=64, dtype_bytes=2) == 147_456
+    assert heads_per_rank(heads, tp) == per_rank
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (45, 3)])
 def test_blocks_for_rounds_up(tokens, blocks):
-    assert sizing.blocks_for(tokens, 16) == blocks
+    assert blocks_for(tokens, 16) == blocks
 
 
-STATE = {"conv_shape": (544, 4), "ssm_shape": (8, 64, 16), "conv_bytes": 4, "ssm_bytes": 4, "num_layers": 1}
-
-
-def test_state_bytes_count_speculative_copies():
-    assert sizing.state_bytes_per_request(**STATE) == (544 * 4 + 8 * 64 * 16) * 4
-    assert sizing.state_bytes_per_request(**STATE, num_speculative_tokens=3) == 5 * (544 * 4 + 8 * 64 * 16) * 4
+STATE_BYTES = (544 * 4 + 8 * 64 * 16) * 4
+"""Of one request of the hybrid below, fp32."""
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 0.8])
 def test_state_ratio_divides_both_buffers(ratio):
     buffer_bytes, paused_bytes = int(0.05 * GIB), int(0.01 * GIB)
-    block_bytes = sizing.kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
-    state_bytes = sizing.state_bytes_per_request(**STATE)
-    split = split_pool(buffer_bytes, paused_bytes, block_bytes=block_bytes, state_bytes=state_bytes, state_ratio=ratio)
+    block_bytes = kv_block_bytes(num_layers=1, block_size=256, num_kv_heads=8, head_dim=64, dtype_bytes=4)
+    split = split_pool(buffer_bytes, paused_bytes, block_bytes=block_bytes, state_bytes=STATE_BYTES, state_ratio=ratio)
     assert split.num_blocks == int(buffer_bytes * (1 - ratio)) // block_bytes
     assert split.paused_blocks == int(paused_bytes * (1 - ratio)) // block_bytes
-    assert split.state_slots == int((buffer_bytes + paused_bytes) * ratio // state_bytes)
+    assert split.state_slots == int((buffer_bytes + paused_bytes) * ratio // STATE_BYTES)
     limit = min(split.num_blocks - 1, split.state_slots)
     assert derive_max_requests(limit) == limit // 4 * 4
 
@@ -177,56 +169,57 @@ def test_derived_requests_divide_and_fit(limit, tp, max_tokens, expected):
 
 
 def test_small_blocks_do_not_derive_more_requests_than_tokens():
-    sizes = resolve_sizes(MEGATRON_TINY, _ask(block_size=1, buffer_bytes=GIB))
+    sizes = resolve(MEGATRON_TINY, block_size_tokens=1, buffer_bytes=GIB)
     assert sizes.num_usable_blocks > 16384
     assert sizes.max_requests == sizes.max_tokens == 16384
 
 
 def test_buffer_below_two_blocks_is_refused_with_the_smallest_that_works():
     with pytest.raises(CapacityError) as caught:
-        resolve_sizes(SMOLLM2, _ask(buffer_bytes=2 * 5_898_240 - 1))
+        resolve(SMOLLM2, buffer_bytes=2 * 5_898_240 - 1)
     message = str(caught.value)
     assert "5,898,240" in message
     assert "11,796,480" in message
     gib = float(message.split("buffer_size_gb >= ")[1].split(" ")[0])
-    assert resolve_sizes(SMOLLM2, _ask(buffer_bytes=int(gib * GIB))).num_blocks == 2
-    assert resolve_sizes(SMOLLM2, _ask(buffer_bytes=2 * 5_898_240)).num_blocks == 2
+    assert resolve(SMOLLM2, buffer_bytes=int(gib * GIB)).num_blocks == 2
+    assert resolve(SMOLLM2, buffer_bytes=2 * 5_898_240).num_blocks == 2
 
 
 def test_paused_share_must_leave_a_block_to_run():
     with pytest.raises(ConfigError, match=r"keep 10 of 10 blocks, the limit is 8"):
-        resolve_sizes(SMOLLM2, _ask(buffer_bytes=10 * 5_898_240, paused_bytes=10 * 5_898_240))
-    sizes = resolve_sizes(SMOLLM2, _ask(buffer_bytes=10 * 5_898_240, paused_bytes=8 * 5_898_240))
+        resolve(SMOLLM2, buffer_bytes=10 * 5_898_240, paused_bytes=10 * 5_898_240)
+    sizes = resolve(SMOLLM2, buffer_bytes=10 * 5_898_240, paused_bytes=8 * 5_898_240)
     assert sizes.paused_block_limit == 8
 
 
 def test_given_max_requests_are_taken_verbatim():
-    assert resolve_sizes(SMOLLM2, _ask(max_requests=7)).max_requests == 7
-    assert resolve_sizes(SMOLLM2, _ask(max_requests=5000)).max_requests == 5000
+    assert resolve(SMOLLM2, max_requests=7).max_requests == 7
+    assert resolve(SMOLLM2, max_requests=5000).max_requests == 5000
     with pytest.raises(ConfigError, match="multiple of the tensor parallel size 2"):
-        resolve_sizes(SMOLLM2, _ask(max_requests=1, tensor_parallel_size=2))
+        resolve(SMOLLM2, max_requests=1, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"max_requests is 20,000, the limit is max_tokens = 16,384"):
-        resolve_sizes(SMOLLM2, _ask(max_requests=20_000))
+        resolve(SMOLLM2, max_requests=20_000)
 
 
 def test_sequence_length_is_cut_to_the_models_positions():
-    sizes = resolve_sizes(SMOLLM2, _ask(max_sequence_length=10_000))
+    with pytest.warns(ConfigWarning, match="10,000"):
+        sizes = resolve(SMOLLM2, max_sequence_length=10_000)
     assert sizes.max_sequence_length == 8192
     assert "10,000" in sizes.how["max_sequence_length"]
     free = dataclasses.replace(SMOLLM2, max_position=None)
-    assert resolve_sizes(free, _ask(max_sequence_length=10_000)).max_sequence_length == 10_000
+    assert resolve(free, max_sequence_length=10_000).max_sequence_length == 10_000
 
 
 def test_prompt_limit_follows_chunking():
-    assert resolve_sizes(SMOLLM2, _ask(max_tokens=512)).max_prompt_tokens == 512
-    assert resolve_sizes(SMOLLM2, _ask(max_tokens=512, chunked_prefill=True)).max_prompt_tokens == 2559
-    tight = _ask(buffer_bytes=3 * 5_898_240, chunked_prefill=True)
-    assert resolve_sizes(SMOLLM2, tight).max_prompt_tokens == 512
+    assert resolve(SMOLLM2, max_tokens=512).max_prompt_tokens == 512
+    assert resolve(SMOLLM2, max_tokens=512, enable_chunked_prefill=True).max_prompt_tokens == 2559
+    tight = resolve(SMOLLM2, buffer_bytes=3 * 5_898_240, enable_chunked_prefill=True)
+    assert tight.max_prompt_tokens == 512
 
 
 def test_model_that_keeps_nothing_is_refused():
     with pytest.raises(ConfigError, match="neither attention nor Mamba layers"):
-        resolve_sizes(dataclasses.replace(SMOLLM2, num_attention_layers=0), _ask())
+        resolve(dataclasses.replace(SMOLLM2, num_attention_layers=0))
 
 
 # the hybrid of megatron's context tests: 1,048,576 bytes a block of 256 tokens, 41,472 a state
@@ -249,7 +242,7 @@ BOTH_BUFFERS = {"buffer_bytes": int(0.05 * GIB), "paused_bytes": int(0.01 * GIB)
 
 
 def test_state_of_a_request_is_counted_in_whole_cache_lines():
-    assert MEGATRON_STATE.slot_bytes == sizing.state_bytes_per_request(**STATE) == 41_472
+    assert MEGATRON_STATE.slot_bytes == STATE_BYTES == 41_472
     odd = dataclasses.replace(MEGATRON_STATE, num_layers=3, conv_shape=(5, 3), conv_dtype="bfloat16")
     assert (odd.conv_bytes, odd.ssm_bytes) == (128, 3 * 8 * 64 * 16 * 4)  # 90 bytes of conv: two lines
     mamba2_130m = StateShape(
@@ -261,7 +254,7 @@ def test_state_of_a_request_is_counted_in_whole_cache_lines():
 @pytest.mark.parametrize(("ratio", "blocks", "paused", "slots", "requests"), RATIO_TABLE)
 @pytest.mark.parametrize("unified", [False, True])
 def test_hybrid_with_a_ratio_is_sized_as_megatron_does(ratio, blocks, paused, slots, requests, unified):
-    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=ratio, unified_memory=unified))
+    sizes = resolve(MEGATRON_HYBRID, **BOTH_BUFFERS, mamba_memory_ratio=ratio, unified_memory_level=int(unified))
     assert (sizes.block_bytes, sizes.state_slot_bytes) == (1_048_576, 41_472)
     assert sizes.paused_block_limit == paused
     assert sizes.num_blocks == blocks + (paused if unified else 0)
@@ -272,14 +265,14 @@ def test_hybrid_with_a_ratio_is_sized_as_megatron_does(ratio, blocks, paused, sl
 
 
 def test_a_small_ratio_caps_the_requests():
-    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01))
+    sizes = resolve(MEGATRON_HYBRID, **BOTH_BUFFERS, mamba_memory_ratio=0.01)
     assert int((53_687_091 + 10_737_418) * 0.01) // 41_472 == 15
     assert (sizes.num_blocks, sizes.max_requests, sizes.num_state_slots) == (50, 12, 13)
     assert "15 states in mamba_memory_ratio 0.01" in sizes.how["max_requests"]
-    given = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01, max_requests=15))
+    given = resolve(MEGATRON_HYBRID, **BOTH_BUFFERS, mamba_memory_ratio=0.01, max_requests=15)
     assert (given.max_requests, given.num_state_slots) == (15, 16)
     with pytest.raises(CapacityError, match=r"max_requests is 16, mamba_memory_ratio=0.01 .* of 15 \(41,472 bytes"):
-        resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS, state_ratio=0.01, max_requests=16))
+        resolve(MEGATRON_HYBRID, **BOTH_BUFFERS, mamba_memory_ratio=0.01, max_requests=16)
 
 
 @pytest.mark.parametrize(("max_requests", "blocks", "paused"), [(4, 51, 10), (100, 48, 9), (1000, 18, 3)])
@@ -291,82 +284,83 @@ def test_hybrid_with_max_requests_reserves_exactly_their_states(max_requests, bl
         blocks,
         paused,
     )
-    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**buffers, max_requests=max_requests))
+    sizes = resolve(MEGATRON_HYBRID, **buffers, max_requests=max_requests)
     assert (sizes.num_blocks, sizes.paused_block_limit, sizes.max_requests) == (blocks, paused, max_requests)
     assert sizes.num_state_slots == max_requests + 1
 
 
 def test_hybrid_without_a_rule_brings_a_state_with_each_block():
-    sizes = resolve_sizes(MEGATRON_HYBRID, _ask(**BOTH_BUFFERS))
+    sizes = resolve(MEGATRON_HYBRID, **BOTH_BUFFERS)
     assert sizes.num_blocks == 53_687_091 // (1_048_576 + 41_472) == 49
     assert (sizes.paused_block_limit, sizes.max_requests, sizes.num_state_slots) == (9, 48, 49)
     assert sizes.kv_bytes + sizes.state_bytes <= 53_687_091
 
 
 def test_states_that_leave_no_block_are_refused_with_the_smallest_buffer_that_works():
-    for changes in ({}, {"state_ratio": 0.97}, {"max_requests": 20}, {"state_ratio": 0.004}):
+    for changes in ({}, {"mamba_memory_ratio": 0.97}, {"max_requests": 20}, {"mamba_memory_ratio": 0.004}):
         with pytest.raises(CapacityError, match="are needed; set buffer_size_gb >=") as caught:
-            resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=2_097_152, max_sequence_length=512, **changes))
+            resolve(MEGATRON_HYBRID, buffer_bytes=2_097_152, max_sequence_length=512, **changes)
         gib = float(str(caught.value).split("buffer_size_gb >= ")[1].split(" ")[0])
-        sizes = resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=int(gib * GIB), max_sequence_length=512, **changes))
+        sizes = resolve(MEGATRON_HYBRID, buffer_bytes=int(gib * GIB), max_sequence_length=512, **changes)
         assert sizes.num_blocks >= 2 and sizes.max_requests >= 1
         with pytest.raises(CapacityError):  # and a little less does not do
-            resolve_sizes(MEGATRON_HYBRID, _ask(buffer_bytes=int((gib - 3e-6) * GIB), **changes))
+            resolve(MEGATRON_HYBRID, buffer_bytes=int((gib - 3e-6) * GIB), **changes)
 
 
 def test_pure_mamba_gives_the_buffer_to_states():
-    sizes = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS))
+    sizes = resolve(PURE_MAMBA, **BOTH_BUFFERS)
     assert (sizes.block_bytes, sizes.kv_bytes, sizes.paused_block_limit) == (0, 0, 0)
     assert sizes.max_requests == (53_687_091 // 41_472 - 1) // 4 * 4 == 1292
     assert sizes.num_state_slots == 1293 and sizes.state_bytes <= 53_687_091
     assert (sizes.max_blocks_per_row, sizes.num_usable_blocks) == (2, 2 * 1292)
     assert sizes.full_length_requests == 1292, "a row never lacks a block"
     assert "take no memory" in sizes.how["block_bytes"]
-    half = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, state_ratio=0.5))
+    half = resolve(PURE_MAMBA, **BOTH_BUFFERS, mamba_memory_ratio=0.5)
     assert half.max_requests == (26_843_545 // 41_472 - 1) // 4 * 4
-    unified = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, unified_memory=True))
+    unified = resolve(PURE_MAMBA, **BOTH_BUFFERS, unified_memory_level=1)
     assert unified.max_requests == ((53_687_091 + 10_737_418) // 41_472 - 1) // 4 * 4
 
 
 def test_pure_mamba_takes_the_requests_it_has_states_for():
-    sizes = resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, max_requests=1293))
+    sizes = resolve(PURE_MAMBA, **BOTH_BUFFERS, max_requests=1293)
     assert (sizes.max_requests, sizes.num_state_slots) == (1293, 1294)
     with pytest.raises(CapacityError, match=r"max_requests is 1,294, the buffer holds the recurrent states of 1,293"):
-        resolve_sizes(PURE_MAMBA, _ask(**BOTH_BUFFERS, max_requests=1294))
+        resolve(PURE_MAMBA, **BOTH_BUFFERS, max_requests=1294)
     with pytest.raises(CapacityError, match=r"at least 82,944 are needed; set buffer_size_gb >= 0.000078$"):
-        resolve_sizes(PURE_MAMBA, _ask(buffer_bytes=82_943))
-    assert resolve_sizes(PURE_MAMBA, _ask(buffer_bytes=82_944)).max_requests == 1
+        resolve(PURE_MAMBA, buffer_bytes=82_943)
+    assert resolve(PURE_MAMBA, buffer_bytes=82_944).max_requests == 1
 
 
 @pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
 def test_snapshots_come_on_top_of_the_buffer(shape):
-    plain = resolve_sizes(shape, _ask(**BOTH_BUFFERS))
-    sizes = resolve_sizes(shape, _ask(**BOTH_BUFFERS, snapshot_bytes=10 * 41_472 + 5))
+    plain = resolve(shape, **BOTH_BUFFERS)
+    sizes = resolve(shape, **BOTH_BUFFERS, snapshot_bytes=10 * 41_472 + 5)
     assert (plain.num_snapshot_slots, sizes.num_snapshot_slots) == (0, 10)
     assert sizes.max_requests == plain.max_requests and sizes.num_state_slots == plain.num_state_slots + 10
     assert sizes.state_bytes == sizes.num_state_slots * 41_472
     assert "414,725 bytes (prefix_caching_mamba_gb" in sizes.how["num_snapshot_slots"]
     assert sizes.num_blocks == plain.num_blocks + (0 if shape.num_attention_layers else 20)
     with pytest.raises(CapacityError, match=r"gives 41,471 bytes, one recurrent state takes 41,472; set .* 0.000039"):
-        resolve_sizes(shape, _ask(**BOTH_BUFFERS, snapshot_bytes=41_471))
+        resolve(shape, **BOTH_BUFFERS, snapshot_bytes=41_471)
 
 
 def test_attention_models_have_no_states():
-    sizes = resolve_sizes(SMOLLM2, _ask(snapshot_bytes=1 << 30))
+    with pytest.warns(ConfigWarning, match="prefix_caching_mamba_gb=1.0 has no effect"):
+        sizes = resolve(SMOLLM2, snapshot_bytes=1 << 30)
     figures = (sizes.state_slot_bytes, sizes.num_snapshot_slots, sizes.num_state_slots, sizes.state_bytes)
     assert figures == (0, 0, 0, 0)
     with pytest.raises(ConfigError, match="no recurrent state"):
-        resolve_sizes(SMOLLM2, _ask(state_ratio=0.5))
+        resolve(SMOLLM2, mamba_memory_ratio=0.5)
 
 
 def test_host_memory_is_divided_between_blocks_and_states():
     half = {"block_bytes": 5, "slot_bytes": 10, "max_requests": 16, "max_blocks_per_row": 8}
     assert host_places(100, **half) == (14, 3)
-    assert host_places(0, **half) == host_places(14, **half) == (0, 0), "a state without a block serves nobody"
+    assert host_places(0, **half) == host_places(14, **half) == (0, 0), "a state without a block is of no use"
     assert host_places(15, **half) == (1, 1)
     assert host_places(10_000, **half) == (1968, 16), "no more states than requests"
     assert host_places(100, **{**half, "slot_bytes": 0}) == (20, 0)
-    assert host_places(100, **{**half, "block_bytes": 0}) == (0, 0), "who needs no blocks is never evicted"
+    assert host_places(100, **{**half, "block_bytes": 0}) == (0, 0), "a request that needs no blocks is never evicted"
     for swap_bytes in range(3000):
         num_blocks, num_states = host_places(swap_bytes, **half)
         assert num_blocks * 5 + num_states * 10 <= swap_bytes
@@ -374,24 +368,26 @@ def test_host_memory_is_divided_between_blocks_and_states():
 
 
 def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
-    assert sizing.cap_to_memory(800, 80, None) == (800, 80, None)
-    assert sizing.cap_to_memory(800, 80, 1000) == (800, 80, None)
-    buffer_bytes, paused_bytes, note = sizing.cap_to_memory(801, 80, 1000)
+    assert cap_to_memory(800, 80, None) == (800, 80, "")
+    assert cap_to_memory(800, 80, 1000) == (800, 80, "")
+    buffer_bytes, paused_bytes, note = cap_to_memory(801, 80, 1000)
     assert (buffer_bytes, paused_bytes) == (600, 59)
     assert "60%" in note
 
 
 @pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
-@pytest.mark.parametrize("changes", [{}, {"state_ratio": 0.5}, {"max_requests": 8}, {"snapshot_bytes": GIB}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"mamba_memory_ratio": 0.5}, {"max_requests": 8}, {"snapshot_bytes": GIB}], ids=str
+)
 def test_table_explains_states(shape, changes):
-    rows = {row.name: row for row in resolve_sizes(shape, _ask(**BOTH_BUFFERS, **changes)).table()}
+    rows = {row.name: row for row in resolve(shape, **BOTH_BUFFERS, **changes).table()}
     assert all(row.how and row.unit for row in rows.values())
     assert "1 Mamba layers x (conv (544, 4) float32" in rows["state_slot_bytes"].how
     assert (rows["state_slot_bytes"].unit, rows["num_state_slots"].unit) == ("bytes", "slots")
 
 
 def test_table_explains_every_size_once():
-    sizes = resolve_sizes(SMOLLM2, _ask())
+    sizes = resolve(SMOLLM2)
     rows = sizes.table()
     names = [row.name for row in rows]
     assert names == [item.name for item in dataclasses.fields(sizes) if item.name != "how"]
@@ -411,9 +407,9 @@ def test_table_explains_every_size_once():
     snapshot_bytes=st.none() | st.integers(1, 1 << 30),
 )
 def test_sizes_of_hybrids_that_resolve_are_consistent(buffer_bytes, is_pure, ratio, max_requests, snapshot_bytes):
-    ask = _ask(buffer_bytes=buffer_bytes, state_ratio=ratio, max_requests=max_requests, snapshot_bytes=snapshot_bytes)
+    options = {"mamba_memory_ratio": ratio, "max_requests": max_requests, "snapshot_bytes": snapshot_bytes}
     try:
-        sizes = resolve_sizes(PURE_MAMBA if is_pure else MEGATRON_HYBRID, ask)
+        sizes = resolve(PURE_MAMBA if is_pure else MEGATRON_HYBRID, buffer_bytes=buffer_bytes, **options)
     except ConfigError:
         return
     slot = sizes.state_slot_bytes
@@ -434,15 +430,11 @@ def test_sizes_of_hybrids_that_resolve_are_consistent(buffer_bytes, is_pure, rat
     tp=st.integers(1, 16),
 )
 def test_sizes_that_resolve_are_consistent(buffer_bytes, paused_share, block_size, max_tokens, tp):
-    ask = _ask(
-        buffer_bytes=buffer_bytes,
-        paused_bytes=int(buffer_bytes * paused_share),
-        block_size=block_size,
-        max_tokens=max_tokens,
-        tensor_parallel_size=tp,
-    )
+    options = {"block_size_tokens": block_size, "max_tokens": max_tokens, "tensor_parallel_size": tp}
     try:
-        sizes = resolve_sizes(MEGATRON_TINY, ask)
+        sizes = resolve(
+            MEGATRON_TINY, buffer_bytes=buffer_bytes, paused_bytes=int(buffer_bytes * paused_share), **options
+        )
     except ConfigError:
         return
     assert sizes.kv_bytes <= buffer_bytes < sizes.kv_bytes + sizes.block_bytes

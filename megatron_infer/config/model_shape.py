@@ -1,0 +1,118 @@
+"""The dimensions of a model that sizes depend on, for one rank's share of it. Pure: ints and names of dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+CACHE_LINE = 64
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_E4M3 = "float8_e4m3fn"
+"""A dtype of keys and values only."""
+KV_DTYPE_BYTES = DTYPE_BYTES | {FP8_E4M3: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """The recurrent state of one request on one rank, over all its Mamba layers."""
+
+    num_layers: int
+    """Mamba layers of this rank."""
+    conv_shape: tuple[int, int]
+    """[channels, taps] of one layer: the last inputs of the convolution."""
+    ssm_shape: tuple[int, int, int]
+    """[heads, head dim, state dim] of one layer."""
+    conv_dtype: str
+    ssm_dtype: str
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of heads that share B and C; the channels of the convolution are (x, B, C)."""
+        heads, head_dim, state_dim = self.ssm_shape
+        return (self.conv_shape[0] - heads * head_dim) // (2 * state_dim)
+
+    @property
+    def conv_bytes(self) -> int:
+        """Bytes of the convolution states of all layers, rounded up to a cache line."""
+        return _cache_lines(self.num_layers * math.prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype])
+
+    @property
+    def ssm_bytes(self) -> int:
+        """Bytes of the SSM states of all layers, rounded up to a cache line."""
+        return _cache_lines(self.num_layers * math.prod(self.ssm_shape) * DTYPE_BYTES[self.ssm_dtype])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one state slot. Example: 24 layers, conv (1792, 4), ssm (24, 64, 128), fp32 -> 19,562,496."""
+        return self.conv_bytes + self.ssm_bytes
+
+
+def _cache_lines(num_bytes: int) -> int:
+    return -(-num_bytes // CACHE_LINE) * CACHE_LINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Mixture-of-experts layers: one rank's share of one expert."""
+
+    top_k: int
+    """Experts that each token is routed to."""
+    fc1_width: int
+    """Outputs of the first linear layer."""
+    fc2_width: int
+    """Inputs of the second linear layer."""
+
+    @classmethod
+    def of(cls, field: Callable[[str], Any], num_ranks: int) -> ExpertShape | None:
+        """None for a model without experts.
+
+        field: reads a field of a TransformerConfig. num_ranks: the ranks that share an expert.
+        """
+        if not field("num_moe_experts"):
+            return None
+        width = (field("moe_ffn_hidden_size") or field("ffn_hidden_size")) // num_ranks
+        gates = 2 if field("gated_linear_unit") else 1
+        return cls(top_k=field("moe_router_topk"), fc1_width=gates * width, fc2_width=width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One rank's share of a model."""
+
+    num_layers: int
+    num_attention_layers: int
+    """Layers of this rank that keep keys and values."""
+    num_query_heads: int
+    num_kv_heads: int
+    """KV heads of this rank (see `heads_per_rank`)."""
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    """The number of tokens that exist; entries of the padded vocabulary beyond it are never drawn."""
+    padded_vocab_size: int
+    max_position: int | None
+    """Positions the model can tell apart; None: unbounded."""
+    kv_dtype_bytes: int
+    """Bytes of one element of `dtype`."""
+    dtype: str
+    """"float32" or "bfloat16": the dtype of parameters and activations, and of the cache unless kv_cache_dtype says
+    otherwise."""
+    num_parameters: int
+    state: StateShape | None = None
+    """None: no layer of this rank keeps a recurrent state."""
+    experts: ExpertShape | None = None
+    """None: the model has no experts."""
+    is_stage: bool = False
+    """One of several pipeline stages: it may lack attention layers or states, or both, that other stages have."""
+
+
+def heads_per_rank(num_heads: int, tensor_parallel_size: int) -> int:
+    """KV heads of one rank; at least one: heads are replicated when there are more ranks than heads."""
+    return max(1, num_heads // tensor_parallel_size)
+
+
+def kv_block_bytes(*, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes of one block over all attention layers, keys and values. Example: 30 x 16 x 3 x 64 bf16 -> 368,640."""
+    return dtype_bytes * 2 * num_layers * block_size * num_kv_heads * head_dim
