@@ -21,6 +21,7 @@ in a collective: `BrokenOff`, which ends the engine on all of them, at once and 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -34,14 +35,14 @@ import torch
 
 from megatron_infer.comm.stage_link import BrokenOff, causes, is_of_collective
 from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
 from megatron_infer.utils.gc_pause import no_collection
 
 log = logging.getLogger("megatron_infer")
 
 GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
-"""For debugging only: "replay" (the stand-in of `graph_replay`) or "eager" (padded, not captured) on any device."""
+"""For debugging only: "module:class" of the `Recorder` to use in place of CUDA graphs, on any device."""
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and loaded, workspaces allocated; none of it may happen inside."""
 MIB = 1 << 20
@@ -161,44 +162,23 @@ class _CudaRecorded:
         self._graph.replay()
 
 
-class EagerRecorder:
-    """Captures nothing and runs the padded step each time: tells what padding changes from what capturing does."""
-
-    name = "eager (padded)"
-    collectives = None
-    holds_compiled = True
-
-    def reserve(self, num_bytes: int) -> None:
-        """Each run takes its own."""
-
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Each run is the first."""
-
-    def capture(self, run: Callable[[], None]) -> Recorded:
-        return _EagerRecorded(run)
-
-    def reset(self) -> None:
-        """There is nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _EagerRecorded:
-    replay: Callable[[], None]
-    num_bytes: int = 0
-
-
 def make_recorder(device: Device) -> Recorder | str:
-    """What captures on this device, or why nothing does."""
-    asked = os.environ.get(GRAPHS_VARIABLE) or None
-    if asked == "replay":
-        from megatron_infer.testing.replay_recorder import ReplayRecorder
-
-        return ReplayRecorder()
-    if asked == "eager":
-        return EagerRecorder()
-    if asked is not None:
-        raise ConfigError(f"{GRAPHS_VARIABLE}: {unknown_name('value', asked, ('replay', 'eager'))}")
+    """The recorder for this device, or why there is none."""
+    if named := os.environ.get(GRAPHS_VARIABLE):
+        return _recorder_named(named)
     return CudaRecorder(device) if device.is_cuda else "there are no graphs on a CPU"
+
+
+def _recorder_named(named: str) -> Recorder:
+    module, _, attribute = named.partition(":")
+    try:
+        recorder: Recorder = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{GRAPHS_VARIABLE} is {named!r}: {error}; give it the form module:class, such as "
+            "megatron_infer.testing.eager_recorder:EagerRecorder, or unset it"
+        ) from error
+    return recorder
 
 
 class Capturable(Protocol):

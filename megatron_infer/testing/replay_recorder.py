@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_infer.cuda_graphs.graph_pool import GraphRefused
 from megatron_infer.kernels.triton.launch import listening
 
+REPLAY = f"{__name__}:ReplayRecorder"
+"""For `MEGATRON_INFER_GRAPHS`."""
 ASKING = frozenset(
     {
         "aten::item",  # composite operations stay whole under inference mode

@@ -10,8 +10,17 @@ import torch.distributed as dist
 
 from megatron_infer.comm.stage_link import BrokenOff
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.cuda_graphs.graph_pool import SPARE_BYTES, CudaRecorder, EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.cuda_graphs.graph_pool import (
+    GRAPHS_VARIABLE,
+    SPARE_BYTES,
+    CudaRecorder,
+    GraphPool,
+    GraphRefused,
+    make_recorder,
+)
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
+from megatron_infer.testing.eager_recorder import EAGER, EagerRecorder
 
 SHAPE = GraphShape(4, 0, 4)
 
@@ -167,6 +176,17 @@ def test_an_error_of_the_process_group_is_not_taken_for_a_refusal(where, alone):
         pool.ready(SHAPE)
     assert "NCCL error" in str(caught.value) or "NCCL error" in str(caught.value.__context__)
     assert not pool.refused and not isinstance(caught.value, BrokenOff)
+
+
+@pytest.mark.parametrize("named", ["replay", "megatron_infer.testing.eager_recorder:Lazy", ":"])
+def test_a_recorder_that_cannot_be_imported_is_refused_with_an_example(named, monkeypatch):
+    monkeypatch.setenv(GRAPHS_VARIABLE, named)
+    with pytest.raises(
+        ConfigError, match=f"{GRAPHS_VARIABLE} is '{named}': .*; give it the form module:class, such as"
+    ):
+        make_recorder(Device("cpu"))
+    monkeypatch.setenv(GRAPHS_VARIABLE, EAGER)
+    assert isinstance(make_recorder(Device("cpu")), EagerRecorder)
 
 
 class Stream:

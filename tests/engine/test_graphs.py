@@ -16,6 +16,8 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.replay_recorder import REPLAY
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -41,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def static_kernels(monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
 
 
 @pytest.fixture(scope="module", params=["attention", "hybrid"])
@@ -131,7 +133,7 @@ def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
 
 def test_tokens_are_the_same_padded_but_not_captured(gpt, monkeypatch):
     expected = answers(make_engine(gpt), work())
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "eager")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     engine = make_engine(gpt, **GRAPHS)
     assert answers(engine, work()) == expected
     check_used(engine)

@@ -13,6 +13,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
@@ -64,7 +65,7 @@ def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_the
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     *plain, _ = tokens_of(model)
     if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ConfigWarning)
         *replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
