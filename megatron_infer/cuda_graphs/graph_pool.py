@@ -15,7 +15,7 @@ Ranks that compute together capture together:
     prepare, take the memory and give it back --agree--> warm up: collectives --> capture: none runs --agree--> replay
 
 What goes wrong on one rank where they agree next is no rank's graph. What goes wrong in the warm-up leaves the others
-in a collective: `BrokenOff`, which ends the engine on all of them, at once and by name.
+in a collective: `CollectiveAbandoned`, which ends the engine on all of them, at once and by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_infer.comm.stage_link import BrokenOff, causes, is_of_collective
+from megatron_infer.comm.collective_errors import CollectiveAbandoned, causes, is_of_collective
 from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
@@ -375,7 +375,7 @@ class GraphPool:
             if self._all_ranks is None or is_of_collective(error):
                 raise
             what = f"{type(error).__name__}: {error}"
-            raise BrokenOff(f"the first run of {shape}, together with other ranks, raised {what}") from error
+            raise CollectiveAbandoned(f"the first run of {shape}, together with other ranks, raised {what}") from error
 
     def _no_room(self, shape: GraphShape) -> str | None:
         if not self._device.is_cuda:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -27,6 +28,7 @@ from megatron_infer.config.sizing import GIB, host_places
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.compile_layers import compile_layers
 from megatron_infer.engine.cost_meter import CostMeter
@@ -46,9 +48,11 @@ from megatron_infer.parallel.tensor_parallel_sampler import for_group
 from megatron_infer.requests.input_processor import InputProcessor, Limits, TextCodec
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep
-from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.model_runner import ModelRunner, Runner
+from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -95,7 +99,7 @@ class Assembly:
         self.input_processor: InputProcessor
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
-        self.runner: ModelRunner
+        self.runner: Runner
         self.speeds: CostMeter | None = None
         """Only where swapping is a choice, and on the leader; elsewhere the unit of the prices does not matter."""
         self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
@@ -105,6 +109,11 @@ class Assembly:
     @property
     def shape(self) -> ModelShape:
         return self.adopted.shape
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The captured steps; None where every step runs as it is."""
+        return cast("StepGraphs | None", self.runner.graphs)
 
     @property
     def kv_dtype(self) -> str:
@@ -195,11 +204,11 @@ class Assembly:
 
     def show_weights_to_graphs(self) -> None:
         """Graphs read weights where these were when they were captured."""
-        if self.runner.graphs is not None:
+        if self.graphs is not None:
             # Packed copies are made anew with every change.
             copies = self.num_updates if self.chosen.packed.num_bytes else 0
             quantised = () if self.adopted.fp8 is None else self.adopted.fp8.addresses
-            self.runner.graphs.pool.see_weights((self.guard.addresses, copies, quantised))
+            self.graphs.pool.see_weights((self.guard.addresses, copies, quantised))
 
     def verify_derived(self) -> None:
         """Raise StaleCache if a copy is not of the weights as they are now."""
@@ -419,8 +428,8 @@ def register_derived(parts: Assembly) -> None:
     parts.derived.register(
         DerivedCache(
             name="rotary tables",
-            refresh=lambda: builder.set_rotary(adopted.rotary_table(positions)),
-            differs=lambda: builder.rotary_differs(adopted.rotary_table(positions)),
+            refresh=lambda: builder.rotations.set(adopted.rotary_table(positions)),
+            differs=lambda: builder.rotations.differs(adopted.rotary_table(positions)),
         )
     )
     if adopted.ssm_specs:
@@ -457,8 +466,8 @@ def warm_up(parts: Assembly) -> None:
 def connect_graphs(parts: Assembly) -> None:
     """What graphs have to know of the weights, and the scheduler of graphs."""
     parts.show_weights_to_graphs()
-    if parts.runner.graphs is not None and parts.config.cuda_graph_all_prefills:
-        parts.scheduler.prompts.room = parts.runner.graphs.pool.index.prefill_room
+    if parts.graphs is not None and parts.config.cuda_graph_all_prefills:
+        parts.scheduler.prompts.room = parts.graphs.pool.index.prefill_room
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
@@ -497,7 +506,7 @@ def make_runner(
     link: StageLink | None,
     *,
     on_wait: Callable[[], None],
-) -> ModelRunner:
+) -> Runner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     num_host_slots, num_host_states = agreed.host
@@ -519,38 +528,26 @@ def make_runner(
         dummy_state_slot=sizes.max_requests if shape.state is not None else None,
         layer_order=adopted.cache_order,
     )
-    builder = BatchBuilder(
-        device=where,
-        max_requests=sizes.max_requests,
-        max_tokens=sizes.max_tokens,
-        max_blocks_per_row=sizes.max_blocks_per_row,
-        max_sequence_length=sizes.max_sequence_length,
-        block_size=config.block_size_tokens,
-        dummy_block=store.dummy_block,
-        ops=chosen.ops,
-        attention=chosen.attention,
-        kv_cache=lambda: store.kv_cache,
-        rotary=adopted.rotary_table(sizes.max_sequence_length),
-        dtype=dtype,
-        scan=chosen.scan,
-        states=lambda: store.states,
-        arrival=store.arrival,
-        shapes=sizes.graph_shapes,
-        gather=chosen.gather,
-    )
+    rotary = adopted.rotary_table(sizes.max_sequence_length)
+    builder = BatchBuilder(where, sizes, store, chosen, rotary=rotary, dtype=dtype)
+    masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
-        vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
-        device_kernels=chosen.device_sampling,
         search=chosen.search,
-        stage=where.stage,
+        ops=DeviceOps(stage=where.stage, forbid=masks),
     )
-    of_all = for_group(sampler, adopted.tp_group)
-    alone_s = ALONE_S if adopted.groups() else None
-    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait, alone_s=alone_s)
-    graphs = step_graphs(adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=of_all, link=link)
-    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)
+    runner = ModelRunner(
+        adopted,
+        store=store,
+        builder=builder,
+        sampler=for_group(sampler, adopted.tp_group),
+        device=where,
+        graphs=step_graphs(adopted, config, sizes, chosen, where, builder, store, sampler, link),
+    )
+    if link is None:
+        return runner
+    return StageRunner(runner, link, on_wait=on_wait, alone_s=ALONE_S if adopted.groups() else None)

@@ -1,4 +1,4 @@
-"""Final hidden states of prompts, pooled to one vector each: what embeddings are made of.
+"""Final hidden states of prompts, pooled to one vector each, for embeddings.
 
 Legend: T tokens of the step, D hidden.
 """
@@ -17,7 +17,7 @@ from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 @dataclass(slots=True)
 class Pooled:
-    """Of one slice: the sum over its positions start .. end - 1 ("mean"), or the prompt's last position ("last")."""
+    """One chunk: the sum over its positions start .. end - 1 ("mean"), or the prompt's last position ("last")."""
 
     request: Request
     start: int
@@ -26,8 +26,8 @@ class Pooled:
     """fp32."""
 
 
-def pooled_slices(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
-    """(a slice that is pooled, the place of its first token in the step), in order: the same on every rank."""
+def pooled_chunks(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
+    """(a chunk that is pooled, the place of its first token in the step), in order: the same on every rank."""
     offset = len(plan.decode)
     for chunk in plan.prefill:
         request = chunk.request
@@ -40,7 +40,7 @@ def pooled_slices(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
 def pool(plan: StepPlan, hidden_TD: Tensor) -> list[Pooled]:
     """hidden_TD: the final norm's output."""
     pooled = []
-    for chunk, offset in pooled_slices(plan):
+    for chunk, offset in pooled_chunks(plan):
         hidden_ND = hidden_TD[offset : offset + chunk.n].float()
         values_D = hidden_ND.sum(0) if chunk.request.params.pooling == "mean" else hidden_ND[-1]
         pooled.append(pooled_as(chunk, values_D))
@@ -52,14 +52,14 @@ def pooled_as(chunk: PrefillChunk, values_D: Tensor) -> Pooled:
 
 
 class PoolLog:
-    """What has been pooled of one prompt. A prompt that is computed anew is counted once."""
+    """Sums up one prompt's chunks. A prompt that is computed again after its last chunk is counted once."""
 
     __slots__ = ("_is_mean", "num_positions", "num_prompt", "values_D")
 
     def __init__(self, pooling: str, num_prompt: int) -> None:
         self._is_mean, self.num_prompt = pooling == "mean", num_prompt
         self.num_positions = 0
-        """Positions that are in: all of them once it is complete."""
+        """Positions summed up so far."""
         self.values_D: np.ndarray | None = None
 
     def take(self, start: int, end: int, values_D: np.ndarray) -> None:

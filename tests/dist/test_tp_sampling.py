@@ -37,9 +37,7 @@ class Pair:
         params = RowParams(len(self.requests), self.vocab_size)
         for row, request in enumerate(self.requests):
             params.set(row, request)
-        return Sampler(
-            params, vocab_size=self.vocab_size, padded_vocab_size=self.padded, logprobs_mode=mode, kernels=kernels
-        )
+        return Sampler(params, padded_vocab_size=self.padded, logprobs_mode=mode, kernels=kernels)
 
     def shard(self, logits_SV):
         """(all logits with padding that is larger than any of them, this rank's part)."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_infer.comm.stage_link import BrokenOff
+from megatron_infer.comm.collective_errors import CollectiveAbandoned
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.cuda_graphs.graph_pool import (
     GRAPHS_VARIABLE,
@@ -142,7 +142,7 @@ def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_nobody_waits(al
         pool.ready(SHAPE)
         assert "no room" in pool.refused[SHAPE]
         return
-    with pytest.raises(BrokenOff, match="no room"):
+    with pytest.raises(CollectiveAbandoned, match="no room"):
         pool.ready(SHAPE)
     assert asked == [True] and not pool.captured
 
@@ -175,7 +175,7 @@ def test_an_error_of_the_process_group_is_not_taken_for_a_refusal(where, alone):
     with pytest.raises(RuntimeError) as caught:
         pool.ready(SHAPE)
     assert "NCCL error" in str(caught.value) or "NCCL error" in str(caught.value.__context__)
-    assert not pool.refused and not isinstance(caught.value, BrokenOff)
+    assert not pool.refused and not isinstance(caught.value, CollectiveAbandoned)
 
 
 @pytest.mark.parametrize("named", ["replay", "megatron_infer.testing.eager_recorder:Lazy", ":"])

@@ -107,7 +107,7 @@ def check_used(engine: DynamicInferenceEngine) -> None:
     """Steps were replayed, every shape that was met could be captured, and all tokens of such steps drawn within."""
     counts = pool_of(engine).counts
     assert counts.replays > 0 and counts.uncaptured == 0, counts
-    assert not pool_of(engine).refused and not engine.parts.runner.sampler.drawn_outside
+    assert not pool_of(engine).refused and not engine.parts.runner.graphs.drawn_outside
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
     if feature == "prefix":
         assert answers(engine, work()) == expected, "the second time from the prefix cache"
         assert engine.stats().counters["prefix_hit_tokens"]
-        kept = pool_of(engine).counts.eager["states kept within a slice"]
+        kept = pool_of(engine).counts.eager["states kept within a chunk"]
         assert bool(kept) == (kind == "hybrid")
 
 
@@ -208,7 +208,7 @@ def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, 
     asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], wishful(rng)) for _ in range(24)]
     plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
     expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    monkeypatch.setattr("megatron_infer.sampling.captured_draw.LISTED", 6)
+    monkeypatch.setattr("megatron_infer.cuda_graphs.captured_draw.LISTED", 6)
     engine = make_engine(gpt, **GRAPHS, logprobs_mode=mode, overlap=True, pool_blocks=9, max_requests=5)
     aborted, found, waiting = 0, {}, [(str(i), *one) for i, one in enumerate(asked)]
     for i in (3, 9, 15):  # these are asked twice, and given up the first time
@@ -221,7 +221,7 @@ def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, 
         for i in (3, 9, 15):
             if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.output_processor:
                 aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
-    counts, outside = pool_of(engine).counts, engine.parts.runner.sampler.drawn_outside
+    counts, outside = pool_of(engine).counts, engine.parts.runner.graphs.drawn_outside
     assert 0 < outside["a list of more than 6 ids"] == engine.figures().graph_draws_outside < counts.replays
     assert engine.stats().counters["evicted"] and aborted, "too little to test"
     for i, want in enumerate(expected):

@@ -13,6 +13,7 @@ from model_kinds import buffers, make_model, prefix_caching
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw, RowMirror
 from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
 from megatron_infer.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -27,7 +28,6 @@ from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer
-from megatron_infer.sampling.captured_draw import RowMirror
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.testing.tiny import tiny_hybrid
 
@@ -278,11 +278,11 @@ SEAMS = (
     *((PaddedStep, name) for name in ("prepare", "run")),
     *((StateStore, name) for name in ("run_moves", "copy_blocks")),
     *((CopyPipeline, name) for name in ("save", "load")),
-    *((ModelRunner, name) for name in ("_set_rows", "_arrive", "sample")),
+    *((ModelRunner, name) for name in ("_set_rows", "run_layers", "finish", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),
     (RowMirror, "refresh"),
     (Sampler, "sample"),
-    (Sampler, "after_static"),
+    (CapturedDraw, "output"),
     (HostRead, "wait"),
 )
 

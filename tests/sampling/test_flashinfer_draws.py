@@ -11,8 +11,8 @@ import torch
 from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request, same_outputs
 
+from megatron_infer.cuda_graphs.captured_draw import DRAWS_BEHIND
 from megatron_infer.kernels import flashinfer_topk, optional_packages
-from megatron_infer.sampling.sampler import DRAWS_BEHIND
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_rows_without_a_distribution_are_bad_and_nothing_is_drawn_in_a_graph(sea
     logits[0], logits[1, 5], logits[2, 7] = -torch.inf, torch.nan, torch.inf
     rows = Rows([make_request([1], seed=i, top_k=9) for i in range(4)], 500, search=search)
     assert rows.sample(logits).bad_S.tolist() == [True, True, True, False] and search.counts == [64]
-    assert not rows.can_be_static([0]) and rows.sampler.drawn_outside == {DRAWS_BEHIND: 1}
+    assert not rows.can_draw([0]) and rows.captured.drawn_outside == {DRAWS_BEHIND: 1}
 
 
 def test_why_it_cannot_search_here_is_told(monkeypatch):

@@ -110,7 +110,7 @@ def sampler_of(vocab: int, requests, **options) -> Sampler:
     params = RowParams(len(requests), vocab)
     for row, request in enumerate(requests):
         params.set(row, request)
-    return Sampler(params, vocab_size=vocab, padded_vocab_size=vocab, **options)
+    return Sampler(params, padded_vocab_size=vocab, **options)
 
 
 def draw(requests, logits, masks, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_oracle import make_request
-from sampling_rows import Rows, random_logits, random_request, same_outputs, static
+from sampling_rows import Rows, drawn_captured, random_logits, random_request, same_outputs
 
 from megatron_infer.kernels.triton.launch import launch
 from megatron_infer.sampling.filters import DrawParams, draw_any, draw_sorted
@@ -56,8 +56,8 @@ def same(kernels, device, logits, columns):
     for rows, draw in ((free, draw_any), (~free, draw_sorted)):
         if not rows.any():
             continue
-        shape = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
-        wanted = draw(logits[rows].float(), shape)
+        params = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
+        wanted = draw(logits[rows].float(), params)
         assert got[0][rows].tolist() == wanted.token_M.tolist()
         assert torch.equal(got[1][rows], wanted.top_M)
         if wanted.cut_id_M is None:
@@ -191,7 +191,7 @@ def test_masks_forbid_what_torch_forbids(kernels, device, some):
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_the_static_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, device, mode):
+def test_the_captured_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, device, mode):
     """Rows with and without every wish, side by side; torch's own code agrees but for the last bits of a logarithm."""
     if device.type == "cuda":
         pytest.skip("these rows live on a CPU; tests/triton/test_sampling_gpu.py draws on the GPU")
@@ -220,10 +220,10 @@ def test_the_static_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, d
     logits[6, 9] = torch.inf
     order = rng.permutation(len(requests))
     fast = Rows(requests, vocab_size, mode=mode, kernels=kernels, argmax=kernels.argmax, device_kernels=kernels)
-    got = static(fast, logits, order)
+    got = drawn_captured(fast, logits, order)
     same_outputs(got, fast.sample(logits, order))
     plain = Rows(requests, vocab_size, mode=mode)
-    wanted = static(plain, logits, order)
+    wanted = drawn_captured(plain, logits, order)
     assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
     assert 1 <= int(got.bad_S.sum()) <= 2
     good = ~wanted.bad_S[torch.from_numpy(wanted.logprobs.index)]

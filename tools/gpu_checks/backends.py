@@ -176,7 +176,7 @@ def sampling(ctx: Context) -> Result:
     engine = graphed(ctx, model, sampling_backend="flashinfer")
     wanted = answers(graphed(ctx, model, sampling_backend="torch"), work)
     compare.require("an engine draws other tokens than torch", tokens_of(answers(engine, work)) == tokens_of(wanted))
-    compare.require("no step was drawn behind its graph", bool(engine.parts.runner.sampler.drawn_outside))
+    compare.require("no step was drawn behind its graph", bool(engine.parts.graphs.drawn_outside))
     return compare.result()
 
 
