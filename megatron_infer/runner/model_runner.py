@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.context.swap_slots import Move
 from megatron_infer.kernels.base import PagedModel, RoutingShape
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
@@ -24,6 +23,9 @@ from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.sampler import SamplerInput, StepSampler
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_infer.context.swap_slots import Move
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
