@@ -131,9 +131,7 @@ class CudaRecorder:
         # no_collection: a finalizer (of an engine's cache, for instance) may wait for the device, which ends a capture
         with (
             no_collection(),
-            torch.cuda.stream(
-                current
-            ),  # a capture that cannot be ended leaves torch.cuda.graph's stream current
+            torch.cuda.stream(current),  # a capture that cannot be ended leaves torch.cuda.graph's stream current
             self._ended_on_failure(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):

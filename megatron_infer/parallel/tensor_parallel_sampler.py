@@ -62,9 +62,9 @@ class TensorParallelSampler:
         flags = self._sampler.flags_of(inputs.rows, inputs.positions)
         plain = np.flatnonzero((flags & _NOT_PLAIN) == 0)
         others = np.flatnonzero(flags & _NOT_PLAIN)
-        asked = np.flatnonzero(flags & RowFlags.LOGPROBS)
-        counts = self.params.num_logprobs[inputs.rows[asked]]
-        top = int(counts.max()) if len(asked) else None
+        scored = np.flatnonzero(flags & RowFlags.LOGPROBS)
+        counts = self.params.num_logprobs[inputs.rows[scored]]
+        top = int(counts.max()) if len(scored) else None
         detailed, support = returned_support(self.params, inputs.rows, flags)
         num_detail_columns = _num_detail_columns(support, self.vocab_size)
         packed_MC = self._draw_own(logits_SW, others, inputs, top, num_detail_columns) if len(others) else None
@@ -83,8 +83,8 @@ class TensorParallelSampler:
         logprobs = details = None
         if top is not None:
             assert packed_OC is not None
-            scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked), self._stage)[:, 2 : 4 + 2 * top], top)
-            logprobs = LogprobBatch(asked, *scores, counts)
+            scores = _unpack(_rows(packed_OC, np.searchsorted(others, scored), self._stage)[:, 2 : 4 + 2 * top], top)
+            logprobs = LogprobBatch(scored, *scores, counts)
         if num_detail_columns:
             assert packed_OC is not None
             columns = _rows(packed_OC, np.searchsorted(others, detailed), self._stage)[:, -num_detail_columns:]

@@ -147,7 +147,7 @@ class Rotations:
                     setattr(self, name, new.clone() if new is not None and new.is_inference() else new)
 
     def differs(self, rotary: RotaryTable | None) -> str | None:
-        """ "cos" or "sin", whichever table in use differs from this one; None: neither."""
+        """Which table in use differs from this one, "cos" or "sin"; None: neither."""
         cos_PR, sin_PR = self._cast(rotary)
         pairs = (("cos", self.cos_PR, cos_PR), ("sin", self.sin_PR, sin_PR))
         for name, have, want in pairs:

@@ -12,7 +12,7 @@ kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G gro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -67,17 +67,11 @@ class DrawResult:
     """int64 rank of the token, in the distribution that `logprobs_mode` names."""
 
     def replace(self, index: Tensor, other: DrawResult) -> None:
-        """Rows `index` become `other`'s."""
-        self.token_M.index_copy_(0, index, other.token_M)
-        self.top_M.index_copy_(0, index, other.top_M)
-        if self.cut_logit_M is not None and other.cut_logit_M is not None:
-            self.cut_logit_M.index_copy_(0, index, other.cut_logit_M)
-        if self.cut_id_M is not None and other.cut_id_M is not None:
-            self.cut_id_M.index_copy_(0, index, other.cut_id_M)
-        if self.mass_M is not None and other.mass_M is not None:
-            self.mass_M.index_copy_(0, index, other.mass_M)
-        if self.own_M is not None and other.own_M is not None:
-            self.own_M.index_copy_(0, index, other.own_M)
+        """Write `other`'s rows to rows `index`, as far as both have them."""
+        for one in fields(self):
+            kept, new = getattr(self, one.name), getattr(other, one.name)
+            if kept is not None and new is not None:
+                kept.index_copy_(0, index, new)
 
 
 def draw_any(logits_MV: Tensor, params: DrawParams) -> DrawResult:

@@ -72,9 +72,9 @@ def support_places(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> np
     for place in np.flatnonzero(flags & RowFlags.EDIT).tolist():
         extras = params.extras[int(rows[place])]
         cut[place] |= extras.allowed_ids is not None or len(extras.bad_ids) > 0
-    greedy, asked = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
-    places[greedy & asked] = ALONE
-    with_bits = np.flatnonzero(cut & asked & ~greedy)
+    greedy, returned = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
+    places[greedy & returned] = ALONE
+    with_bits = np.flatnonzero(cut & returned & ~greedy)
     places[with_bits] = np.arange(len(with_bits))
     return places
 

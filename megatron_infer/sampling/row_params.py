@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_infer.scheduler.request import Request
 
 GREEDY_BELOW = 1e-5
-"""A temperature under this is greedy: dividing by it says nothing that the largest logit does not."""
+"""A lower temperature is greedy: it leaves all probability to the largest logit."""
 
 
 class RowFlags(IntFlag):

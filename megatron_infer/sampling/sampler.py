@@ -128,7 +128,7 @@ class Sampler:
         """Version of the parameters, rows and flags that the four attributes below were made for."""
         self._groups: list[DrawGroup] | None = None
         self._scored: DrawGroup | None = None
-        """The rows that asked for logprobs."""
+        """The rows with RowFlags.LOGPROBS."""
         self._details: TokenDetailsPlan | None = None
 
     def sample(self, logits_SV: Tensor, inputs: SamplerInput) -> SamplerOutput:
@@ -222,7 +222,7 @@ class Sampler:
         """Log probabilities of the group's tokens, in the model's distribution or in the one drawn from."""
         rows = inputs.rows[group.places]
         counts = self.params.num_logprobs[rows]
-        if drawn.rank_M is not None and counts.max() <= 0:  # the draw has found all that is asked for
+        if drawn.rank_M is not None and counts.max() <= 0:  # the draw has found all of it
             found = drawn.own_M if self.is_processed else drawn.raw_M
             assert found is not None
             logprob = group.take(found)

@@ -50,7 +50,7 @@ class Step:
 
 
 def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[bool]]:
-    """answers: what the ranks find together, call by call; None: what this one says. Third: what it said."""
+    """answers: of all ranks together, call by call; None: this rank's. Third: the list of this rank's flags."""
     step, asked = Step(), []
 
     def all_ranks(flag: bool) -> bool:
@@ -61,7 +61,7 @@ def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[
 
 
 class Recorder(EagerRecorder):
-    """Raises what it is told to."""
+    """Raises the errors that it is given."""
 
     in_warm_up: Exception | None = None
     in_capture: Exception | None = None
@@ -75,7 +75,7 @@ class Recorder(EagerRecorder):
             return super().capture(run)
         try:
             raise self.in_capture
-        finally:  # what CUDA says on top where a capture ends by an error
+        finally:  # CUDA raises again where a capture ends by an error
             if not isinstance(self.in_capture, GraphRefused):
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
@@ -100,7 +100,7 @@ def test_a_capture_that_cannot_be_prepared_leaves_the_step_uncaptured(error):
     assert step.runs == pool.counts.uncaptured == 1
 
 
-def test_memory_that_one_rank_lacks_is_known_before_anyone_computes():
+def test_memory_that_one_rank_lacks_is_known_before_any_rank_computes():
     for here, elsewhere in ((torch.OutOfMemoryError("no room"), True), (MemoryError("no room"), True), (None, False)):
         pool, step, asked = make_pool([here is None and elsewhere])
         pool.recorder.warm_up = lambda run: pytest.fail("the others are not there")
@@ -134,7 +134,7 @@ def test_the_first_capture_counts_the_outputs_of_all_shapes_and_tells_what_a_gra
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_nobody_waits(alone):
+def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_no_rank_waits(alone):
     pool, _, asked = make_pool()
     pool.recorder.in_warm_up = torch.OutOfMemoryError("no room")
     if alone:

@@ -215,11 +215,11 @@ def staging_taken_again_at_once(patch) -> None:
     patch.setattr("late_device.LateLane.hold", lambda self, mark, on: None)
 
 
-def layers_that_nobody_awaits(patch) -> None:
+def layers_without_waits(patch) -> None:
     patch.setattr(LayerwiseRestore, "await_layer", lambda self, layer: self._marks.pop(layer, None))
 
 
-def states_that_nobody_awaits(patch) -> None:
+def states_without_waits(patch) -> None:
     """Attention waits, which is not enough: a Mamba layer comes before it."""
     await_layer = LayerwiseRestore.await_layer
     patch.setattr(
@@ -227,7 +227,7 @@ def states_that_nobody_awaits(patch) -> None:
     )
 
 
-def cache_that_nobody_awaits(patch) -> None:
+def cache_without_waits(patch) -> None:
     patch.setattr(LayerwiseRestore, "await_all", lambda self: self._marks.clear())
 
 
@@ -247,9 +247,9 @@ SABOTAGES = {
     parameters_of_the_start: "graphs",
     staging_taken_again_at_once: "swap",
     graphs_of_a_cache_elsewhere: "suspends",
-    layers_that_nobody_awaits: "layers",
-    states_that_nobody_awaits: "layers of a hybrid",
-    cache_that_nobody_awaits: "static pointers",
+    layers_without_waits: "layers",
+    states_without_waits: "layers of a hybrid",
+    cache_without_waits: "static pointers",
 }
 
 

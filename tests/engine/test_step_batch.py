@@ -105,14 +105,14 @@ class BatchWorld(World):
 
     def check_batch(self, plan: StepPlan, batch: Batch):
         device, size, meta = self.device, self.block_size, batch.meta
-        pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
-        places = list(range(len(pieces)))
-        pieces += [(piece.request, piece.start, piece.n) for piece in plan.prefill]
+        spans = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
+        places = list(range(len(spans)))
+        spans += [(chunk.request, chunk.start, chunk.n) for chunk in plan.prefill]
         offset = batch.meta.num_decode
-        for piece in plan.prefill:
+        for chunk in plan.prefill:
             places.append(offset)
-            offset += piece.n
-        for (request, start, n), first in zip(pieces, places, strict=True):
+            offset += chunk.n
+        for (request, start, n), first in zip(spans, places, strict=True):
             row, span = request.lease.row, slice(first, first + n)
             ids = [device.rows[row][position] for position in range(start, start + n)]
             assert batch.token_ids_T[span].tolist() == ids
@@ -121,9 +121,9 @@ class BatchWorld(World):
             assert meta.kv_pos_T[span].tolist() == flat
             assert torch.equal(meta.cos_TR[span, 0], HEAD_DIM * meta.positions_T[span].float())
         rows = [*range(len(plan.decode)), *range(meta.num_decode, meta.num_decode + len(plan.prefill))]
-        for r, (request, start, n) in zip(rows, pieces, strict=True):
-            told = (meta.q_len_R[r], meta.kv_len_R[r], meta.table_row_R[r], meta.cu_q_R1[r + 1] - meta.cu_q_R1[r])
-            assert tuple(map(int, told)) == (n, start + n, request.lease.row, n)
+        for r, (request, start, n) in zip(rows, spans, strict=True):
+            on_device = (meta.q_len_R[r], meta.kv_len_R[r], meta.table_row_R[r], meta.cu_q_R1[r + 1] - meta.cu_q_R1[r])
+            assert tuple(map(int, on_device)) == (n, start + n, request.lease.row, n)
             assert meta.q_len[r] == n and meta.kv_len[r] == start + n and meta.table_row[r] == request.lease.row
         assert batch.num_sampled == len(plan.sampled)
         assert batch.sample_rows.tolist() == [request.lease.row for request in plan.sampled]
@@ -268,7 +268,7 @@ def test_another_request_at_the_next_position_is_no_advance(builder):
     assert batch.meta.table_row_R.tolist() == [3] and len(builder.uploads) == 2
 
 
-def test_a_request_that_came_back_in_another_row_is_written_anew(builder):
+def test_a_request_that_came_back_in_another_row_is_written_again(builder):
     request = request_in(1)
     builder.build(decode_plan([request], [4]), ())
     request.lease = SimpleNamespace(row=2)
@@ -315,7 +315,7 @@ def test_a_step_that_no_shape_holds_is_refused(builder):
         builder.build(decode_plan(requests, [4, 4, 4]), (), shape=GraphShape(1, 0, 1))
 
 
-def test_tokens_heard_of_later_go_to_the_rows_of_their_step(builder):
+def test_tokens_received_later_go_to_the_rows_of_their_step(builder):
     batch = builder.build(decode_plan([request_in(1), request_in(2)], [4, 6]), ())
     builder.build(decode_plan([request_in(3)], [9]), ())
     builder.store_received(batch, np.array([11, 12]))

@@ -83,7 +83,7 @@ def drawn_captured(rows: Rows, logits_RV: torch.Tensor, order) -> SamplerOutput:
 
 
 def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
-    """Bit for bit, but for what rows that are bad are told."""
+    """Bit for bit, but for the details of bad rows."""
     assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
     for name in ("logprobs", "token_details"):
         one, other = getattr(got, name), getattr(wanted, name)
@@ -102,7 +102,7 @@ def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
 
 
 def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
-    """Any mix of wishes; each is absent about half of the time."""
+    """Any mix of parameters; each is absent about half of the time."""
 
     def maybe(value, otherwise):
         return value if rng.random() < 0.5 else otherwise
@@ -133,7 +133,7 @@ def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
 
 
 def spoil(rng: np.random.Generator, logits: torch.Tensor) -> torch.Tensor:
-    """What a model may say, too: -inf, -0.0, in some steps NaN and inf, or nothing but equal numbers."""
+    """Logits that a model may give too: -inf, -0.0, in some steps NaN and inf, or equal numbers only."""
     at = torch.from_numpy(rng.random(logits.shape))
     logits[at < 0.05], logits[(at > 0.05) & (at < 0.1)] = -torch.inf, -0.0
     if rng.random() < 0.3:
