@@ -218,7 +218,7 @@ class BatchBuilder:
             written = self._writer.write(plan, shape)
             num_writes = self.rows.put_writes(table_writes, self._buffer)
             if written.advances and not num_writes:
-                self._buffer.advance_mirror(written.num_sampled)
+                self._buffer.advance_mirror(len(written.sample_rows))
             else:
                 self._buffer.upload(written.views.size, writes=num_writes > 0)
             self.rows.apply_writes(num_writes, self._buffer)

@@ -25,10 +25,8 @@ class WrittenPlan:
     """Where a plan lies in the buffer, and the samples it draws."""
 
     views: StepViews
-    num_sampled: int
-    """Tokens that are drawn for requests; samples behind them are padding."""
     sample_rows: np.ndarray
-    """int32 [num_sampled]; never written to again."""
+    """int32 [num_sampled]; never written to again. Samples behind these are padding."""
     sample_positions: np.ndarray
     """int64 [num_sampled]; never written to again."""
     advances: bool
@@ -65,9 +63,7 @@ class PlanWriter:
         if plan.prefill:
             _check_fits(plan, size)
             rows, positions = self._write_all(plan, views, starts)
-            return WrittenPlan(
-                views=views, num_sampled=len(rows), sample_rows=rows, sample_positions=positions, advances=False
-            )
+            return WrittenPlan(views=views, sample_rows=rows, sample_positions=positions, advances=False)
         positions = starts + 1
         advances = same and expected is not None and np.array_equal(starts, expected)
         if advances:
@@ -77,13 +73,7 @@ class PlanWriter:
             self._write_decode(views, starts, num_decode)
             self._pad(views, num_samples=num_decode, num_sequences=size.num_decode, num_tokens=size.num_decode)
         self._next_starts = positions
-        return WrittenPlan(
-            views=views,
-            num_sampled=num_decode,
-            sample_rows=self._decode_rows,
-            sample_positions=positions,
-            advances=advances,
-        )
+        return WrittenPlan(views=views, sample_rows=self._decode_rows, sample_positions=positions, advances=advances)
 
     def forget(self) -> None:
         """The device has not got what was written last: the next plan is written in full."""
