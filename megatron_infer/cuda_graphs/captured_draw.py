@@ -12,6 +12,7 @@ Legend: S sampled positions, R request rows, V vocab, P positions of a row, N co
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column, DrawRoom
 from megatron_infer.sampling.filters import DrawParams, DrawResult, draw_any, draw_sorted
 from megatron_infer.sampling.logprobs import processed, score
+from megatron_infer.sampling.returned_details import returned_support
 from megatron_infer.sampling.rng import GAMMA, MIX_FIRST, MIX_SECOND, mix
 from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
@@ -29,36 +31,8 @@ from megatron_infer.sampling.upload import Upload
 DRAWS_BEHIND = "FlashInfer draws behind the graph"
 
 
-class StepDraw(Protocol):
-    """What a padded step needs of its draw: `CapturedDraw`, or one whose vocabulary is split over ranks."""
-
-    drawn_outside: Counter[str]
-    """Reason -> steps that `can_draw` has refused."""
-
-    def can_draw(self, inputs: SamplerInput) -> bool:
-        """Whether `draw` serves these rows with all that they ask for."""
-        ...
-
-    def refresh(self) -> None:
-        """Bring the parameters that `draw` reads up to date; before each run, never within a capture."""
-        ...
-
-    def draw(self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom) -> None:
-        """Each row's token and its log probabilities, from device tensors alone, into `out` [S] and the token pool.
-
-        row_S, position_S: integers as in SamplerInput; padding has the dummy row, whose parameters are greedy, and any
-        position. It can be captured: one sequence of launches, whatever the rows ask for, of shapes that follow from
-        logits_SV.
-        """
-        ...
-
-    def output(self, logits_SV: Tensor, inputs: SamplerInput, room: DrawRoom) -> SamplerOutput:
-        """What `Sampler.sample` gives, for rows that `draw` has drawn into `room`, from these logits."""
-        ...
-
-
 class DrawKernel(Protocol):
-    """A GPU backend's `StepDraw.draw`."""
+    """A GPU backend's `CapturedDraw.draw`."""
 
     def static_draw(
         self,
@@ -77,30 +51,49 @@ class DrawKernel(Protocol):
 class CapturedDraw:
     """Draws the tokens that `sampler` would draw, bit for bit, in a way that a graph can hold."""
 
-    def __init__(self, sampler: Sampler, kernel: DrawKernel | None = None) -> None:
-        """kernel: None where this device's backend has none."""
-        self._sampler, self._kernel = sampler, kernel
+    def __init__(
+        self,
+        sampler: Sampler,
+        kernel: DrawKernel | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """sampler: over the whole vocabulary. kernel: None where this device's backend has none. gather: makes whole
+        rows of logits of every rank's part; None where the vocabulary is not split over ranks.
+        """
+        self._sampler, self._kernel, self._gather = sampler, kernel, gather
         self._mirror: RowMirror | None = None
         self.drawn_outside: Counter[str] = Counter()
+        """Reason -> steps that `can_draw` has refused."""
 
     def can_draw(self, inputs: SamplerInput) -> bool:
+        """Whether `draw` serves these rows with all that they ask for; the same on every rank."""
+        sampler = self._sampler
         reason: str | None = DRAWS_BEHIND
-        if self._sampler.search is None:
-            flags = self._sampler.flags_of(inputs.rows, inputs.positions)
-            reason = why_outside(self._sampler.params, inputs.rows, flags)
+        if sampler.search is None:
+            reason = why_outside(sampler.params, inputs.rows, sampler.flags_of(inputs.rows, inputs.positions))
+        if reason is None and self._gather is not None and _needs_logits(sampler.params, inputs.rows):
+            reason = "alternatives or supports, of a vocabulary in parts"
         if reason is not None:
             self.drawn_outside[reason] += 1
         return reason is None
 
     @torch.inference_mode()
     def refresh(self) -> None:
+        """Upload the parameters that changed; before each run of `draw`, never within a capture."""
         if self._mirror is None:
             sampler = self._sampler
             self._mirror = RowMirror(sampler.params, sampler.ops.stage, is_processed=sampler.is_processed)
         self._mirror.refresh()
 
     def draw(self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom) -> None:
+        """Each row's token and its log probabilities, from device tensors alone, into `out` [S] and the token pool.
+
+        row_S, position_S: integers as in SamplerInput; padding has the dummy row, whose parameters are greedy, and any
+        position. It can be captured: one sequence of launches, whatever the rows ask for, of shapes that follow from
+        logits_SV.
+        """
         assert self._mirror is not None, "draw before refresh"
+        logits_SV = logits_SV if self._gather is None else self._gather(logits_SV)
         logits_SV, mirror = logits_SV[:, : self._sampler.vocab_size], self._mirror
         if self._kernel is None:
             static_draw(logits_SV, mirror, row_S, position_S, token_pool, out)
@@ -108,7 +101,10 @@ class CapturedDraw:
             self._kernel.static_draw(logits_SV, mirror.columns_NR, mirror.lists_RI, row_S, position_S, token_pool, out)
 
     def output(self, logits_SV: Tensor, inputs: SamplerInput, room: DrawRoom) -> SamplerOutput:
-        """Alternatives and supports, for rows that ask for them, are all that is computed here."""
+        """What `Sampler.sample` gives, for rows that `draw` has drawn into `room` from these logits: alternatives and
+        supports are all that is computed here."""
+        if self._gather is not None:  # only the shape is used: `can_draw` has refused rows that need their values
+            logits_SV = logits_SV[:, :1].expand(-1, self._sampler.padded_vocab_size)
         drawn = DrawResult(room.tokens, room.top, room.cut_logit, room.cut_id, room.mass, room.own, room.raw, room.rank)
         return self._sampler.output_of_drawn(logits_SV, inputs, drawn, room.bad)
 
@@ -201,6 +197,14 @@ def num_listed(extras: RowExtras) -> int:
     return len(extras.bias_ids) + allowed + len(extras.bad_ids) + len(extras.stop_ids)
 
 
+def _needs_logits(params: RowParams, rows: np.ndarray) -> bool:
+    """Whether a row's outputs need whole rows of logits after the draw: alternatives, or the bits of a support."""
+    flags = params.flags[rows]
+    has_alternatives = params.num_logprobs[rows[(flags & RowFlags.LOGPROBS) != 0]] > 0
+    _, support = returned_support(params, rows, flags)
+    return bool(has_alternatives.any() or (support >= 0).any())
+
+
 def why_outside(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> str | None:
     """Why a captured draw cannot serve rows with these flags in force; None: it can."""
     union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
@@ -225,7 +229,7 @@ def uniform_of(stream_S: Tensor, position_S: Tensor) -> Tensor:
 def static_draw(
     logits_SV: Tensor, mirror: RowMirror, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
 ) -> None:
-    """`StepDraw.draw` in torch.
+    """`CapturedDraw.draw` in torch.
 
     Every row is edited, sorted in full, drawn in every way and scored; its parameters select the results that it keeps.
     It is the reference, and what devices without a kernel run; it is not fast.

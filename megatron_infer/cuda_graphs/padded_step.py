@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.cuda_graphs.captured_draw import StepDraw
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.draw_columns import DrawRoom
@@ -53,7 +53,7 @@ class PaddedStep:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        draw: StepDraw | None,
+        draw: CapturedDraw | None,
         max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,

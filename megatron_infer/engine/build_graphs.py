@@ -17,13 +17,14 @@ from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, ResolvedSizes
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.tensor_parallel_draw import draw_for_group
+from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.sampling.sampler import Sampler
 
@@ -69,7 +70,8 @@ def step_graphs(
     chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
-    draw = draw_for_group(sampler, chosen.device_sampling, adopted.tp_group) if adopted.is_last_stage else None
+    gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
+    draw = CapturedDraw(sampler, chosen.device_sampling, gather) if adopted.is_last_stage else None
     step = PaddedStep(
         adopted,
         shapes,

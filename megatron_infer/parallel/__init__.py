@@ -1,1 +1,1 @@
-"""Steps over several ranks: the runner of a pipeline stage, sampler and captured draw of a split vocabulary."""
+"""Steps over several ranks: the runner of a pipeline stage, the sampler of a split vocabulary."""

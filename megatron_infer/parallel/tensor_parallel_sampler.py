@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
-from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, support_places
+from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, returned_support
 from megatron_infer.sampling.row_params import CHANGES_LOGITS, RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.sampling.upload import Upload
@@ -38,6 +38,19 @@ _NOTHING = torch.iinfo(torch.int64).min
 def for_group(sampler: Sampler, group: Any) -> StepSampler:
     """The sampler for logits that are split over `group`; `sampler` itself where the group is None or one rank."""
     return sampler if group is None or group.size() == 1 else TensorParallelSampler(sampler, group)
+
+
+def gather_rows(logits_SW: Tensor, group: Any) -> Tensor:
+    """Whole rows [S, V] on every rank of the group, from each one's part; for the draw of a captured step.
+
+    Which rows ask for what is data there, so that every rank draws all rows: S * V logits arrive at each rank, 16 MiB
+    for 64 rows of 128k in bf16, and no host waits for them.
+    """
+    size, (num_rows, width) = group.size(), logits_SW.shape
+    parts = logits_SW.new_empty(size * num_rows, width)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(parts, logits_SW.contiguous(), group=group)
+    return parts.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
 
 
 class TensorParallelSampler:
@@ -194,12 +207,6 @@ class RowSpread:
         if keys_P is not None:
             keys = torch.stack([got[length:] for got in gathered])
         return packed, keys
-
-
-def returned_support(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sampled positions that return token details, their TokenDetailsBatch.support): the same on every rank."""
-    places = np.flatnonzero(flags & TOKEN_DETAILS)
-    return places, support_places(params, rows[places], flags[places])
 
 
 def _best_of(keys_nP: Tensor) -> tuple[Tensor, Tensor]:

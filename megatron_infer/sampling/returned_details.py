@@ -65,29 +65,30 @@ def num_bytes(vocab_size: int) -> int:
     return 8 * -(-vocab_size // 64)
 
 
-def support_places(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    """TokenDetailsBatch.support of rows that return details."""
-    places = np.full(len(rows), WHOLE, dtype=np.int64)
+def returned_support(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sampled positions that return details, their TokenDetailsBatch.support), from the parameters alone."""
+    index = np.flatnonzero(flags & TOKEN_DETAILS)
+    rows, flags = rows[index], flags[index]
+    support = np.full(len(rows), WHOLE, dtype=np.int64)
     cut = (flags & (RowFlags.FILTER | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR)) != 0
     for place in np.flatnonzero(flags & RowFlags.EDIT).tolist():
         extras = params.extras[int(rows[place])]
         cut[place] |= extras.allowed_ids is not None or len(extras.bad_ids) > 0
     greedy, returned = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
-    places[greedy & returned] = ALONE
+    support[greedy & returned] = ALONE
     with_bits = np.flatnonzero(cut & returned & ~greedy)
-    places[with_bits] = np.arange(len(with_bits))
-    return places
+    support[with_bits] = np.arange(len(with_bits))
+    return index, support
 
 
 def plan_token_details(
     params: RowParams, rows: np.ndarray, flags: np.ndarray, ops: DeviceOps
 ) -> TokenDetailsPlan | None:
     """None when no row returns details."""
-    places = np.flatnonzero(flags & TOKEN_DETAILS)
+    places, support = returned_support(params, rows, flags)
     if not len(places):
         return None
     group = make_draw_group(params, rows, flags, places, ops)
-    support = support_places(params, rows[places], flags[places])
     cut = np.flatnonzero(support >= 0)
     greedy = (flags[places] & RowFlags.DRAW) == 0
     temperature = params.table[0, rows[places]]
