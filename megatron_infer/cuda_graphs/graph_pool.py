@@ -1,26 +1,27 @@
-"""Captured steps: one graph a padded shape, captured when a step first needs it, replayed as long as addresses stand.
+"""Captured steps: one graph for each padded shape, captured when a step first needs it, replayed while addresses stay.
 
-    step --find--> shape --ready--> [captured on scratch, or as it is] --build--> mirror filled --launch--> replay
+    step --find--> shape --ready--> [captured on a step of padding] --build--> mirror filled --launch--> replay
 
-A graph repeats launches with the addresses and numbers they had, so that everything that differs between steps is in
-device memory at fixed addresses: the step's mirror, the cache, the weights. Capturing and the warm-up before it run on
-a step of padding alone: it writes to the dummy block, the dummy slot and the dummy row, and to nothing that lives.
+A graph repeats launches with the addresses and numbers that they had. Everything that differs between steps is
+therefore in device memory at fixed addresses: the step's mirror, the cache, the weights. The warm-up and the capture
+run on a step of padding alone, which writes to the dummy block, the dummy state slot and the dummy row only.
 
-How many: the list of shapes is the bound (`num_cuda_graphs`), so that none is ever dropped for another; all share one
-pool of memory, since only one runs at a time, and the outputs have buffers of their own that all write to. A shape
-whose capture fails or finds no memory left runs padded and uncaptured from then on; the reason is logged and counted.
+The number of graphs is bounded by the list of shapes (`num_cuda_graphs`), so that no graph is dropped for another. All
+share one pool of memory, since only one runs at a time, and write to the same output buffers, outside of the pool. A
+shape whose capture fails or finds no memory runs padded and uncaptured from then on; the reason is logged and counted.
 
 Ranks that compute together capture together:
 
-    prepare, take the memory and give it back --agree--> warm up: collectives --> capture: none runs --agree--> replay
+    prepare, reserve memory --agree--> warm up: collectives run --> capture: none runs --agree--> replay
 
-What goes wrong on one rank where they agree next is no rank's graph. What goes wrong in the warm-up leaves the others
-in a collective: `BrokenOff`, which ends the engine on all of them, at once and by name.
+Where one rank fails before an agreement, no rank has that graph. A rank that fails in the warm-up leaves the others in
+a collective: it raises `CollectiveAbandoned`, which ends the engine on all ranks and names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -32,25 +33,25 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_infer.comm.stage_link import BrokenOff, causes, is_of_collective
+from megatron_infer.comm.collective_errors import CollectiveAbandoned, causes, is_of_collective
 from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
 from megatron_infer.utils.gc_pause import no_collection
 
 log = logging.getLogger("megatron_infer")
 
 GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
-"""For debugging only: "replay" (the stand-in of `graph_replay`) or "eager" (padded, not captured) on any device."""
+"""For debugging only: "module:class" of the `Recorder` to use in place of CUDA graphs, on any device."""
 WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and loaded, workspaces allocated; none of it may happen inside."""
+"""Runs before a capture: they compile and load kernels and allocate workspaces, which must not happen inside."""
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
-"""Device memory that a capture must leave free, beside what it is expected to take."""
+"""Device memory that a capture must leave free, beyond what it is expected to take."""
 
 
 class GraphRefused(RuntimeError):
-    """What a graph cannot hold was done while one was captured."""
+    """A run did something that a graph cannot hold, while it was captured."""
 
 
 class Recorded(Protocol):
@@ -58,11 +59,11 @@ class Recorded(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that it took, as measured when it was captured."""
+        """Device memory that the capture took, as measured."""
         ...
 
     def replay(self) -> None:
-        """Do it again, on the current stream; nobody waits."""
+        """Enqueue the run again, on the current stream; the host does not wait."""
         ...
 
 
@@ -71,24 +72,24 @@ class Recorder(Protocol):
 
     name: str
     collectives: tuple[str, ...] | None
-    """Backends of torch.distributed whose calls it can hold; None: all."""
+    """Backends of torch.distributed whose calls it can capture; None: all."""
     holds_compiled: bool
-    """Whether it can hold what torch.compile made."""
+    """Whether it can capture code that torch.compile has made."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Take that much memory and keep it for the warm-up; raises torch.OutOfMemoryError where there is none."""
+        """Allocate that much memory and free it for the warm-up; raises torch.OutOfMemoryError where there is none."""
         ...
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Do whatever of `run` happens the first time only, by running it. Raises what it raises."""
+        """Call `run`, so that what happens only the first time is done before the capture. Raises what it raises."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Recorded:
-        """Behind `warm_up`. `run` may be called several times. Raises what it raises."""
+        """Comes after `warm_up`. May call `run` several times; raises what it raises."""
         ...
 
     def reset(self) -> None:
-        """All that was captured has been dropped: its memory goes back."""
+        """Give the pool's memory back; all that was captured has been dropped."""
         ...
 
 
@@ -115,9 +116,9 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UPS):
                     run()
-        finally:  # whatever of it is enqueued reads the mirror that the next step is about to overwrite
+        finally:  # what is enqueued reads the mirror that the next step is about to overwrite
             current.wait_stream(self._stream)
-        done = self._device.event("warm-up")  # looks whether the ranks that it waits for are there
+        done = self._device.event("warm-up")  # its wait checks that the other ranks are alive
         done.record()
         done.wait()
         torch.cuda.synchronize(self._device.torch)
@@ -127,24 +128,24 @@ class CudaRecorder:
         graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
         current = torch.cuda.current_stream(self._device.torch)
         # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
-        # no_collection: the finalizer of an engine's cache, say, would wait for the device, which ends a capture
+        # no_collection: a finalizer (of an engine's cache, for instance) may wait for the device, which ends a capture
         with (
             no_collection(),
-            torch.cuda.stream(current),  # torch.cuda.graph stays on its own where a capture cannot be ended
-            self._over_when_it_fails(),
+            torch.cuda.stream(current),  # a capture that cannot be ended leaves torch.cuda.graph's stream current
+            self._ended_on_failure(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             run()
         return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
 
     @contextlib.contextmanager
-    def _over_when_it_fails(self) -> Iterator[None]:
-        """Up to 2.11 torch's allocator takes a capture that could not be ended for one under way, and never again can
-        its cache be emptied: neither for a suspend nor for the next capture (pytorch pull request 180395)."""
+    def _ended_on_failure(self) -> Iterator[None]:
+        """End the allocator's part of a capture that raised. Up to torch 2.11 the allocator takes a capture that could
+        not be ended for one that goes on, and its cache can never be emptied again (pytorch pull request 180395)."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # it is over
+            with contextlib.suppress(RuntimeError):  # it has ended already
                 torch._C._cuda_endAllocateToPool(self._device.torch.index or 0, self._pool)
             raise
 
@@ -161,87 +162,66 @@ class _CudaRecorded:
         self._graph.replay()
 
 
-class EagerRecorder:
-    """Captures nothing and runs the padded step each time: tells what padding changes from what capturing does."""
-
-    name = "eager (padded)"
-    collectives = None
-    holds_compiled = True
-
-    def reserve(self, num_bytes: int) -> None:
-        """Each run takes its own."""
-
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Each run is the first."""
-
-    def capture(self, run: Callable[[], None]) -> Recorded:
-        return _EagerRecorded(run)
-
-    def reset(self) -> None:
-        """There is nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _EagerRecorded:
-    replay: Callable[[], None]
-    num_bytes: int = 0
-
-
 def make_recorder(device: Device) -> Recorder | str:
-    """What captures on this device, or why nothing does."""
-    asked = os.environ.get(GRAPHS_VARIABLE) or None
-    if asked == "replay":
-        from megatron_infer.testing.replay_recorder import ReplayRecorder
-
-        return ReplayRecorder()
-    if asked == "eager":
-        return EagerRecorder()
-    if asked is not None:
-        raise ConfigError(f"{GRAPHS_VARIABLE}: {unknown_name('value', asked, ('replay', 'eager'))}")
+    """The recorder for this device, or why there is none."""
+    if named := os.environ.get(GRAPHS_VARIABLE):
+        return _recorder_named(named)
     return CudaRecorder(device) if device.is_cuda else "there are no graphs on a CPU"
+
+
+def _recorder_named(named: str) -> Recorder:
+    module, _, attribute = named.partition(":")
+    try:
+        recorder: Recorder = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{GRAPHS_VARIABLE} is {named!r}: {error}; give it the form module:class, such as "
+            "megatron_infer.testing.eager_recorder:EagerRecorder, or unset it"
+        ) from error
+    return recorder
 
 
 class Capturable(Protocol):
     """A padded step as the pool sees it."""
 
     def prepare(self, shape: GraphShape) -> None:
-        """Make the step that is captured: padding alone. It talks to no other rank."""
+        """Build the step that is captured, of padding alone, without communication."""
         ...
 
     def run(self, shape: GraphShape) -> None:
-        """Everything a graph holds, on what the device's tensors hold now."""
+        """Everything that a graph holds, on the present content of the device's tensors."""
         ...
 
     def addresses(self) -> Hashable:
-        """Where the large tensors are now: a graph is good as long as this stays."""
+        """Addresses of the large tensors: a graph is valid while they stay the same."""
         ...
 
     def output_bytes(self) -> int:
-        """Memory of the outputs that all shapes share."""
+        """Memory of the output buffers that all shapes share."""
         ...
 
     def drop_outputs(self) -> None:
-        """Give that back; the next run makes it anew."""
+        """Give that memory back; the next run allocates it again."""
         ...
 
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What became of steps since the engine was built."""
+    """How steps have run since the engine was built."""
 
     replays: int = 0
     uncaptured: int = 0
-    """Padded to a shape whose graph could not be had."""
+    """Padded to a shape that could not be captured."""
     captures: int = 0
     capture_s: float = 0.0
     eager: Counter[str] = field(default_factory=Counter)
-    """Reason -> steps that ran as they were."""
+    """Reason -> steps that ran as they are, not padded."""
     invalidated: Counter[str] = field(default_factory=Counter)
     """Reason -> times that all graphs were dropped."""
 
 
 class GraphPool:
-    """The graphs of one engine. One thread uses it, the one that launches steps."""
+    """The graphs of one engine; for the thread that launches its steps."""
 
     def __init__(
         self,
@@ -254,10 +234,10 @@ class GraphPool:
         expected_outputs: int = 0,
         all_ranks: Callable[[bool], bool] | None = None,
     ) -> None:
-        """expected_bytes: what a shape may take; less free memory than that and its graph is not captured.
-        expected_outputs: what the outputs of all shapes take; the first that is captured needs that, too.
+        """expected_bytes: what a shape may take; with less free memory it is not captured. expected_outputs: what the
+        output buffers of all shapes take; the first shape that is captured needs that too.
 
-        all_ranks: whether every rank that takes part in a step's collectives says so; None: there are no others.
+        all_ranks(flag): whether every rank that takes part in a step's collectives gives True; None: no other does.
         """
         self.index = ShapeIndex(shapes)
         self.recorder = recorder
@@ -281,11 +261,11 @@ class GraphPool:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all graphs, as measured, and of their outputs."""
+        """Memory of all graphs, as measured, and of the output buffers."""
         return sum(graph.num_bytes for graph in list(self._graphs.values())) + self._step.output_bytes()
 
     def ready(self, shape: GraphShape) -> None:
-        """See that the shape has a graph if it can; before the step is built, as its tensors are overwritten."""
+        """Capture the shape if it can be and is not yet; before the step is built, whose tensors this overwrites."""
         addresses = self._step.addresses()
         if addresses != self._addresses:
             self.drop("the cache moved")
@@ -327,19 +307,19 @@ class GraphPool:
         graph.replay()
 
     def see_weights(self, addresses: Hashable) -> None:
-        """The weights are at these addresses: graphs of others are dropped. Every rank calls it when one does.
+        """The weights are at these addresses: graphs of other addresses are dropped. All ranks call it together.
 
-        Where they moved on one rank all of them drop: to capture again, they have to be together.
+        Where weights moved on one rank, all ranks drop their graphs: they can only capture again together.
         """
         if self._weights is not None and not self._agreed(addresses == self._weights):
             self.drop("weights moved")
         self._weights = addresses
 
     def drop(self, reason: str) -> int:
-        """Give up all graphs and what they refused -> bytes given back; they are captured again when needed."""
+        """Drop all graphs, and the refusals -> bytes given back; shapes are captured again when a step needs them."""
         freed = self.num_bytes
         if self._graphs:
-            self._device.synchronize("graphs dropped")  # a replay may be under way
+            self._device.synchronize("graphs dropped")  # a replay may still be running
             self.counts.invalidated[reason] += 1
             log.info("%d graphs dropped: %s", len(self._graphs), reason)
         self._graphs.clear()
@@ -352,22 +332,22 @@ class GraphPool:
         return flag if self._all_ranks is None else self._all_ranks(flag)
 
     def _why_unready(self, shape: GraphShape) -> str | None:
-        """Everything that may fail on this rank alone, done before the ranks compute together."""
+        """Everything that may fail on this rank alone, before the ranks compute together -> why it failed."""
         try:
             reason = self._no_room(shape)
             if reason is None:
                 self._step.prepare(shape)
-        except (torch.OutOfMemoryError, MemoryError) as error:  # of the device, or page-locked
+        except (torch.OutOfMemoryError, MemoryError) as error:  # device or page-locked memory
             reason = f"no memory: {error}"
         except RuntimeError as error:
             reason = str(error) or type(error).__name__
         return reason
 
     def _record(self, shape: GraphShape) -> str | None:
-        """Warm up and capture; the other ranks do the same -> why there is no graph of it."""
+        """Warm up and capture, together with the other ranks -> why there is no graph of the shape."""
         run = partial(self._step.run, shape)
         graph, reason = None, None
-        with self._among_others(shape):
+        with self._abandons_others(shape):
             try:
                 self.recorder.warm_up(run)
             except RuntimeError as error:
@@ -387,15 +367,15 @@ class GraphPool:
         return reason
 
     @contextlib.contextmanager
-    def _among_others(self, shape: GraphShape) -> Iterator[None]:
-        """What raises on this rank leaves the others waiting for it."""
+    def _abandons_others(self, shape: GraphShape) -> Iterator[None]:
+        """Where other ranks compute with this one, an error within is raised as CollectiveAbandoned."""
         try:
             yield
         except Exception as error:
             if self._all_ranks is None or is_of_collective(error):
                 raise
             what = f"{type(error).__name__}: {error}"
-            raise BrokenOff(f"the first run of {shape}, together with other ranks, raised {what}") from error
+            raise CollectiveAbandoned(f"the first run of {shape}, together with other ranks, raised {what}") from error
 
     def _no_room(self, shape: GraphShape) -> str | None:
         if not self._device.is_cuda:
@@ -412,7 +392,7 @@ class GraphPool:
 
 
 def why_refused(error: RuntimeError) -> str:
-    """Why there is no graph: what was raised first, as CUDA's word that the capture is over comes on top of it."""
+    """Why there is no graph: what was raised first, since CUDA raises again when it ends the capture."""
     found = list(causes(error))
     for one in found:
         if isinstance(one, torch.OutOfMemoryError):

@@ -1,40 +1,39 @@
-"""What a graph holds, from a step's mirror to logits and drawn tokens at fixed addresses; and which steps have one.
+"""What a graph holds, from a step's mirror to logits and drawn tokens at fixed addresses; and which steps are replayed.
 
-    mirror --derive--> ids, positions, cos/sin --layers--> hidden --output layer--> logits --static draw--> tokens, pool
-                                                   |                      |                     |
-                                                outputs, one buffer for all shapes: read before the next step is run
+    mirror --derive--> ids, positions, cos/sin --layers--> hidden --output layer--> logits --draw--> tokens, token pool
+                                                   |                      |                  |
+                                              outputs, one buffer for all shapes: read before the next step is run
 
-Legend: T tokens, S drawn tokens (as many as the shape has rows), D hidden, V vocab.
+Legend: T tokens, S samples (as many as the shape has sequences), D hidden, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder
-from megatron_infer.kernels.base import Ops, PagedModel
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
+from megatron_infer.cuda_graphs.graph_pool import GraphPool
+from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
-from megatron_infer.parallel.tensor_parallel_sampler import TensorParallelSampler
-from megatron_infer.runner.batch import Batch, BatchBuilder
-from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.runner.batch import EMPTY_PLAN, Batch, BatchBuilder
+from megatron_infer.runner.padded_steps import PaddedOutput
+from megatron_infer.runner.routing import asks_routing
+from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput
 from megatron_infer.scheduler.step_plan import StepPlan
-
-NOTHING = StepPlan(step=-1)
-"""A step of padding alone."""
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Where every shape's step leaves its results, each a prefix of these."""
+    """Buffers for the results of every shape's step, each of which fills the first part of them."""
 
     hidden_TD: Tensor | None = None
-    """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that hands them on."""
+    """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that is not the last."""
     logits_SV: Tensor | None = None
     drawn: DrawRoom | None = None
 
@@ -45,7 +44,7 @@ class Outputs:
 
 
 class PaddedStep:
-    """forward.graphs.Capturable over a model, or over this rank's part of one."""
+    """`graph_pool.Capturable` over a model, or over a pipeline stage's part of one."""
 
     def __init__(
         self,
@@ -54,30 +53,29 @@ class PaddedStep:
         *,
         builder: BatchBuilder,
         store: StateStore,
-        sampler: Sampler | TensorParallelSampler | None,
-        ops: Ops,
+        draw: CapturedDraw | None,
         max_drawn_rows: int | None = None,
         received_TD: Tensor | None = None,
         is_last: bool = True,
     ) -> None:
-        """sampler: None where no token is drawn. max_drawn_rows: shapes of more end with their logits; None: none do.
-        received_TD: room for what the pipeline stage before hands on, of the largest shape; None in the first.
-        is_last: it has the output layer.
+        """draw: None where no token is drawn. max_drawn_rows: shapes with more sequences end with their logits; None:
+        all draw. received_TD: buffer for the residual stream of the pipeline stage before, of the largest shape; None
+        in the first stage. is_last: the stage has the output layer.
         """
-        self._model, self._builder, self._store, self._sampler, self._ops = model, builder, store, sampler, ops
-        self.received_TD, self._is_last, self._max_drawn_rows = received_TD, is_last, max_drawn_rows
+        self._model, self._builder, self._store, self.draw = model, builder, store, draw
+        self.received_TD, self.is_last, self._max_drawn_rows = received_TD, is_last, max_drawn_rows
         self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill or not is_last), default=0)
-        self._max_rows = max((shape.num_rows for shape in shapes), default=0)
+        self._max_samples = max((shape.num_rows for shape in shapes), default=0)
         self.out = Outputs()
 
     def refresh(self) -> None:
-        """Bring to the device what the draw reads of its rows; before each run, never within a capture."""
-        if self._sampler is not None:
-            self._sampler.refresh_static()
+        """Upload the parameters that the draw reads; before each run, never within a capture."""
+        if self.draw is not None:
+            self.draw.refresh()
 
     def prepare(self, shape: GraphShape) -> None:
         self.refresh()
-        self._builder.build(NOTHING, (), shape=shape)
+        self._builder.build(EMPTY_PLAN, (), shape=shape)
 
     def run(self, shape: GraphShape) -> None:
         batch = self._builder.static_view(shape)
@@ -86,17 +84,17 @@ class PaddedStep:
             hidden_TD = self._model.hidden(batch)
         else:
             hidden_TD = self._model.hidden(batch, self.received_TD[: shape.num_tokens])
-        if self._gives_hidden(shape):
+        if shape.num_prefill or not self.is_last:  # for the next stage, or for prompt logprobs and pooling
             self._put("hidden_TD", hidden_TD, self._max_tokens)
-        if not self._is_last:
+        if not self.is_last:
             return
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
-        logits_SV = self._model.logits(hidden_SD, self._ops)
-        self._put("logits_SV", logits_SV, self._max_rows)
-        if self._sampler is not None and self.draws(shape):
+        logits_SV = self._model.logits(hidden_SD, batch.ops)
+        self._put("logits_SV", logits_SV, self._max_samples)
+        if self.draw is not None and self.draws(shape):
             if self.out.drawn is None:
-                self.out.drawn = DrawRoom.make(self._max_rows, logits_SV.device)
-            self._sampler.static_sample(
+                self.out.drawn = DrawRoom.make(self._max_samples, logits_SV.device)
+            self.draw.draw(
                 logits_SV,
                 batch.sample_row_S,
                 batch.sample_position_S,
@@ -105,12 +103,8 @@ class PaddedStep:
             )
 
     def draws(self, shape: GraphShape) -> bool:
-        """Whether steps of this shape leave tokens."""
-        return self._sampler is not None and (self._max_drawn_rows is None or shape.num_rows <= self._max_drawn_rows)
-
-    def _gives_hidden(self, shape: GraphShape) -> bool:
-        """Whether somebody reads the hidden states: the next stage, or what prompts ask for."""
-        return shape.num_prefill > 0 or not self._is_last
+        """Whether steps of this shape draw tokens."""
+        return self.draw is not None and (self._max_drawn_rows is None or shape.num_rows <= self._max_drawn_rows)
 
     def addresses(self) -> Hashable:
         states = self._store.states
@@ -130,77 +124,24 @@ class PaddedStep:
         kept[: len(result)].copy_(result)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What a padded step left: views of the outputs, of its real tokens alone. Good until the next step is launched."""
-
-    hidden_TD: Tensor | None
-    """As a step that was not padded would have it, from its first token that prefills on; None: it decodes only."""
-    logits_SV: Tensor | None
-    """None: nobody draws."""
-    drawn: DrawRoom | None
-    """What the static draw found; its tokens are in the token pool already. None: the logits are all there is."""
-
-
-def asks_routing(plan: StepPlan) -> bool:
-    """Whether a request of the step wants to hear of its tokens' experts; every rank says the same."""
-    return any(request.params.return_routing for request in plan.decode) or any(
-        chunk.request.params.return_routing for chunk in plan.prefill
-    )
-
-
 class StepGraphs:
-    """Decides which steps are padded and replayed, and runs them."""
+    """`runner.padded_steps.PaddedSteps` by captured graphs."""
 
-    def __init__(
-        self,
-        model: PagedModel,
-        shapes: Sequence[GraphShape],
-        recorder: Recorder,
-        *,
-        builder: BatchBuilder,
-        store: StateStore,
-        sampler: Sampler | TensorParallelSampler | None,
-        device: Device,
-        ops: Ops,
-        expected_bytes: Callable[[GraphShape], int] = lambda shape: 0,
-        expected_outputs: int = 0,
-        all_ranks: Callable[[bool], bool] | None = None,
-        max_drawn_rows: int | None = None,
-        received_TD: Tensor | None = None,
-        is_last: bool = True,
-    ) -> None:
-        self._step = PaddedStep(
-            model,
-            shapes,
-            builder=builder,
-            store=store,
-            sampler=sampler,
-            ops=ops,
-            max_drawn_rows=max_drawn_rows,
-            received_TD=received_TD,
-            is_last=is_last,
-        )
-        self.sampler = sampler
-        """Whose draw the graphs hold; None: they end with the logits."""
-        self._has_routing = model.routing is not None and model.routing.num_layers > 0
-        self.pool = GraphPool(
-            shapes,
-            recorder,
-            self._step,
-            device=device,
-            expected_bytes=expected_bytes,
-            expected_outputs=expected_outputs,
-            all_ranks=all_ranks,
-        )
+    def __init__(self, step: PaddedStep, pool: GraphPool, *, has_routing: bool) -> None:
+        """pool: of graphs of `step`. has_routing: requests may ask which experts their tokens went to."""
+        self._step, self.pool, self._has_routing = step, pool, has_routing
+
+    @property
+    def drawn_outside(self) -> Counter[str]:
+        """Reason -> steps whose draw the graphs could have held, but whose rows it does not serve."""
+        return Counter() if self._step.draw is None else self._step.draw.drawn_outside
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
-        """The shape that a step is padded to, the same on every rank; None: it runs as it is."""
         shape, _ = self._choose(plan)
         return shape
 
     def ready(self, plan: StepPlan) -> GraphShape | None:
-        """As `shape_of`, of the step that is built next; captures its graph where it has none. Counted."""
+        """Captures the shape's graph where it has none."""
         shape, reason = self._choose(plan)
         if shape is None:
             self.pool.counts.eager[reason] += 1
@@ -210,36 +151,35 @@ class StepGraphs:
 
     def launch(
         self, shape: GraphShape, batch: Batch, *, num_decode: int, received_TD: Tensor | None = None
-    ) -> Replayed:
-        """Run the step that was built as `batch`, of which num_decode rows really decode.
-
-        received_TD: what the pipeline stage before handed on, of the shape's tokens.
-        """
-        self._step.refresh()
+    ) -> PaddedOutput:
+        step, num_sampled = self._step, batch.num_sampled
+        step.refresh()
         if received_TD is not None:
-            assert self._step.received_TD is not None
-            self._step.received_TD[: shape.num_tokens].copy_(received_TD)
+            assert step.received_TD is not None
+            step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
-        out, count = self._step.out, batch.num_sampled
-        draws = count and self._step.draws(shape)
-        return Replayed(
-            # so that slices are found where they are in the plan, behind its own decode rows
-            hidden_TD=None
-            if not shape.num_prefill or out.hidden_TD is None
-            else out.hidden_TD[shape.num_decode - num_decode :],
-            logits_SV=None if not count or out.logits_SV is None else out.logits_SV[:count],
-            drawn=None if not draws or out.drawn is None else out.drawn.first(count),
+        hidden_TD, logits_SV, drawn = step.out.hidden_TD, step.out.logits_SV, step.out.drawn
+        if hidden_TD is not None and not step.is_last:
+            hidden_TD = hidden_TD[: shape.num_tokens]
+        elif hidden_TD is not None:  # chunks lie behind the plan's own decode tokens, not behind the shape's
+            hidden_TD = hidden_TD[shape.num_decode - num_decode :] if shape.num_prefill else None
+        return PaddedOutput(
+            hidden_TD=hidden_TD,
+            logits_SV=logits_SV[:num_sampled] if num_sampled and logits_SV is not None else None,
+            drawn=drawn.first(num_sampled) if num_sampled and drawn is not None and step.draws(shape) else None,
         )
 
-    def residual_TD(self, shape: GraphShape) -> Tensor:
-        """What a pipeline stage that is not the last hands on of the step that was launched."""
-        assert self._step.out.hidden_TD is not None
-        return self._step.out.hidden_TD[: shape.num_tokens]
+    def sampled(self, output: PaddedOutput, inputs: SamplerInput) -> SamplerOutput | None:
+        draw = self._step.draw
+        if draw is None or not draw.can_draw(inputs) or output.drawn is None:
+            return None
+        assert output.logits_SV is not None
+        return draw.output(output.logits_SV, inputs, output.drawn)
 
     def _choose(self, plan: StepPlan) -> tuple[GraphShape | None, str]:
         """From the plan alone."""
         if any(chunk.captures for chunk in plan.prefill):
-            return None, "states kept within a slice"
+            return None, "states kept within a chunk"
         if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
         shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode))

@@ -22,9 +22,9 @@ from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.request_state import RequestState, SequenceState
 from megatron_infer.requests.token_details import TokenDetails
-from megatron_infer.runner.pooling import PoolLog
 from megatron_infer.scheduler.request import CacheUse, FinishReason, History, Request, Status, VersionSpan
 
 Logprobs = Sequence[Mapping[int, Logprob] | None]
@@ -244,17 +244,17 @@ def decode_group(
     return SavedRequest(group=group, saved=saved)
 
 
-def _encode_pooling(log: PoolLog | None, numbers: Numbers) -> list[Any] | None:
+def _encode_pooling(log: PooledPrompt | None, numbers: Numbers) -> list[Any] | None:
     """[positions, their sum]."""
     if log is None or log.values_D is None:
         return None
     return [log.num_positions, numbers.put_floats(log.values_D.tolist())]
 
 
-def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, numbers: Numbers) -> PoolLog | None:
+def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, numbers: Numbers) -> PooledPrompt | None:
     if params.pooling is None:
         return None
-    log = PoolLog(params.pooling, num_prompt)
+    log = PooledPrompt(params.pooling, num_prompt)
     if record is not None:
         log.num_positions = record[0]
         log.values_D = np.asarray(numbers.get_floats(record[1]), dtype=np.float32)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -25,6 +26,7 @@ from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
 from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.compile_layers import compile_layers
 from megatron_infer.engine.cost_meter import CostMeter
@@ -46,9 +48,11 @@ from megatron_infer.parallel.tensor_parallel_sampler import for_group
 from megatron_infer.requests.input_processor import InputProcessor, Limits, TextCodec
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep
-from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.model_runner import ModelRunner, Runner
+from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -95,7 +99,7 @@ class Assembly:
         self.input_processor: InputProcessor
         self.context: DynamicInferenceContext
         self.scheduler: Scheduler
-        self.runner: ModelRunner
+        self.runner: Runner
         self.speeds: CostMeter | None = None
         """Only where swapping is a choice, and on the leader; elsewhere the unit of the prices does not matter."""
         self.sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
@@ -105,6 +109,11 @@ class Assembly:
     @property
     def shape(self) -> ModelShape:
         return self.adopted.shape
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The captured steps; None where every step runs as it is."""
+        return cast("StepGraphs | None", self.runner.graphs)
 
     @property
     def kv_dtype(self) -> str:
@@ -195,11 +204,11 @@ class Assembly:
 
     def show_weights_to_graphs(self) -> None:
         """Graphs read weights where these were when they were captured."""
-        if self.runner.graphs is not None:
+        if self.graphs is not None:
             # Packed copies are made anew with every change.
             copies = self.num_updates if self.chosen.packed.num_bytes else 0
             quantised = () if self.adopted.fp8 is None else self.adopted.fp8.addresses
-            self.runner.graphs.pool.see_weights((self.guard.addresses, copies, quantised))
+            self.graphs.pool.see_weights((self.guard.addresses, copies, quantised))
 
     def verify_derived(self) -> None:
         """Raise StaleCache if a copy is not of the weights as they are now."""
@@ -330,7 +339,7 @@ def assemble(
     parts.runner = make_runner(adopted, config, agreed, chosen, where, link, on_wait=rank_group.check_alive)
     register_derived(parts)
     warm_up(parts)
-    graphs = parts.runner.graphs
+    graphs = parts.graphs
     parts.scheduler = Scheduler(
         parts.context,
         max_tokens=sizes.max_tokens,
@@ -427,8 +436,8 @@ def register_derived(parts: Assembly) -> None:
     parts.derived.register(
         DerivedCache(
             name="rotary tables",
-            refresh=lambda: builder.set_rotary(adopted.rotary_table(positions)),
-            differs=lambda: builder.rotary_differs(adopted.rotary_table(positions)),
+            refresh=lambda: builder.rotations.set(adopted.rotary_table(positions)),
+            differs=lambda: builder.rotations.differs(adopted.rotary_table(positions)),
         )
     )
     if adopted.ssm_specs:
@@ -498,7 +507,7 @@ def make_runner(
     link: StageLink | None,
     *,
     on_wait: Callable[[], None],
-) -> ModelRunner:
+) -> Runner:
     """The device side: cache, batch builder, sampler."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     kv_dtype = getattr(torch, config.kv_dtype_of(shape))
@@ -512,38 +521,26 @@ def make_runner(
         spill_bytes=int((config.paused_buffer_size_gb or 0) * GIB) if config.unified_memory_level else 0,
     )
     store = StateStore(layout, region, agreed.host)
-    builder = BatchBuilder(
-        device=where,
-        max_requests=sizes.max_requests,
-        max_tokens=sizes.max_tokens,
-        max_blocks_per_row=sizes.max_blocks_per_row,
-        max_sequence_length=sizes.max_sequence_length,
-        block_size=config.block_size_tokens,
-        dummy_block=layout.dummy_block,
-        ops=chosen.ops,
-        attention=chosen.attention,
-        kv_cache=lambda: store.kv_cache,
-        rotary=adopted.rotary_table(sizes.max_sequence_length),
-        dtype=dtype,
-        scan=chosen.scan,
-        states=lambda: store.states,
-        arrival=store.pending_restore,
-        shapes=sizes.graph_shapes,
-        gather=chosen.gather,
-    )
+    rotary = adopted.rotary_table(sizes.max_sequence_length)
+    builder = BatchBuilder(where, sizes, store, chosen, rotary=rotary, dtype=dtype)
+    masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
-        vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
-        device_kernels=chosen.device_sampling,
         search=chosen.search,
-        stage=where.to_device,
+        ops=DeviceOps(to_device=where.to_device, forbid=masks),
     )
-    of_all = for_group(sampler, adopted.tp_group)
-    alone_s = ALONE_S if adopted.groups() else None
-    make = ModelRunner if link is None else partial(StageRunner, link=link, on_wait=on_wait, alone_s=alone_s)
-    graphs = step_graphs(adopted, config, sizes, chosen, where, builder=builder, store=store, sampler=of_all, link=link)
-    return make(adopted, store=store, builder=builder, sampler=of_all, device=where, ops=chosen.ops, graphs=graphs)
+    runner = ModelRunner(
+        adopted,
+        store=store,
+        builder=builder,
+        sampler=for_group(sampler, adopted.tp_group),
+        device=where,
+        graphs=step_graphs(adopted, config, sizes, chosen, where, builder, store, sampler, link),
+    )
+    if link is None:
+        return runner
+    return StageRunner(runner, link, on_wait=on_wait, alone_s=ALONE_S if adopted.groups() else None)

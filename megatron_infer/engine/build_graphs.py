@@ -18,13 +18,14 @@ from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.cuda_graphs.graph_pool import Recorder, make_recorder
-from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
+from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
+from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
 from megatron_infer.kernels.select import BackendChoice, Chosen
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.parallel.tensor_parallel_sampler import TensorParallelSampler
+from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.sampling.sampler import Sampler
 
@@ -37,13 +38,15 @@ def step_graphs(
     sizes: ResolvedSizes,
     chosen: Chosen,
     device: Device,
-    *,
     builder: BatchBuilder,
     store: StateStore,
-    sampler: Sampler | TensorParallelSampler,
+    sampler: Sampler,
     link: StageLink | None,
 ) -> StepGraphs | None:
-    """The graphs that were asked for, or None; a row of the start-up table says which, and why not."""
+    """The graphs that were asked for, or None; a row of the start-up table says which, and why not.
+
+    sampler: over the whole vocabulary, also where it is split over ranks.
+    """
     if config.num_cuda_graphs is None:
         return None
     found = make_recorder(device)
@@ -68,22 +71,28 @@ def step_graphs(
     chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
-    return StepGraphs(
+    gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
+    draw = CapturedDraw(sampler, chosen.device_sampling, gather) if adopted.is_last_stage else None
+    step = PaddedStep(
         adopted,
         shapes,
-        found,
         builder=builder,
         store=store,
-        sampler=sampler if adopted.is_last_stage else None,
-        device=device,
-        ops=chosen.ops,
-        expected_bytes=lambda shape: memory.of(shape).live,
-        expected_outputs=memory.output_bytes(shapes),
-        all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
+        draw=draw,
         max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         is_last=adopted.is_last_stage,
     )
+    pool = GraphPool(
+        shapes,
+        found,
+        step,
+        device=device,
+        expected_bytes=lambda shape: memory.of(shape).live,
+        expected_outputs=memory.output_bytes(shapes),
+        all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
+    )
+    return StepGraphs(step, pool, has_routing=adopted.routing is not None and adopted.routing.num_layers > 0)
 
 
 def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:

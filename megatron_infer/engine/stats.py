@@ -50,18 +50,17 @@ def figures_of(parts: Assembly, meter: EngineMeter, *, state: str, num_steps: in
 
 def graph_figures(parts: Assembly) -> dict[str, Any]:
     """Captured steps; nothing where none are."""
-    if parts.runner.graphs is None:
+    if parts.graphs is None:
         return {}
-    pool = parts.runner.graphs.pool
+    pool = parts.graphs.pool
     counts = pool.counts
-    sampler = parts.runner.graphs.sampler
     steps = (counts.replays, counts.uncaptured, sum(list(counts.eager.values())))
     return {
         "graphs": len(pool.captured),
         "graph_bytes": pool.num_bytes,
         "graph_captures": counts.captures,
         "graph_steps": dict(zip(GRAPH_STEPS, steps, strict=True)),
-        "graph_draws_outside": 0 if sampler is None else sum(list(sampler.drawn_outside.values())),
+        "graph_draws_outside": sum(list(parts.graphs.drawn_outside.values())),
     }
 
 

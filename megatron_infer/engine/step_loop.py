@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_infer.comm.stage_link import is_broken_off, is_of_collective
+from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError
@@ -184,7 +184,7 @@ class StepLoop:
             self.parts.runner.sample(flight, masks)
         except Exception as error:  # whatever a forward raises belongs to the requests of this step, not to the engine
             if self._ranks is not None:
-                self._tell(error, started, fatal=is_of_collective(error) or is_broken_off(error))
+                self._tell(error, started, fatal=is_of_collective(error) or has_abandoned_collective(error))
             self._stopped = plan
             self._commit(outputs)
             if self._stopped is not None:  # else it went with an earlier one that failed

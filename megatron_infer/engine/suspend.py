@@ -118,9 +118,9 @@ class Suspension:
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
             moves = cache_leaves and not self._parts.runner.store.addresses_stable
-            if moves and self._parts.runner.graphs is not None:
+            if moves and self._parts.graphs is not None:
                 # A failure's way back moves the cache of some ranks only; all capture again, or none.
-                transition.undo("the graphs", partial(self._parts.runner.graphs.pool.drop, "a suspend failed"))
+                transition.undo("the graphs", partial(self._parts.graphs.pool.drop, "a suspend failed"))
             with self._parts.rank_group.together("giving memory back"):
                 if WEIGHTS in fresh:
                     self._parts.offload_weights(transition)
@@ -166,8 +166,8 @@ class Suspension:
                 with self._parts.rank_group.together("taking the cache back"):
                     reports[KV_CACHE] = self._restore_cache(transition)
                 self._mode = KVCacheManagementMode.PERSIST
-            if GRAPHS in wanted and self._parts.runner.graphs is not None:  # captured again when a step needs them
-                reports[GRAPHS] = TagReport(bytes_resident=self._parts.runner.graphs.pool.num_bytes)
+            if GRAPHS in wanted and self._parts.graphs is not None:  # captured again when a step needs them
+                reports[GRAPHS] = TagReport(bytes_resident=self._parts.graphs.pool.num_bytes)
             transition.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, meter, reports)
@@ -244,7 +244,7 @@ class Suspension:
 
         moves: the cache comes back elsewhere. So do weights that are laid up.
         """
-        graphs = self._parts.runner.graphs
+        graphs = self._parts.graphs
         if graphs is None:
             return TagReport()
         freed = 0

@@ -16,7 +16,7 @@ LISTED = 1024
 
 
 class Column(IntEnum):
-    """Rows of the table. The first four are those of `filters.Shape.columns_5M`."""
+    """Rows of the table. The first four are those of `filters.DrawParams.columns_5M`."""
 
     INVERSE = 0
     """float64: 1 / temperature; 0: greedy."""

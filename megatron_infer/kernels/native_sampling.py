@@ -26,7 +26,7 @@ class NativeSampling:
         """(token, largest logit, logit and id of the last candidate kept, mass) of each row; rows may be strided.
 
         columns_5M: float64 1 / temperature, top_k (V when off), top_p, min_p, uniform. A row without a finite largest
-        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `Choice`.
+        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `DrawResult`.
         """
         rows, vocab = logits_MV.shape
         assert logits_MV.stride(1) == 1 and columns_5M.shape == (5, rows) and columns_5M.is_contiguous()

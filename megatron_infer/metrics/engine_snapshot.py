@@ -100,7 +100,7 @@ class EngineSnapshot:
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     """By GRAPH_STEPS: replayed from a graph, padded to a shape without one, or run as they are."""
     graph_draws_outside: int = 0
-    """Steps of the first two kinds that had a row no captured draw serves: see `Sampler.drawn_outside`."""
+    """Steps of the first two kinds that had a row no captured draw serves: see `CapturedDraw.drawn_outside`."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """Requests by outcome: stop, length, abort, error."""
     transitions: Mapping[str, int] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""A runner of one pipeline stage: launches without waiting, so that every stage has a step to work on.
+"""The runner of one pipeline stage: launches without waiting, so that every stage has a step to work on.
 
 host:    launch k    launch k+1    read k ..................  launch k+2
-lane:        [moves, batch, receive, layers, send] k  [...] k+1                 one stage, in order
-inbox:                                     receive what step k drew             stages before the last
+thread:      [copies, batch, receive, layers, send] k  [...] k+1                 one stage, in order
+inbox:                                     receive the result of step k         stages before the last
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_infer.comm.stage_link import BrokenOff, Message, OrderedThread, StageLink, is_broken_off, is_of_collective
-from megatron_infer.cuda_graphs.padded_step import asks_routing
+from megatron_infer.comm.collective_errors import CollectiveAbandoned, has_abandoned_collective, is_of_collective
+from megatron_infer.comm.stage_link import NO_STAGE, OrderedThread, StageLink, StepMessage
+from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RoutingShape
-from megatron_infer.runner.batch import Batch
-from megatron_infer.runner.in_flight import InFlightStep, PromptScores, RunnerOutput
+from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput
 from megatron_infer.runner.model_runner import ModelRunner
-from megatron_infer.runner.pooling import Pooled, pooled_as, pooled_slices
+from megatron_infer.runner.pooling import Pooled, pooled_as, pooled_chunks
+from megatron_infer.runner.routing import asks_routing, routing_buffer
+from megatron_infer.runner.warm_up import warm_up
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.sampling.token_masks import TokenMasks
@@ -33,52 +35,58 @@ from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResul
 log = logging.getLogger("megatron_infer")
 
 WAIT_S = 0.2
-"""Between two looks whether the other stages are still there."""
+"""How often a wait checks whether the other stages are alive."""
 
 
 @dataclass(slots=True)
-class InFlightStageStep(InFlightStep):
-    """A step on its way through the stages."""
+class StageStep:
+    """A step on its way through the stages: `runner.in_flight.InFlightStep`."""
 
+    local: LocalStep
+    """This stage's part."""
+    on_wait: Callable[[], None]
+    """Called every WAIT_S while `read` waits; may raise."""
+    alone_s: float | None
+    """How long to wait for the result where this rank raised and other ranks of its stage may wait for it."""
     failed_stage: int | None = None
-    """This stage, where its forward raised."""
+    """This stage, where its part raised."""
     cause: str = ""
-    """What raised, where that was on this rank and no collective."""
+    """What was raised, where that was on this rank and not by a collective."""
     broken: Exception | None = None
     """What a collective within this stage raised, or left its other ranks waiting: `read` raises it."""
     computed: Future[None] | None = None
-    """This stage's part."""
-    arrived: Future[RunnerOutput] | None = None
-    on_wait: Callable[[], None] = lambda: None
-    """Called every now and then while `read` waits; may raise."""
-    alone_s: float | None = None
-    """How long to wait for what was drawn where this rank raised and others of its stage may wait for it."""
+    """Done with this stage's part."""
+    result: Future[RunnerOutput] | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.local.plan
 
     def is_done(self) -> bool:
-        return self.computed is None or self.arrived is None or (self.computed.done() and self.arrived.done())
+        return self.computed is None or self.result is None or (self.computed.done() and self.result.done())
 
     def read(self) -> RunnerOutput:
-        """Wait for this stage and for what the last one drew.
+        """Wait for this stage and for the last stage's result.
 
         Raises StageLost when a stage cannot be reached, what a collective among the ranks of this stage raised, and
-        BrokenOff where this rank alone of its stage has raised.
+        CollectiveAbandoned where this rank alone of its stage has raised.
         """
-        assert self.computed is not None and self.arrived is not None, "the step was not sampled"
+        assert self.computed is not None and self.result is not None, "the step was not sampled"
         self._wait(self.computed)
         self.computed.result()
-        if self.broken is not None:  # what the last stage draws may be waiting for this rank
+        if self.broken is not None:  # the last stage's result may depend on this rank
             raise self.broken
-        if not self._wait(self.arrived, self.alone_s if self.cause else None) or (
-            self.cause and self.arrived.exception() is not None
-        ):  # else all of its stage's ranks had raised, and the last stage had heard of it from each
-            raise BrokenOff(self.cause)
-        drawn = self.arrived.result()
+        if not self._wait(self.result, self.alone_s if self.cause else None) or (
+            self.cause and self.result.exception() is not None
+        ):  # else all ranks of this stage raised, and the last stage has received that from each
+            raise CollectiveAbandoned(self.cause)
+        output = self.result.result()
         if self.broken is not None:
             raise self.broken
-        return drawn
+        return output
 
     def _wait(self, future: Future[Any], limit_s: float | None = None) -> bool:
-        """Whether it came in time."""
+        """Whether it was done in time."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not wait([future], timeout=WAIT_S).done:
             self.on_wait()
@@ -87,187 +95,179 @@ class InFlightStageStep(InFlightStep):
         return True
 
 
-class StageRunner(ModelRunner):
-    """As ModelRunner, of a model that is one stage; the last one draws, all know what was drawn.
+class StageRunner:
+    """Runs one stage of a model (`runner.model_runner.Runner`). The last stage draws; all receive its result.
 
-    A forward that raises, on whichever stage, is told to all of them: `Drawn.error`.
+    A step that raises on any stage fails on all of them, with `RunnerOutput.error`.
     """
 
     def __init__(
         self,
-        *args: Any,
+        runner: ModelRunner,
         link: StageLink,
+        *,
         on_wait: Callable[[], None] = lambda: None,
         alone_s: float | None = None,
-        **kwargs: Any,
     ) -> None:
-        """on_wait: raises when the other stages are not to be waited for any longer. alone_s: see `InFlightStageStep`;
-        None: a stage of one rank.
+        """runner: computes this stage's part. on_wait: raises when other stages are not to be waited for any longer.
+        alone_s: see StageStep; None: a stage of one rank.
         """
-        super().__init__(*args, **kwargs)
-        self.link, self._on_wait, self._alone_s = link, on_wait, alone_s
-        self._lane = OrderedThread(f"stage {link.rank}")
-        self._lane.submit(self._device.make_current)
-        self._inbox = self._lane if link.is_last else OrderedThread(f"stage {link.rank} inbox")
-        self._routing_before, self.routing = self._all_routing()
-        """Mixture-of-experts layers of the stages before; what is gathered up to this stage (None: nothing)."""
+        self.link, self.draws = link, link.is_last
+        self.store, self.builder, self.sampler = runner.store, runner.builder, runner.sampler
+        self.graphs = runner.graphs
+        self._runner, self._on_wait, self._alone_s = runner, on_wait, alone_s
+        self._thread = OrderedThread(f"stage {link.rank}")
+        self._thread.submit(runner.device.make_current)
+        self._inbox = self._thread if link.is_last else OrderedThread(f"stage {link.rank} inbox")
+        self._num_routed_before, self.routing = self._compare_routing(runner.model.routing)
+        """Mixture-of-experts layers of the stages before; routing of all layers up to this stage's (None: unknown)."""
 
-    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> InFlightStep:
-        flight = InFlightStageStep(plan=plan, on_wait=self._on_wait, alone_s=self._alone_s)
-        flight.computed = self._lane.submit(partial(self._compute, flight, table_writes))
-        if plan.returned:  # such a request may be gone before the lane gets here: nothing of it is in flight
-            flight.computed.exception()
-        return flight
+    def shape_of(self, plan: StepPlan) -> GraphShape | None:
+        return self._runner.shape_of(plan)
 
-    def sample(self, flight: InFlightStep, masks: TokenMasks | None = None) -> None:
-        assert isinstance(flight, InFlightStageStep)
-        then = partial(self._draw, flight, masks) if self.link.is_last else partial(self._hear, flight)
-        flight.arrived = self._inbox.submit(then)
+    def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> StageStep:
+        step = StageStep(LocalStep(plan), self._on_wait, self._alone_s)
+        step.computed = self._thread.submit(partial(self._compute, step, table_writes))
+        if plan.returned:  # nothing of such a request is in flight: it may have ended before the thread gets here
+            step.computed.exception()
+        return step
 
-    def _layers_of(self, batch: Batch) -> torch.Tensor | None:
-        received_TD = None if self.link.is_first else self.link.nothing_received(batch.num_tokens)
-        hidden_TD = self._model.hidden(batch, received_TD)
-        return hidden_TD if self.link.is_last else None
-
-    @property
-    def draws(self) -> bool:
-        return self.link.is_last
+    def sample(self, step: StageStep, masks: TokenMasks | None = None) -> None:
+        finish = partial(self._sample, step, masks) if self.draws else partial(self._receive_result, step)
+        step.result = self._inbox.submit(finish)
 
     def then(self, action: Callable[[], None]) -> None:
-        self._lane.submit(action)
+        self._thread.submit(action)
 
-    def _all_routing(self) -> tuple[int, RoutingShape | None]:
-        """Compare stages: a step's routing travels with its residual stream, and each stage adds its layers'."""
-        own = self._model.routing
-        unseen = (-1, -1, -1)
-        shapes = self.link.compare(unseen if own is None else (own.num_layers, own.top_k, own.num_experts))
+    def warm_up(self, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
+        warm_up(
+            self._runner.model,
+            self.builder,
+            self.sampler,
+            max_tokens=max_tokens,
+            token_counts=token_counts,
+            received=None if self.link.is_first else self.link.nothing_received,
+            is_last=self.link.is_last,
+        )
+
+    def _compare_routing(self, own: RoutingShape | None) -> tuple[int, RoutingShape | None]:
+        """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds
+        that of its own layers."""
+        unknown = (-1, -1, -1)
+        shapes = self.link.compare(unknown if own is None else (own.num_layers, own.top_k, own.num_experts))
         layers, top_k, num_experts = shapes[:, 0].cumsum().tolist(), int(shapes[:, 1].max()), int(shapes[:, 2].max())
         before = layers[self.link.rank - 1] if self.link.rank else 0
         if not layers[-1] or (shapes < 0).any():
             return 0, None
         return before, RoutingShape(num_layers=layers[self.link.rank], top_k=top_k, num_experts=num_experts)
 
-    def _asks_routing(self, plan: StepPlan) -> bool:
-        """From the plan alone: every stage says the same, one that failed included."""
-        if self.routing is None:
-            return False
-        return asks_routing(plan)
-
-    def _make_room_for_routing(self, flight: InFlightStep) -> None:
-        if self._asks_routing(flight.plan):
-            assert self.routing is not None
-            flight.routed_TLK = self._room_for_routing(flight.plan.num_tokens, self.routing)
-            flight.batch.routing_TLK = flight.routed_TLK[:, self._routing_before :]
-
     @torch.inference_mode()
-    def _compute(self, flight: InFlightStageStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
-        """This stage's part of a step; whatever happens, one message is taken in and one handed on.
+    def _compute(self, step: StageStep, table_writes: Sequence[tuple[int, int, int]]) -> None:
+        """This stage's part of a step. It receives one message and sends one, whatever raises.
 
-        Whether a stage before failed, this one does not look: it computes with zeros then, into blocks and states that
-        are given up with the step, and the last stage finds out when it reads what was drawn.
+        It does not look whether a stage before has failed. It computes with zeros then, and writes to blocks and states
+        that are given up with the step; the last stage finds out when it reads the step's outputs.
         """
-        link, residual_TD = self.link, None
-        num_tokens = self._num_sent(flight.plan)
+        local, plan, link = step.local, step.plan, self.link
+        # from the plan alone: the messages have the same size on every stage, one that failed included
+        routing = self.routing if self.routing is not None and asks_routing(plan) else None
+        shape = self._runner.shape_of(plan)
+        num_tokens = plan.num_tokens if shape is None else shape.num_tokens
+        num_before, top_k = (0, 0) if routing is None else (self._num_routed_before, routing.top_k)
+        num_layers = 0 if routing is None else routing.num_layers
         try:
-            self._set_out(flight, table_writes)
+            self._runner.prepare(local, table_writes)
+            if routing is not None:
+                local.routed_TLK = routing_buffer(num_tokens, routing, self._runner.device)
+                local.batch.routing_TLK = local.routed_TLK[:, num_before:]
         except Exception as error:
-            self._note_failure(flight, error)
-        asks = self._asks_routing(flight.plan)
-        top_k, upto = (0, 0) if not asks or self.routing is None else (self.routing.top_k, self.routing.num_layers)
-        received_TD, notes_TN, flight.failed_before = link.receive(num_tokens, notes=self._routing_before * top_k)
-        if notes_TN is not None and flight.routed_TLK is not None:
-            before_TLK = notes_TN.view(num_tokens, self._routing_before, top_k)
-            flight.routed_TLK[:, : self._routing_before] = before_TLK.to(flight.routed_TLK.dtype)
-        if flight.failed_stage is None:
+            self._note_failure(step, error)
+        received_TD, routing_TN, failed_before = link.receive(num_tokens, routing_width=num_before * top_k)
+        local.also_read = () if failed_before is None else (failed_before,)
+        if routing_TN is not None and local.routed_TLK is not None:
+            routed_before_TLK = routing_TN.view(num_tokens, num_before, top_k)
+            local.routed_TLK[:, :num_before] = routed_before_TLK.to(local.routed_TLK.dtype)
+        hidden_TD = None
+        if step.failed_stage is None:
             try:
-                residual_TD = self._run_layers(flight, received_TD)
+                hidden_TD = self._runner.run_layers(local, received_TD)
+                if link.is_last:
+                    self._runner.finish(local, hidden_TD)
             except Exception as error:
-                self._note_failure(flight, error)
-                residual_TD = None
-        notes_TN = None if flight.routed_TLK is None else flight.routed_TLK.flatten(1)
-        link.send(residual_TD, num_tokens, notes=upto * top_k, notes_TN=notes_TN, failed_before=flight.failed_before)
+                self._note_failure(step, error)
+        link.send(
+            hidden_TD,
+            num_tokens,
+            routing_width=num_layers * top_k,
+            routing_TN=None if local.routed_TLK is None else local.routed_TLK.flatten(1),
+            failed_before=failed_before,
+        )
 
-    def _num_sent(self, plan: StepPlan) -> int:
-        """Tokens of the residual stream between stages: the shape's where the step is padded, on all of them."""
-        shape = None if self.graphs is None else self.graphs.shape_of(plan)
-        return plan.num_tokens if shape is None else shape.num_tokens
-
-    def _run_layers(self, flight: InFlightStageStep, received_TD: torch.Tensor | None) -> torch.Tensor | None:
-        """-> the residual stream to hand on."""
-        is_last, shape = self.link.is_last, flight.shape
-        if shape is None:
-            hidden_TD = self._model.hidden(flight.batch, received_TD)
-            self._arrive(flight, hidden_TD, scores=is_last)
-            return None if is_last else hidden_TD
-        assert self.graphs is not None
-        num_decode = len(flight.plan.decode)
-        flight.replayed = self.graphs.launch(shape, flight.batch, num_decode=num_decode, received_TD=received_TD)
-        self._arrive(flight, flight.replayed.hidden_TD, scores=is_last)
-        return None if is_last else self.graphs.residual_TD(shape)
-
-    def _draw(self, flight: InFlightStageStep, masks: TokenMasks | None) -> RunnerOutput:
-        """On the last stage: draw, and tell everyone."""
-        if flight.failed_stage is None:
+    def _sample(self, step: StageStep, masks: TokenMasks | None) -> RunnerOutput:
+        """On the last stage: draw, and send the result to the others."""
+        failed = step.failed_stage
+        if failed is None:
             try:
-                super().sample(flight, masks)
-                drawn = InFlightStep.read(flight)
+                self._runner.sample(step.local, masks)
+                output = step.local.read()
+                failed = next((int(stage) for stage in output.also_read if stage != NO_STAGE), None)
             except Exception as error:
-                self._note_failure(flight, error)
-        failed = drawn.failed_stage if flight.failed_stage is None else flight.failed_stage
+                self._note_failure(step, error)
+                failed = step.failed_stage
         if failed is not None:
-            self.link.send_drawn(Message(np.zeros(len(flight.plan.sampled), np.int64), failed))
-            return self._failure(flight, failed)
-        tokens = np.array(drawn.result.tokens, dtype=np.int64)
-        tokens[drawn.bad] = -1
-        self.link.send_drawn(Message(tokens, None, _told(flight.plan, drawn)))
-        return drawn
+            self.link.send_result(StepMessage(np.zeros(len(step.plan.sampled), np.int64), failed))
+            return self._failure(step, failed)
+        tokens = np.array(output.result.tokens, dtype=np.int64)
+        tokens[output.bad] = -1
+        self.link.send_result(StepMessage(tokens, None, _arrays_of(output)))
+        return output
 
-    def _hear(self, flight: InFlightStageStep) -> RunnerOutput:
-        """On the other stages: take in what was drawn; the next step that needs it finds it on the device."""
-        message = self.link.receive_drawn(len(flight.plan.sampled))
+    def _receive_result(self, step: StageStep) -> RunnerOutput:
+        """On the other stages: receive the result, and store its tokens on the device for the steps that need them."""
+        message = self.link.receive_result(len(step.plan.sampled))
         if message.failed_stage is not None:
-            return self._failure(flight, message.failed_stage)
+            return self._failure(step, message.failed_stage)
         bad = np.flatnonzero(message.tokens < 0)
         tokens = message.tokens.copy()
         tokens[bad] = 0
         if len(tokens):
-            self._lane.submit(partial(self._store, flight.batch, tokens))
-        logprobs, token_details, routing, scores, pooled = _heard(flight.plan, message.extra)
+            self._thread.submit(partial(self._store, step, tokens))
+        logprobs, token_details, routing, scores, pooled = _outputs_in(step.plan, message.arrays)
         return RunnerOutput(
             StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, token_details, routing, pooled=pooled
         )
 
     @torch.inference_mode()
-    def _store(self, batch: Batch, tokens: np.ndarray) -> None:
-        self.builder.store_heard(batch, tokens)
+    def _store(self, step: StageStep, tokens: np.ndarray) -> None:
+        self.builder.store_received(step.local.batch, tokens)
 
-    def _note_failure(self, flight: InFlightStageStep, error: Exception) -> None:
-        log.error("step %d failed on pipeline stage %d", flight.plan.step, self.link.rank, exc_info=error)
-        flight.failed_stage = self.link.rank
-        if is_of_collective(error) or is_broken_off(error):
-            flight.broken = error
+    def _note_failure(self, step: StageStep, error: Exception) -> None:
+        log.error("step %d failed on pipeline stage %d", step.plan.step, self.link.rank, exc_info=error)
+        step.failed_stage = self.link.rank
+        if is_of_collective(error) or has_abandoned_collective(error):
+            step.broken = error
         else:
-            flight.cause = f"{type(error).__name__}: {error}"
+            step.cause = f"{type(error).__name__}: {error}"
 
-    def _failure(self, flight: InFlightStageStep, stage: int) -> RunnerOutput:
-        text = f"the forward of step {flight.plan.step} raised on pipeline stage {stage}; its log says what"
-        return RunnerOutput(StepResult(()), None, [], [], error=text, cause=flight.cause)
+    def _failure(self, step: StageStep, stage: int) -> RunnerOutput:
+        text = f"the forward of step {step.plan.step} raised on pipeline stage {stage}; its log says what"
+        return RunnerOutput(StepResult(()), None, [], [], error=text, cause=step.cause)
 
 
 def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:
-    """Slices whose prompts are scored, in order (see `ModelRunner._score_prompts`)."""
+    """Chunks with prompt logprobs, in order (see `ModelRunner._score_prompts`)."""
     for chunk in plan.prefill:
         if chunk.request.params.prompt_logprobs is not None and chunk.start < chunk.request.prompt_len - 1:
             yield chunk
 
 
-def _told(plan: StepPlan, drawn: RunnerOutput) -> list[np.ndarray]:
-    """Logprobs, what tokens carry, routing, prompt scores and pooled states as arrays; none when nobody asked."""
-    logprobs, token_details, routing, arrays = drawn.logprobs, drawn.token_details, drawn.routing, []
-    if logprobs is None and token_details is None and routing is None and not drawn.prompt_scores and not drawn.pooled:
+def _arrays_of(output: RunnerOutput) -> list[np.ndarray]:
+    """Logprobs, token details, routing, prompt scores and pooled states as arrays; none where there are none."""
+    logprobs, token_details, routing, arrays = output.logprobs, output.token_details, output.routing, []
+    has = [logprobs is not None, token_details is not None, routing is not None]
+    if not any(has) and not output.prompt_scores and not output.pooled:
         return []
     vocab_size = 0 if token_details is None else token_details.vocab_size
-    has = [logprobs is not None, token_details is not None, routing is not None]
     arrays.append(np.array([*has, vocab_size], dtype=np.int64))
     if logprobs is not None:
         tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
@@ -277,25 +277,25 @@ def _told(plan: StepPlan, drawn: RunnerOutput) -> list[np.ndarray]:
         arrays += [token_details.index, token_details.support, *(tensor.numpy() for tensor in tensors)]
     if routing is not None:
         arrays.append(routing)
-    for scores in drawn.prompt_scores:
+    for scores in output.prompt_scores:
         arrays += [part.numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return [*arrays, *(pooled.values_D.numpy() for pooled in drawn.pooled)]
+    return [*arrays, *(pooled.values_D.numpy() for pooled in output.pooled)]
 
 
-def _heard(
+def _outputs_in(
     plan: StepPlan, arrays: Sequence[np.ndarray]
 ) -> tuple[LogprobBatch | None, TokenDetailsBatch | None, np.ndarray | None, list[PromptScores], list[Pooled]]:
-    """What `_told` said, on another rank."""
+    """The outputs that `_arrays_of` packed on the last stage."""
     if not arrays:
         return None, None, None, [], []
     at, logprobs, token_details, routing = 1, None, None, None
-    has_logprobs, has_carried, has_routing, vocab_size = arrays[0].tolist()
+    has_logprobs, has_details, has_routing, vocab_size = arrays[0].tolist()
     if has_logprobs:
         index, counts = arrays[1:3]
         token_logprob, token_rank, top_ids, top_logprobs = map(torch.from_numpy, arrays[3:7])
         logprobs = LogprobBatch(index, token_logprob, token_rank, top_ids, top_logprobs, counts)
         at = 7
-    if has_carried:
+    if has_details:
         index, support = arrays[at : at + 2]
         raw, processed, bits_BY = map(torch.from_numpy, arrays[at + 2 : at + 5])
         token_details = TokenDetailsBatch(index, raw, processed, support, bits_BY, vocab_size)
@@ -307,7 +307,7 @@ def _heard(
         scores.append(PromptScores(chunk.request, chunk.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
         at += 4
     pooled = []
-    for chunk, _ in pooled_slices(plan):
+    for chunk, _ in pooled_chunks(plan):
         pooled.append(pooled_as(chunk, torch.from_numpy(arrays[at])))
         at += 1
     assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"

@@ -3,15 +3,11 @@
     logits [S, V/n] ──greedy rows──▶ key of the best local token ─────────────────────────────┐
                     ──other rows───▶ all_to_all ▶ whole rows [S/n, V] ▶ the ordinary Sampler ──┴▶ all_gather ▶ all ranks
 
-A rank never holds more logits than its own part has: S/n whole rows are as large as S rows of V/n. What the ordinary
-sampler does to a row does not depend on the row's company, so drawing a part of the rows gives the bits of drawing all.
-Per step: one all_gather of a few integers a row, and where a row is more than greedy one all_to_all before it.
-
-Within a captured step, where which rows want what is not known, every rank takes all columns of all rows and draws
-everything (`static_sample`): S * V logits arrive at each rank, 16 MiB for 64 rows of 128k in bf16, and none of it waits
-for a host.
-Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plainly greedy, O the others, M
-this rank's share of O, A rows to be scored, C columns of results.
+A rank never holds more logits than its own part has: S/n whole rows are as large as S rows of V/n. The ordinary sampler
+draws a row independently of the other rows, so drawing a part of the rows gives the bits of drawing all.
+Per step: one all_gather of a few integers a row, and one all_to_all before it where a row is more than plain greedy.
+Legend: n ranks, V padded vocabulary, W = V/n, S sampled positions, P those that are plain greedy, O the others, M this
+rank's share of O, A rows to be scored, C columns of results.
 """
 
 from __future__ import annotations
@@ -23,15 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
-from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, support_places
-from megatron_infer.sampling.row_params import TOUCHED, RowFlags, RowParams
-from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, returned_support
+from megatron_infer.sampling.row_params import CHANGES_LOGITS, RowFlags, RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.sampling.upload import Upload
 
-_NOT_PLAIN = int(RowFlags.DRAW | RowFlags.LOGPROBS | TOKEN_DETAILS | TOUCHED)
+_NOT_PLAIN = int(RowFlags.DRAW | RowFlags.LOGPROBS | TOKEN_DETAILS | CHANGES_LOGITS)
 _POISONED = torch.iinfo(torch.int64).max
 """Key of a row with NaN or +inf among its logits: larger than any token's."""
 _MASKED = int(sort_keys(torch.tensor(-torch.inf), torch.tensor(0)))
@@ -40,9 +35,22 @@ _NOTHING = torch.iinfo(torch.int64).min
 """Key of a rank whose part is padding alone: smaller than any token's."""
 
 
-def for_group(sampler: Sampler, group: Any) -> Sampler | TensorParallelSampler:
+def for_group(sampler: Sampler, group: Any) -> StepSampler:
     """The sampler for logits that are split over `group`; `sampler` itself where the group is None or one rank."""
     return sampler if group is None or group.size() == 1 else TensorParallelSampler(sampler, group)
+
+
+def gather_rows(logits_SW: Tensor, group: Any) -> Tensor:
+    """Whole rows [S, V] on every rank of the group, from each one's part; for the draw of a captured step.
+
+    Which rows ask for what is data there, so that every rank draws all rows: S * V logits arrive at each rank, 16 MiB
+    for 64 rows of 128k in bf16, and no host waits for them.
+    """
+    size, (num_rows, width) = group.size(), logits_SW.shape
+    parts = logits_SW.new_empty(size * num_rows, width)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(parts, logits_SW.contiguous(), group=group)
+    return parts.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
 
 
 class TensorParallelSampler:
@@ -54,26 +62,25 @@ class TensorParallelSampler:
     def __init__(self, sampler: Sampler, group: Any) -> None:
         self._sampler, self._spread = sampler, RowSpread(group)
         self.params: RowParams = sampler.params
-        self._stage, self.drawn_outside = sampler.stage, sampler.drawn_outside
-        self.vocab_size, self.padded_vocab_size = sampler.vocab_size, sampler.padded_vocab_size
-        size = group.size()
-        assert self.padded_vocab_size % size == 0, f"{self.padded_vocab_size} logits over {size} ranks"
-        self._width = self.padded_vocab_size // size
+        self._stage, self.vocab_size = sampler.ops.to_device, sampler.vocab_size
+        size, padded = group.size(), sampler.padded_vocab_size
+        assert padded % size == 0, f"{padded} logits over {size} ranks"
+        self._width = padded // size
         first = group.rank() * self._width
         self._first_id, self._num_real = first, max(0, min(self._width, self.vocab_size - first))
 
     def sample(self, logits_SW: Tensor, inputs: SamplerInput) -> SamplerOutput:
         """One token a row, equal on every rank. logits_SW is this rank's [S, V/n], and is left as it was."""
         assert logits_SW.shape[1] == self._width, f"{logits_SW.shape[1]} logits, not {self._width}"
-        flags = self._flags(inputs)
+        flags = self._sampler.flags_of(inputs.rows, inputs.positions)
         plain = np.flatnonzero((flags & _NOT_PLAIN) == 0)
         others = np.flatnonzero(flags & _NOT_PLAIN)
-        asked = np.flatnonzero(flags & RowFlags.LOGPROBS)
-        counts = self.params.num_logprobs[inputs.rows[asked]]
-        top = int(counts.max()) if len(asked) else None
-        token_details, support = self._carried(flags, inputs.rows)
-        extra = _num_extra(support, self.vocab_size)
-        packed_MC = self._draw_own(logits_SW, others, inputs, top, extra) if len(others) else None
+        scored = np.flatnonzero(flags & RowFlags.LOGPROBS)
+        counts = self.params.num_logprobs[inputs.rows[scored]]
+        top = int(counts.max()) if len(scored) else None
+        detailed, support = returned_support(self.params, inputs.rows, flags)
+        num_detail_columns = _num_detail_columns(support, self.vocab_size)
+        packed_MC = self._draw_own(logits_SW, others, inputs, top, num_detail_columns) if len(others) else None
         keys_P = self._best_keys(_rows(logits_SW, plain, self._stage)) if len(plain) else None
         packed_OC, keys_nP = self._spread.exchange(packed_MC, len(others), keys_P)
         device = logits_SW.device
@@ -86,57 +93,23 @@ class TensorParallelSampler:
         if packed_OC is not None:
             _put(tokens_S, others, packed_OC[:, 0], self._stage)
             _put(bad_S, others, packed_OC[:, 1] != 0, self._stage)
-        scored = told = None
+        logprobs = details = None
         if top is not None:
             assert packed_OC is not None
-            scores = _unpack(_rows(packed_OC, np.searchsorted(others, asked), self._stage)[:, 2 : 4 + 2 * top], top)
-            scored = LogprobBatch(asked, *scores, counts)
-        if extra:
+            scores = _unpack(_rows(packed_OC, np.searchsorted(others, scored), self._stage)[:, 2 : 4 + 2 * top], top)
+            logprobs = LogprobBatch(scored, *scores, counts)
+        if num_detail_columns:
             assert packed_OC is not None
-            columns = _rows(packed_OC, np.searchsorted(others, token_details), self._stage)[:, -extra:]
-            told = _unpack_carried(columns, token_details, support, self.vocab_size, self._stage)
-        return SamplerOutput(tokens_S, bad_S, scored, told)
-
-    def can_be_static(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """As `Sampler.can_be_static`: from the rows' parameters, the same on every rank.
-
-        Not where `Sampler.after_static` would look at whole rows of logits, of which there are parts alone by then.
-        """
-        if not self._sampler.can_be_static(rows, positions):
-            return False
-        flags: np.ndarray = self.params.flags[rows]
-        has_alternatives = self.params.num_logprobs[rows[(flags & RowFlags.LOGPROBS) != 0]] > 0
-        _, support = self._carried(flags, rows)
-        if has_alternatives.any() or (support >= 0).any():
-            self.drawn_outside["alternatives or supports, of a vocabulary in parts"] += 1
-            return False
-        return True
-
-    def refresh_static(self) -> None:
-        """As `Sampler.refresh_static`."""
-        self._sampler.refresh_static()
-
-    def static_sample(
-        self, logits_SW: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
-    ) -> None:
-        """As `Sampler.static_sample`, from this rank's part of the logits: the same on every rank, pools included."""
-        size, (num_rows, width) = self._spread.size, logits_SW.shape
-        parts = logits_SW.new_empty(size * num_rows, width)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(parts, logits_SW.contiguous(), group=self._spread.group)
-        whole_SV = parts.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
-        self._sampler.static_sample(whole_SV, row_S, position_S, token_pool, out)
-
-    def after_static(self, logits_SW: Tensor, inputs: SamplerInput, room: DrawRoom) -> SamplerOutput:
-        """As `Sampler.after_static`, for rows that `can_be_static`: it looks at the logits' shape alone."""
-        return self._sampler.after_static(logits_SW[:, :1].expand(-1, self.padded_vocab_size), inputs, room)
+            columns = _rows(packed_OC, np.searchsorted(others, detailed), self._stage)[:, -num_detail_columns:]
+            details = _unpack_details(columns, detailed, support, self.vocab_size, self._stage)
+        return SamplerOutput(tokens_S, bad_S, logprobs, details)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `logprobs.score` gives for the whole vocabulary, on every rank; logits_AW may be cut to vocab_size.
 
-        The rows travel here too, rather than partial sums of their softmax: a sum over parts would round otherwise than
-        the one over the whole. Their way costs little beside their making: [A, V/n] numbers travel, each of which took
-        2 * D operations.
+        The rows are exchanged here too, rather than partial sums of their softmax: a sum of partial sums would round
+        otherwise than one over the whole row. The exchange costs little beside the output layer: it moves [A, V/n]
+        numbers, each of which took 2 * D operations.
         """
         spread = self._spread
         own = spread.own(len(token_A))
@@ -148,18 +121,6 @@ class TensorParallelSampler:
         assert packed_AC is not None
         return _unpack(packed_AC, top)
 
-    def _flags(self, inputs: SamplerInput) -> np.ndarray:
-        """What the rows want in this step: MIN_TOKENS ends with their position, as in `Sampler`."""
-        flags: np.ndarray = self.params.flags[inputs.rows]
-        reached = inputs.positions >= self.params.min_total[inputs.rows]
-        flags[reached] &= ~int(RowFlags.MIN_TOKENS)
-        return flags
-
-    def _carried(self, flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sampled positions that carry something, their TokenDetailsBatch.support): the same on every rank."""
-        token_details = np.flatnonzero(flags & TOKEN_DETAILS)
-        return token_details, support_places(self.params, rows[token_details], flags[token_details])
-
     def _best_keys(self, logits_PW: Tensor) -> Tensor:
         """int64 [P] that sort as (largest local logit, lowest id that has it)."""
         if self._num_real == 0:
@@ -170,14 +131,11 @@ class TensorParallelSampler:
         return key_P.masked_fill(top_P.isnan() | (top_P == torch.inf), _POISONED)
 
     def _draw_own(
-        self, logits_SW: Tensor, others: np.ndarray, inputs: SamplerInput, top: int | None, extra: int
+        self, logits_SW: Tensor, others: np.ndarray, inputs: SamplerInput, top: int | None, num_detail_columns: int
     ) -> Tensor:
-        """This rank's share of the rows `others`, drawn: int64 [M, columns], see `_pack`.
-
-        extra: columns of what tokens carry, the last ones.
-        """
+        """Draw this rank's share of the rows `others` -> int64 [M, C]: token, bad, scores (`_pack`), token details."""
         whole_MV = self._spread.whole_rows(_rows(logits_SW, others, self._stage))
-        num_columns = (2 if top is None else 4 + 2 * top) + extra
+        num_columns = (2 if top is None else 4 + 2 * top) + num_detail_columns
         packed = torch.zeros(len(whole_MV), num_columns, dtype=torch.int64, device=logits_SW.device)
         if not len(whole_MV):
             return packed
@@ -199,12 +157,12 @@ class TensorParallelSampler:
             index = self._stage(found.index)
             packed[:, 2 : 4 + 2 * top].index_copy_(0, index, _pack(scores, top))
         if out.token_details is not None:
-            _pack_carried(packed[:, -extra:], out.token_details, self._stage)
+            _pack_details(packed[:, -num_detail_columns:], out.token_details, self._stage)
         return packed
 
 
 class RowSpread:
-    """Rows [A, V/n] that every rank has a part of -> whole rows of a contiguous share of them, and results to all."""
+    """Exchanges every rank's part of rows, [A, V/n], for whole rows of a contiguous share; gathers their results."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -219,17 +177,17 @@ class RowSpread:
         return slice(first, first + counts[self.rank])
 
     def whole_rows(self, logits_AW: Tensor) -> Tensor:
-        """This rank's share of the rows, with everyone's columns in order of rank."""
+        """This rank's share of the rows, with the columns of all ranks in order."""
         counts = self.counts(len(logits_AW))
-        mine, width = counts[self.rank], logits_AW.shape[1]
-        received = logits_AW.new_empty(self.size * mine, width)
-        dist.all_to_all_single(received, logits_AW.contiguous(), [mine] * self.size, counts, group=self.group)
-        return received.view(self.size, mine, width).transpose(0, 1).reshape(mine, self.size * width)
+        num_own, width = counts[self.rank], logits_AW.shape[1]
+        received = logits_AW.new_empty(self.size * num_own, width)
+        dist.all_to_all_single(received, logits_AW.contiguous(), [num_own] * self.size, counts, group=self.group)
+        return received.view(self.size, num_own, width).transpose(0, 1).reshape(num_own, self.size * width)
 
     def exchange(
         self, packed_MC: Tensor | None, num_rows: int, keys_P: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """One all_gather of int64: every share's rows in order [num_rows, C], and everyone's keys [n, P]."""
+        """One all_gather of int64: every share's rows in order [num_rows, C], and every rank's keys [n, P]."""
         counts, parts = self.counts(num_rows), []
         columns = 0
         if packed_MC is not None:
@@ -239,15 +197,15 @@ class RowSpread:
             parts.append(share.view(-1))
         if keys_P is not None:
             parts.append(keys_P)
-        mine = torch.cat(parts)
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyones, mine, group=self.group)
+        own = torch.cat(parts)
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own, group=self.group)
         length, packed, keys = counts[0] * columns, None, None
         if packed_MC is not None:
-            shares = [got[:length].view(-1, columns)[:count] for got, count in zip(everyones, counts, strict=True)]
+            shares = [got[:length].view(-1, columns)[:count] for got, count in zip(gathered, counts, strict=True)]
             packed = torch.cat(shares)
         if keys_P is not None:
-            keys = torch.stack([got[length:] for got in everyones])
+            keys = torch.stack([got[length:] for got in gathered])
         return packed, keys
 
 
@@ -273,7 +231,7 @@ def _put(out_S: Tensor, places: np.ndarray, values: Tensor, stage: Upload) -> No
 
 
 def _pack(scores: tuple[Tensor, Tensor, Tensor, Tensor], top: int | None = None) -> Tensor:
-    """Log probability, rank, `top` ids and their log probabilities of each row as int64; fp32 travels as its bits."""
+    """Log probability, rank, `top` ids and their log probabilities of each row as int64; fp32 as its bits."""
     logprob, rank, top_ids, top_logprobs = scores
     have = top_ids.shape[1]
     top = have if top is None else top
@@ -290,31 +248,31 @@ def _unpack(packed: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return fp32(packed[:, 0]), packed[:, 1].clone(), packed[:, 2 : 2 + top].clone(), fp32(packed[:, 2 + top :])
 
 
-def _num_extra(support: np.ndarray, vocab_size: int) -> int:
-    """Columns of what the tokens of a step carry: two log probabilities, and bits where any row tells them."""
+def _num_detail_columns(support: np.ndarray, vocab_size: int) -> int:
+    """Columns of a step's token details: two log probabilities, and bits where any row returns them."""
     if not len(support):
         return 0
     return 2 + (num_bytes(vocab_size) // 8 if (support >= 0).any() else 0)
 
 
-def _pack_carried(packed_ME: Tensor, token_details: TokenDetailsBatch, stage: Upload) -> None:
-    """Fill the last columns of this rank's rows."""
+def _pack_details(packed_ME: Tensor, token_details: TokenDetailsBatch, stage: Upload) -> None:
+    """Fill the last columns of this rank's rows, E of them."""
     index = stage(token_details.index)
     packed_ME[index, 0] = token_details.raw.view(torch.int32).to(torch.int64)
     packed_ME[index, 1] = token_details.processed.view(torch.int32).to(torch.int64)
-    told = token_details.index[token_details.support >= 0]
-    if len(told):
-        packed_ME[stage(told), 2:] = token_details.bits_BY.view(torch.int64)
+    with_bits = token_details.index[token_details.support >= 0]
+    if len(with_bits):
+        packed_ME[stage(with_bits), 2:] = token_details.bits_BY.view(torch.int64)
 
 
-def _unpack_carried(
+def _unpack_details(
     packed_AE: Tensor, index: np.ndarray, support: np.ndarray, vocab_size: int, stage: Upload
 ) -> TokenDetailsBatch:
-    """What `_pack_carried` packed, of every rank's rows."""
+    """The details that `_pack_details` packed, of every rank's rows."""
     raw, processed = (packed_AE[:, column].to(torch.int32).view(torch.float32) for column in (0, 1))
-    told = np.flatnonzero(support >= 0)
-    if len(told):
-        bits_BY = _rows(packed_AE, told, stage)[:, 2:].contiguous().view(torch.uint8)
+    with_bits = np.flatnonzero(support >= 0)
+    if len(with_bits):
+        bits_BY = _rows(packed_AE, with_bits, stage)[:, 2:].contiguous().view(torch.uint8)
     else:
         bits_BY = torch.empty(0, num_bytes(vocab_size), dtype=torch.uint8, device=packed_AE.device)
     return TokenDetailsBatch(index, raw, processed, support, bits_BY, vocab_size)

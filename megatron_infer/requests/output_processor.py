@@ -13,9 +13,10 @@ from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.engine_meter import EngineMeter, outcome_of
 from megatron_infer.outputs.request_output import RequestMetrics, RequestOutput
 from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.request_state import RequestState, SequenceState, StreamMode, logprob_entry
 from megatron_infer.runner.in_flight import PromptScores, RunnerOutput
-from megatron_infer.runner.pooling import Pooled, PoolLog
+from megatron_infer.runner.pooling import Pooled
 from megatron_infer.sampling.returned_details import ALONE, TokenDetailsBatch
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -77,7 +78,7 @@ class OutputProcessor:
             samples=samples,
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            pooling=None if params.pooling is None else PoolLog(params.pooling, len(ids)),
+            pooling=None if params.pooling is None else PooledPrompt(params.pooling, len(ids)),
         )
         group.event("ADD_ENGINE")
         self.enter(group)

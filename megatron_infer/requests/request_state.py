@@ -11,8 +11,8 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.token_details import token_details_of
-from megatron_infer.runner.pooling import PoolLog
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.text.detokenizer import IncrementalDetokenizer
 from megatron_infer.text.stop import StopStrings
@@ -155,7 +155,7 @@ class RequestState:
     samples: list[SequenceState]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    pooling: PoolLog | None = None
+    pooling: PooledPrompt | None = None
     events: list[RequestEvent] = field(default_factory=list)
     error: InferenceError | None = None
 

@@ -21,7 +21,7 @@ from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError
 from megatron_infer.kernels.base import Ops, PagedModel, RotaryTable
 from megatron_infer.models.layer_probes import MOE, OUTPUT, Part, Trace
-from megatron_infer.runner.in_flight import InFlightStep
+from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
 from megatron_infer.scheduler.request import CacheUse, Request
@@ -217,7 +217,6 @@ def replay(
         builder=parts.runner.builder,
         sampler=parts.runner.sampler,
         device=parts.device,
-        ops=parts.chosen.ops,
     )
     found = Replayed(first=known)
     try:
@@ -263,7 +262,7 @@ def _step(
         if plan.sampled:
             tokens = (ids[len(request.tokens)],)
             _look(parts, runner, flight, plan, tokens[0], found)
-            runner.builder.store_drawn(flight.batch, torch.tensor(tokens, device=parts.device.torch))
+            runner.builder.store_sampled(flight.batch, torch.tensor(tokens, device=parts.device.torch))
     except BaseException:
         scheduler.cancel(plan)
         raise
@@ -271,9 +270,7 @@ def _step(
 
 
 @torch.inference_mode()
-def _look(
-    parts: Assembly, runner: ModelRunner, flight: InFlightStep, plan: StepPlan, token: int, found: Replayed
-) -> None:
+def _look(parts: Assembly, runner: ModelRunner, flight: LocalStep, plan: StepPlan, token: int, found: Replayed) -> None:
     """Score the given token, and hold the sampler against the logits it draws from."""
     logits_1V, vocab = flight.logits_SV, parts.shape.vocab_size
     assert logits_1V is not None

@@ -1,21 +1,20 @@
-"""A plan as tensors: every field of a step declared once, written into one host buffer, copied to the device once.
+"""A plan as tensors: every field of a step is declared once, written into one host buffer and uploaded by one copy.
 
     plan (ints)  --numpy-->  host buffer  --one copy-->  device mirror  --gathers-->  ids, cache positions, cos/sin
-                                            or: + 1      (a step that only decodes the same rows a token further)
+                                            or: + 1      (a step that only advances the decode rows of the last one)
 
-Token ids never travel with a step: they are gathered from the device's token pool [row, position], into which the
-sampler writes what it draws and an admission uploads what the host knows.
+Token ids are not uploaded with a step: they are gathered from the device's token pool [row, position], into which the
+sampler writes its tokens and an admission uploads the prompt.
 
-A step with a shape is padded to it (see `step_rows`); its tensors are then at the same addresses each time, and what
-is gathered from them is left to `BatchBuilder.derive`, so that a captured graph can do it when it is replayed.
+A step with a shape is padded to it (see `plan_writer`); its tensors are then at the same addresses each time, and what
+is gathered from them is left to `BatchBuilder.derive`, so that a captured graph can repeat it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,15 +23,22 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
-from megatron_infer.kernels.step_gather import Gather, StepTables, torch_gather
+from megatron_infer.kernels.step_gather import StepTables
 from megatron_infer.memory.device import Device
-from megatron_infer.memory.layerwise_restore import LayerwiseRestore
-from megatron_infer.memory.store_layout import StateTensors
+from megatron_infer.runner.plan_writer import PlanWriter
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer, StepSize, StepViews
-from megatron_infer.runner.step_rows import StepRows
-from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_infer.config.resolved_sizes import ResolvedSizes
+    from megatron_infer.kernels.select import Chosen
+    from megatron_infer.memory.layerwise_restore import LayerwiseRestore
+    from megatron_infer.memory.store import StateStore
+    from megatron_infer.memory.store_layout import StateTensors
+
+EMPTY_PLAN = StepPlan(step=-1)
+"""Padded to a shape: a step of padding alone."""
 
 
 @dataclass(slots=True)
@@ -42,28 +48,29 @@ class Batch:
     meta: StepMetadata
     views: StepViews
     token_ids_T: Tensor
-    """int64; made by `BatchBuilder.derive`, as are meta's positions, cache positions and cos/sin."""
+    """int64; set by `BatchBuilder.derive`, as are meta's positions, cache positions and cos/sin."""
     sample_token_S: Tensor
-    """int64 index into the step's tokens of each drawn token's position; in a padded step 0 behind the first
-    num_sampled, for as many as the shape has rows."""
+    """int64 index into the step's tokens of each sample's last context token. A padded step has as many samples as its
+    shape has sequences; those behind the first num_sampled are 0 here."""
     sample_row_S: Tensor
-    """int32 request row of each drawn token; behind the first num_sampled the dummy row."""
+    """int32 request row of each sample; behind the first num_sampled the dummy row."""
     sample_position_S: Tensor
-    """int32 position in its sequence of each token to be drawn; behind the first num_sampled 0."""
-    sampled: Sequence[Request]
+    """int32 position of each token to be drawn; behind the first num_sampled 0."""
     sample_rows: np.ndarray
-    """int32 request row of each drawn token, num_sampled of them."""
+    """int32 [num_sampled] request row of each sample."""
     sample_positions: np.ndarray
-    """int64 position in its sequence of each token to be drawn."""
+    """int64 [num_sampled] position of each token to be drawn."""
     ops: Ops
     attention: AttentionBackend
     kv_cache: Tensor
     scan: ScanBackend | None
     states: StateTensors | None
-    """Recurrent states, of a model that keeps them."""
+    """None for a model that keeps no recurrent states."""
     max_sequence_length: int
     first_dummy_pos: int
-    """Of `meta.kv_pos_T`: the dummy block begins here."""
+    """Where the dummy block, the last one, begins among the values of `meta.kv_pos_T`."""
+    restore: LayerwiseRestore | None = None
+    """The cache is being restored: each layer waits, on the device, for its own part. None: all of it is there."""
     routing_TLK: Tensor | None = None
     is_padded: bool = False
 
@@ -73,12 +80,12 @@ class Batch:
 
     @property
     def nobody_T1(self) -> Tensor | None:
-        """Tokens that pad the step: they are written to the dummy block, which lies behind all others."""
+        """Tokens that pad the step: those that are written to the dummy block."""
         return (self.meta.kv_pos_T >= self.first_dummy_pos).unsqueeze(1) if self.is_padded else None
 
     @property
     def num_sampled(self) -> int:
-        """Tokens drawn for requests, first among the samples."""
+        """Samples that are not padding."""
         return len(self.sample_rows)
 
     @property
@@ -95,10 +102,14 @@ class Batch:
         return self
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        if self.restore is not None:
+            self.restore.wait_for_layer(("blocks", layer))
         return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         assert self.scan is not None and self.states is not None, "a Mamba layer in a model adopted without any"
+        if self.restore is not None:
+            self.restore.wait_for_layer(("states", layer))
         return self.scan.run(xBC_TC, dt_TH, self.states.layer(layer), weights, spec)
 
     # What megatron-core's stacks and models ask of a context while a step runs (reference: its GPTModel.forward).
@@ -116,25 +127,8 @@ class Batch:
         return hidden_1TD.squeeze(0).index_select(0, self.sample_token_S)
 
 
-@dataclass(slots=True)
-class StageBatch(Batch):
-    """A step that begins while the cache comes back: each layer waits, on the device, for what is its own."""
-
-    arrival: LayerwiseRestore | None = None
-
-    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
-        assert self.arrival is not None
-        self.arrival.wait_for_layer(("blocks", layer))
-        return Batch.attend(self, layer, q_TKGH, k_TKH, v_TKH, spec)
-
-    def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
-        assert self.arrival is not None
-        self.arrival.wait_for_layer(("states", layer))
-        return Batch.ssm(self, layer, xBC_TC, dt_TH, weights, spec)
-
-
 class Rotations:
-    """cos and sin of every position in the activation dtype, on the device."""
+    """cos and sin of every position in the activation dtype, on the device; graphs read them at fixed addresses."""
 
     def __init__(self, device: Device, dtype: torch.dtype, max_sequence_length: int) -> None:
         self._device, self._dtype, self._num_positions = device, dtype, max_sequence_length
@@ -142,11 +136,11 @@ class Rotations:
         self.sin_PR: Tensor | None = None
 
     def set(self, rotary: RotaryTable | None) -> None:
-        """Take these angles from now on: where there were some, into the same memory, which graphs read."""
+        """Use these angles from now on; they are written to the memory of the ones before."""
         cos_PR, sin_PR = self._cast(rotary)
         for name, new in (("cos_PR", cos_PR), ("sin_PR", sin_PR)):
             have: Tensor | None = getattr(self, name)
-            # Not of a caller's inference mode: nobody outside of one could write to it.
+            # a tensor made in a caller's inference mode could not be written to outside of one
             with torch.inference_mode(False), torch.no_grad():
                 if have is not None and new is not None and have.shape == new.shape:
                     have.copy_(new)
@@ -154,7 +148,7 @@ class Rotations:
                     setattr(self, name, new.clone() if new is not None and new.is_inference() else new)
 
     def differs(self, rotary: RotaryTable | None) -> str | None:
-        """What distinguishes the table in use from this one; None: nothing."""
+        """Which table in use differs from this one, "cos" or "sin"; None: neither."""
         cos_PR, sin_PR = self._cast(rotary)
         pairs = (("cos", self.cos_PR, cos_PR), ("sin", self.sin_PR, sin_PR))
         for name, have, want in pairs:
@@ -175,57 +169,38 @@ class Rotations:
 
 
 class BatchBuilder:
-    """Turns plans into batches; owns the block-table and token-pool mirrors on the device.
+    """Turns plans into batches; owns the block table and the token pool on the device.
 
-    kv_cache and states are asked for at each step: a suspend may have moved them since. A sequence's row is also
-    its state slot, so the step's table rows are all that a scan needs to find its states. While a resume's copies run
-    a step that is not padded takes the cache layer by layer; a graph has no place to wait in, so that its step comes
-    behind all of them.
+    The store's tensors are looked up at each step: a suspend may have moved them since. A request's row is also its
+    state slot, so the row of each of the step's sequences is all that a scan needs to find its state. While a resume's
+    copies run, a step that is not padded waits for the cache layer by layer; a padded one waits for all of it first,
+    because a graph would repeat the waits.
     """
 
     def __init__(
         self,
-        *,
         device: Device,
-        max_requests: int,
-        max_tokens: int,
-        max_blocks_per_row: int,
-        max_sequence_length: int,
-        block_size: int,
-        dummy_block: int,
-        ops: Ops,
-        attention: AttentionBackend,
-        kv_cache: Callable[[], Tensor],
+        sizes: ResolvedSizes,
+        store: StateStore,
+        kernels: Chosen,
+        *,
         rotary: RotaryTable | None,
         dtype: torch.dtype,
-        scan: ScanBackend | None = None,
-        states: Callable[[], StateTensors | None] = lambda: None,
-        arrival: Callable[[], LayerwiseRestore | None] = lambda: None,
-        shapes: Sequence[GraphShape] = (),
-        gather: Gather = torch_gather,
     ) -> None:
-        """shapes: those that steps may be padded to."""
+        """dtype: of activations. Steps may be padded to `sizes.graph_shapes`."""
+        max_requests, max_tokens, shapes = sizes.max_requests, sizes.max_tokens, sizes.graph_shapes
         self._buffer = StepBuffer(
             device,
-            max_rows=max(max_requests, *(shape.num_rows for shape in shapes), 1),
+            max_sequences=max(max_requests, *(shape.num_rows for shape in shapes), 1),
             max_tokens=max(max_tokens, *(shape.num_tokens for shape in shapes), 1),
-            max_writes=max(256, 2 * max_requests + max_tokens // block_size + max_blocks_per_row),
+            max_writes=max(256, 2 * max_requests + max_tokens // sizes.block_size + sizes.max_blocks_per_row),
         )
-        self.rows = RowTensors(
-            device,
-            max_requests=max_requests,
-            max_blocks=max_blocks_per_row,
-            max_sequence_length=max_sequence_length,
-            dummy_block=dummy_block,
-        )
-        self._step_rows = StepRows(self._buffer, dummy_row=self.rows.dummy_row)
-        self._block_size, self._first_dummy_pos = block_size, dummy_block * block_size
-        self._ops, self._attention, self._kv_cache = ops, attention, kv_cache
-        self._scan, self._states, self._gather = scan, states, gather
-        self._arrival = arrival
-        self._device = device
-        self._rotations = Rotations(device, dtype, max_sequence_length)
-        self._rotations.set(rotary)
+        self.rows = RowTensors(device, sizes, dummy_block=store.layout.dummy_block)
+        self._writer = PlanWriter(self._buffer, dummy_row=self.rows.dummy_row)
+        self._device, self._store, self._kernels = device, store, kernels
+        self._block_size, self._first_dummy_pos = sizes.block_size, store.layout.dummy_block * sizes.block_size
+        self.rotations = Rotations(device, dtype, sizes.max_sequence_length)
+        self.rotations.set(rotary)
         self._static: dict[GraphShape, StepMetadata] = {}
 
     @property
@@ -233,49 +208,40 @@ class BatchBuilder:
         """int32 [rows + 1, positions] on the device: the ids of each row's tokens."""
         return self.rows.token_pool
 
-    def set_rotary(self, rotary: RotaryTable | None) -> None:
-        """Take these angles from now on: the model's changed."""
-        self._rotations.set(rotary)
-
-    def rotary_differs(self, rotary: RotaryTable | None) -> str | None:
-        """What distinguishes the table in use from this one; None: nothing."""
-        return self._rotations.differs(rotary)
-
     def build(
         self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]], *, shape: GraphShape | None = None
     ) -> Batch:
-        """Bring a step to the device; the batch is valid until the next build.
+        """Upload a step; the batch is valid until the next build.
 
-        With a shape the step is padded to it, and `derive` is left to the caller.
+        With a shape the step is padded to it, and the caller calls `derive`.
         """
         try:
-            written = self._step_rows.write(plan, shape)
+            written = self._writer.write(plan, shape)
             num_writes = self.rows.put_writes(table_writes, self._buffer)
             if written.advances and not num_writes:
-                self._buffer.advance_mirror(written.num_sampled)
+                self._buffer.advance_mirror(len(written.sample_rows))
             else:
                 self._buffer.upload(written.views.size, writes=num_writes > 0)
             self.rows.apply_writes(num_writes, self._buffer)
             self.rows.admit(plan)
         except BaseException:
-            self._step_rows.forget()
+            self._writer.forget()
             raise
-        first_slice, arrival = written.views.size.num_decode, self._arrival()
-        captures = _captures(plan, first_slice)
+        restore = self._store.pending_restore()
+        captures = _captures(plan, first_prefill=written.views.size.num_decode)
         if shape is not None:
             batch = self._batch(replace(self._static_meta(shape), captures=captures), written.views)
         else:
-            batch = self._batch(self._meta(written.views, captures=captures), written.views, arrival)
-        batch.sampled = plan.sampled
+            batch = self._batch(self._meta(written.views, captures=captures), written.views, restore)
         batch.sample_rows, batch.sample_positions = written.sample_rows, written.sample_positions
         if shape is None:
             self.derive(batch)
         return batch
 
     def static_view(self, shape: GraphShape) -> Batch:
-        """The tensors that every step padded to `shape` has; `derive` makes the rest from what they hold when it runs.
+        """The tensors that every step padded to `shape` has; `derive` gathers the rest from their content at that time.
 
-        Until the cache is released: kv_cache and states are those of now.
+        Valid until the cache is released or moved.
         """
         size = StepSize.of(shape)
         batch = self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
@@ -283,30 +249,30 @@ class BatchBuilder:
         return batch
 
     def derive(self, batch: Batch) -> None:
-        """Gather what the layers need of a step from its mirror, and let the backends plan: device work alone, which a
-        graph may capture if the backends are graph-safe."""
+        """Gather what the layers need of a step from its mirror, and let the backends plan. Device work alone: a graph
+        may capture it if the backends are graph-safe."""
         rows, meta, mirror = self.rows, batch.meta, batch.views.mirror
-        rotations = self._rotations
+        rotations, kernels = self.rotations, self._kernels
         tables = StepTables(rows.block_table, rows.token_pool, self._block_size, rotations.cos_PR, rotations.sin_PR)
-        batch.token_ids_T, meta.positions_T, meta.kv_pos_T, meta.cos_TR, meta.sin_TR = self._gather(
+        batch.token_ids_T, meta.positions_T, meta.kv_pos_T, meta.cos_TR, meta.sin_TR = kernels.gather(
             mirror["token_position"], mirror["token_row"], tables
         )
-        self._attention.plan(meta)
-        if self._scan is not None:
-            self._scan.plan(meta)
+        kernels.attention.plan(meta)
+        if kernels.scan is not None:
+            kernels.scan.plan(meta)
 
-    def store_drawn(self, batch: Batch, tokens_S: Tensor) -> None:
-        """Put drawn tokens where the next step's gather finds them; before the next build.
+    def store_sampled(self, batch: Batch, tokens_S: Tensor) -> None:
+        """Write drawn tokens into the token pool, where the next step's gather reads them; before the next build.
 
         tokens_S: num_sampled of them, or as many as the batch has samples.
         """
         count = len(tokens_S)
         self.rows.store(batch.sample_row_S[:count], batch.sample_position_S[:count], tokens_S)
 
-    def store_heard(self, batch: Batch, tokens: np.ndarray) -> None:
-        """As `store_drawn`, of int64 tokens that the host was told of; later steps may have been built since."""
-        told = (batch.sample_rows, batch.sample_positions, tokens)
-        self.rows.store(*(self._device.to_device(array) for array in told))
+    def store_received(self, batch: Batch, tokens: np.ndarray) -> None:
+        """`store_sampled` of int64 tokens on the host; later steps may have been built since."""
+        arrays = (batch.sample_rows, batch.sample_positions, tokens)
+        self.rows.store(*(self._device.to_device(array) for array in arrays))
 
     def _static_meta(self, shape: GraphShape) -> StepMetadata:
         meta = self._static.get(shape)
@@ -318,11 +284,11 @@ class BatchBuilder:
         return meta
 
     def _meta(self, views: StepViews, **fields: Any) -> StepMetadata:
-        """Without what `derive` fills in."""
+        """Without the tensors that `derive` sets."""
         host, mirror, size = views.host, views.mirror, views.size
         return StepMetadata(
             num_tokens=size.num_tokens,
-            num_rows=size.num_rows,
+            num_rows=size.num_sequences,
             num_decode=size.num_decode,
             q_len=host["q_len"],
             kv_len=host["kv_len"],
@@ -341,41 +307,41 @@ class BatchBuilder:
             **fields,
         )
 
-    def _batch(self, meta: StepMetadata, views: StepViews, arrival: LayerwiseRestore | None = None) -> Batch:
-        """Without what `derive` fills in, and with nobody's samples."""
-        mirror = views.mirror
-        make: Callable[..., Batch] = Batch if arrival is None else partial(StageBatch, arrival=arrival)
-        return make(
+    def _batch(self, meta: StepMetadata, views: StepViews, restore: LayerwiseRestore | None = None) -> Batch:
+        """Without the tensors that `derive` sets, and without samples."""
+        mirror, kernels = views.mirror, self._kernels
+        cache = self._store if restore is None else restore
+        return Batch(
             meta=meta,
             views=views,
             token_ids_T=None,  # type: ignore[arg-type]
             sample_token_S=mirror["sample_token"],
             sample_row_S=mirror["sample_row"],
             sample_position_S=mirror["sample_position"],
-            sampled=(),
             sample_rows=_NO_ROWS,
             sample_positions=_NO_POSITIONS,
-            ops=self._ops,
-            attention=self._attention,
-            kv_cache=self._kv_cache() if arrival is None else arrival.kv_cache,
-            scan=self._scan,
-            states=self._states() if arrival is None else arrival.states,
+            ops=kernels.ops,
+            attention=kernels.attention,
+            kv_cache=cache.kv_cache,
+            scan=kernels.scan,
+            states=cache.states,
+            restore=restore,
             max_sequence_length=self.rows.max_sequence_length,
             first_dummy_pos=self._first_dummy_pos,
         )
 
 
-def _captures(plan: StepPlan, first_slice: int) -> StateCaptures:
-    """Recurrent states to keep on the way through the plan's slices, the first of which is row `first_slice`."""
+def _captures(plan: StepPlan, *, first_prefill: int) -> StateCaptures:
+    """Recurrent states to keep within the plan's chunks, the first of which is the step's sequence `first_prefill`."""
     kept = [
-        (row, position - chunk.start, slot)
-        for row, chunk in enumerate(plan.prefill, start=first_slice)
+        (place, position - chunk.start, slot)
+        for place, chunk in enumerate(plan.prefill, start=first_prefill)
         for position, slot in chunk.captures
     ]
     if not kept:
         return _NO_CAPTURES
-    row, num_tokens, state_slot = np.array(kept, dtype=np.int32).T.copy()
-    return StateCaptures(row=row, num_tokens=num_tokens, state_slot=state_slot)
+    places, num_tokens, state_slot = np.array(kept, dtype=np.int32).T.copy()
+    return StateCaptures(row=places, num_tokens=num_tokens, state_slot=state_slot)
 
 
 _NO_CAPTURES = StateCaptures()

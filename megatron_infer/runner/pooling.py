@@ -1,4 +1,4 @@
-"""Final hidden states of prompts, pooled to one vector each: what embeddings are made of.
+"""Final hidden states of prompts, pooled to one vector each, for embeddings.
 
 Legend: T tokens of the step, D hidden.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from megatron_infer.scheduler.request import Request
@@ -17,7 +16,7 @@ from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 @dataclass(slots=True)
 class Pooled:
-    """Of one slice: the sum over its positions start .. end - 1 ("mean"), or the prompt's last position ("last")."""
+    """One chunk: the sum over its positions start .. end - 1 ("mean"), or the prompt's last position ("last")."""
 
     request: Request
     start: int
@@ -26,8 +25,8 @@ class Pooled:
     """fp32."""
 
 
-def pooled_slices(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
-    """(a slice that is pooled, the place of its first token in the step), in order: the same on every rank."""
+def pooled_chunks(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
+    """(a chunk that is pooled, the place of its first token in the step), in order: the same on every rank."""
     offset = len(plan.decode)
     for chunk in plan.prefill:
         request = chunk.request
@@ -40,7 +39,7 @@ def pooled_slices(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
 def pool(plan: StepPlan, hidden_TD: Tensor) -> list[Pooled]:
     """hidden_TD: the final norm's output."""
     pooled = []
-    for chunk, offset in pooled_slices(plan):
+    for chunk, offset in pooled_chunks(plan):
         hidden_ND = hidden_TD[offset : offset + chunk.n].float()
         values_D = hidden_ND.sum(0) if chunk.request.params.pooling == "mean" else hidden_ND[-1]
         pooled.append(pooled_as(chunk, values_D))
@@ -49,30 +48,3 @@ def pool(plan: StepPlan, hidden_TD: Tensor) -> list[Pooled]:
 
 def pooled_as(chunk: PrefillChunk, values_D: Tensor) -> Pooled:
     return Pooled(chunk.request, chunk.start, chunk.start + chunk.n, values_D)
-
-
-class PoolLog:
-    """What has been pooled of one prompt. A prompt that is computed anew is counted once."""
-
-    __slots__ = ("_is_mean", "num_positions", "num_prompt", "values_D")
-
-    def __init__(self, pooling: str, num_prompt: int) -> None:
-        self._is_mean, self.num_prompt = pooling == "mean", num_prompt
-        self.num_positions = 0
-        """Positions that are in: all of them once it is complete."""
-        self.values_D: np.ndarray | None = None
-
-    def take(self, start: int, end: int, values_D: np.ndarray) -> None:
-        if self.num_positions == self.num_prompt:
-            return
-        if self._is_mean and start:
-            assert start == self.num_positions, f"position {start} came, {self.num_positions} was next"
-            assert self.values_D is not None
-            values_D = self.values_D + values_D
-        self.values_D, self.num_positions = values_D, end
-
-    def result(self) -> np.ndarray | None:
-        """fp32 [D]; None while positions are missing."""
-        if self.values_D is None or self.num_positions < self.num_prompt:
-            return None
-        return self.values_D / np.float32(self.num_prompt) if self._is_mean else self.values_D

@@ -1,4 +1,4 @@
-"""What the device knows of each request row for as long as the request has it: its blocks and its tokens' ids."""
+"""The device's tables of every request row: its blocks and its tokens' ids, kept from step to step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.step_buffer import StepBuffer
 from megatron_infer.scheduler.request import Request
@@ -17,24 +18,21 @@ from megatron_infer.scheduler.step_plan import StepPlan
 class RowTensors:
     """Block table and token pool of all request rows and, last, of the dummy row that padding belongs to."""
 
-    def __init__(
-        self, device: Device, *, max_requests: int, max_blocks: int, max_sequence_length: int, dummy_block: int
-    ) -> None:
+    def __init__(self, device: Device, sizes: ResolvedSizes, *, dummy_block: int) -> None:
         self._device = device
-        self.dummy_row = max_requests
-        self.max_blocks, self.max_sequence_length = max_blocks, max_sequence_length
-        self.block_table = torch.full(
-            (max_requests + 1, max_blocks), dummy_block, dtype=torch.int32, device=device.torch
-        )
+        self.dummy_row = sizes.max_requests
+        self.max_blocks, self.max_sequence_length = sizes.max_blocks_per_row, sizes.max_sequence_length
+        num_rows = sizes.max_requests + 1
+        self.block_table = torch.full((num_rows, self.max_blocks), dummy_block, dtype=torch.int32, device=device.torch)
         """int32 [rows + 1, blocks]."""
-        self.token_pool = torch.zeros((max_requests + 1, max_sequence_length), dtype=torch.int32, device=device.torch)
+        self.token_pool = torch.zeros((num_rows, self.max_sequence_length), dtype=torch.int32, device=device.torch)
         """int32 [rows + 1, positions]: token ids."""
         self.flat_table, self.flat_pool = self.block_table.view(-1), self.token_pool.view(-1)
 
     # ------------------------------------------------------------------ block table
 
     def put_writes(self, writes: Sequence[tuple[int, int, int]], buffer: StepBuffer) -> int:
-        """Write (row, column, block) into the step's buffer -> how many; what has no room goes ahead."""
+        """Write (row, column, block) into the step's buffer -> how many; what has no room there is applied at once."""
         if not writes:
             return 0
         # A dict keeps the last of several writes to one place; a device scatter promises no order.
@@ -50,7 +48,7 @@ class RowTensors:
         return len(at)
 
     def apply_writes(self, num_writes: int, buffer: StepBuffer) -> None:
-        """Bring the uploaded writes into the table."""
+        """Apply the uploaded writes to the table."""
         if num_writes:
             at, block = buffer.mirror["write_at"][:num_writes], buffer.mirror["write_block"][:num_writes]
             self.flat_table.index_copy_(0, at, block)
@@ -58,20 +56,20 @@ class RowTensors:
     # ------------------------------------------------------------------ tokens
 
     def admit(self, plan: StepPlan) -> None:
-        """Give newly admitted rows every token the host knows, cached prefix included (penalties count them)."""
-        admitted = [*plan.returned, *(piece.request for piece in plan.prefill if piece.first)]
+        """Upload all tokens of newly admitted requests, the cached prefix included (penalties count them)."""
+        admitted = [*plan.returned, *(chunk.request for chunk in plan.prefill if chunk.first)]
         if admitted:
             self._put_tokens(admitted)
-        for piece in plan.prefill:
-            if piece.forks:
-                end = piece.start + piece.n
-                rows = np.fromiter((fork.lease.row for fork in piece.forks), np.int64, len(piece.forks))  # type: ignore[union-attr]
-                shared_1P = self.token_pool[piece.request.lease.row, :end].unsqueeze(0)  # type: ignore[union-attr]
-                # a copy: index_copy_ promises nothing of a source that it writes beside
+        for chunk in plan.prefill:
+            if chunk.forks:
+                end = chunk.start + chunk.n
+                rows = np.fromiter((fork.lease.row for fork in chunk.forks), np.int64, len(chunk.forks))  # type: ignore[union-attr]
+                shared_1P = self.token_pool[chunk.request.lease.row, :end].unsqueeze(0)  # type: ignore[union-attr]
+                # a copy: index_copy_ may not read memory that it writes to
                 self.token_pool[:, :end].index_copy_(0, self._device.to_device(rows), shared_1P.repeat(len(rows), 1))
 
     def _put_tokens(self, requests: Sequence[Request]) -> None:
-        """All tokens of all of them by one copy and one scatter."""
+        """Upload all tokens of these requests by one copy and one scatter."""
         tokens = np.concatenate([np.array(request.tokens, dtype=np.int32) for request in requests])
         rows = np.array([request.lease.row for request in requests], dtype=np.int64)  # type: ignore[union-attr]
         lengths = np.array([len(request.tokens) for request in requests])
@@ -82,6 +80,6 @@ class RowTensors:
         self.flat_pool.index_copy_(0, at_N, token_N)
 
     def store(self, row_S: Tensor, position_S: Tensor, token_S: Tensor) -> None:
-        """Put drawn tokens where the next step's gather finds them; all on the device already."""
+        """Write drawn tokens into the token pool, where the next step's gather reads them."""
         at_S = torch.add(position_S, row_S.long(), alpha=self.max_sequence_length)
         self.flat_pool.index_copy_(0, at_S, token_S.to(torch.int32))

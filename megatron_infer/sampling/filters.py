@@ -2,8 +2,8 @@
 
 Weights are integers: floor(2**40 * exp((logit - max) * (1 / temperature))) in float64, the largest being 2**40. Their
 sums are exact in int64 for up to 2**22 tokens, so that no sum depends on the order, the chunking or the number of
-candidates it is taken over: a row gives the same token alone and in company, by this code and by a kernel. What is lost
-lies below 2**-40 of the most likely token.
+candidates it is taken over: a row draws the same token alone and among others, by this code and by a kernel. What is
+lost is below 2**-40 of the most likely token's weight.
 
 Candidates are ordered by (logit descending, id ascending); every filter keeps a prefix of that order, which the last
 kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G groups of neighbouring ids.
@@ -12,7 +12,7 @@ kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G gro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ Search = Callable[[Tensor, int], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class DrawParams:
-    """What a draw needs of its rows besides logits."""
+    """Parameters of the rows of one draw."""
 
     columns_5M: Tensor
-    """float64 on the device: 1 / temperature, top_k (V when off), top_p, min_p, and the step's uniform."""
+    """float64 on the device: 1 / temperature, top_k (V when off), top_p, min_p, and the step's uniform number."""
     candidates: int
     """How many to try before a full sort: FEW where every row's top_k is within it, else MANY."""
     needs_mass: bool
@@ -47,7 +47,7 @@ class DrawParams:
 
 @dataclass(slots=True)
 class DrawResult:
-    """Tokens and how they came about."""
+    """Tokens, and what their draw has found out on the way."""
 
     token_M: Tensor
     top_M: Tensor
@@ -58,72 +58,69 @@ class DrawResult:
     mass_M: Tensor | None = None
     """int64 sum of the whole row's weights at temperature 1, for rows whose draw has taken it; 0 for others."""
     own_M: Tensor | None = None
-    """fp32 log probability of the token under the distribution it was drawn from, as the draw's sums give it; NaN for
-    rows whose draw has not taken them."""
+    """fp32 log probability of the token in the distribution it was drawn from, by the draw's own sums; NaN for rows
+    whose draw has not taken them."""
     raw_M: Tensor | None = None
-    """fp32 log probability as the model has it, for rows that carry it."""
+    """fp32 log probability in the model's distribution. It and the rank come from captured draws alone, for rows that
+    return them."""
+    rank_M: Tensor | None = None
+    """int64 rank of the token, in the distribution that `logprobs_mode` names."""
 
     def replace(self, index: Tensor, other: DrawResult) -> None:
-        """Rows `index` become `other`'s."""
-        self.token_M.index_copy_(0, index, other.token_M)
-        self.top_M.index_copy_(0, index, other.top_M)
-        if self.cut_logit_M is not None and other.cut_logit_M is not None:
-            self.cut_logit_M.index_copy_(0, index, other.cut_logit_M)
-        if self.cut_id_M is not None and other.cut_id_M is not None:
-            self.cut_id_M.index_copy_(0, index, other.cut_id_M)
-        if self.mass_M is not None and other.mass_M is not None:
-            self.mass_M.index_copy_(0, index, other.mass_M)
-        if self.own_M is not None and other.own_M is not None:
-            self.own_M.index_copy_(0, index, other.own_M)
+        """Write `other`'s rows to rows `index`, as far as both have them."""
+        for one in fields(self):
+            kept, new = getattr(self, one.name), getattr(other, one.name)
+            if kept is not None and new is not None:
+                kept.index_copy_(0, index, new)
 
 
-def draw_any(logits_MV: Tensor, shape: DrawParams) -> DrawResult:
+def draw_any(logits_MV: Tensor, params: DrawParams) -> DrawResult:
     """Draw from softmax(logits / temperature) without a filter. fp32 logits; the cumulative sum runs in id order."""
     top_M = logits_MV.amax(-1)
-    cumulative_MV = _weights(logits_MV, top_M, shape).cumsum(-1)
-    return DrawResult(_invert(cumulative_MV, cumulative_MV[:, -1], shape), top_M)
+    cumulative_MV = _weights(logits_MV, top_M, params).cumsum(-1)
+    return DrawResult(_invert(cumulative_MV, cumulative_MV[:, -1], params), top_M)
 
 
-def draw_filtered(logits_MV: Tensor, shape: DrawParams, search: Search | None = None) -> DrawResult:
+def draw_filtered(logits_MV: Tensor, params: DrawParams, search: Search | None = None) -> DrawResult:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
-    A bounded number of candidates is tried first; rows whose filters reach further are sorted in full. Which these are
-    the host would have to ask a GPU for: there every row is sorted in full, unless `search` finds the candidates of
-    rows that are bounded by their parameters.
+    On a CPU a bounded number of candidates is tried first; rows whose filters reach further are sorted in full. On a
+    GPU the host would have to wait to learn which rows those are: every row is sorted in full there, unless `search`
+    finds the candidates of rows that are bounded by their parameters.
     """
     vocab = logits_MV.shape[1]
-    if search is not None and shape.is_bounded and shape.candidates < vocab:
-        ids_MC = in_order(logits_MV, search(logits_MV, shape.candidates))
-        return _draw_from(logits_MV, ids_MC, logits_MV.amax(-1), None, shape)[0]
+    if search is not None and params.is_bounded and params.candidates < vocab:
+        ids_MC = in_order(logits_MV, search(logits_MV, params.candidates))
+        return _draw_from(logits_MV, ids_MC, logits_MV.amax(-1), None, params)[0]
     if logits_MV.is_cuda:
-        return draw_sorted(logits_MV, shape)
+        return draw_sorted(logits_MV, params)
     top_M = logits_MV.amax(-1)
-    mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
-    count = shape.candidates
+    mass_M = _weights(logits_MV, top_M, params).sum(-1) if params.needs_mass else None
+    count = params.candidates
     if 4 * count >= vocab:
-        return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape)[0]
-    choice, reached_M = _draw_from(logits_MV, best_ids(logits_MV, count), top_M, mass_M, shape)
+        return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, params)[0]
+    result, reached_M = _draw_from(logits_MV, best_ids(logits_MV, count), top_M, mass_M, params)
     far = (~reached_M & top_M.isfinite()).nonzero().squeeze(1)
     if far.numel():
         rest, top = logits_MV.index_select(0, far), top_M.index_select(0, far)
         mass = None if mass_M is None else mass_M.index_select(0, far)
-        full, _ = _draw_from(rest, sorted_ids(rest), top, mass, shape.take(far))
-        choice.replace(far, full)
-    return choice
+        full, _ = _draw_from(rest, sorted_ids(rest), top, mass, params.take(far))
+        result.replace(far, full)
+    return result
 
 
-def draw_sorted(logits_MV: Tensor, shape: DrawParams) -> DrawResult:
-    """`draw_filtered` by a full sort: nothing depends on what the logits hold, so the host asks for nothing."""
+def draw_sorted(logits_MV: Tensor, params: DrawParams) -> DrawResult:
+    """`draw_filtered` by a full sort: no shape depends on the logits' values, so that the host does not wait."""
     top_M = logits_MV.amax(-1)
-    mass_M = _weights(logits_MV, top_M, shape).sum(-1) if shape.needs_mass else None
-    return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, shape)[0]
+    mass_M = _weights(logits_MV, top_M, params).sum(-1) if params.needs_mass else None
+    return _draw_from(logits_MV, sorted_ids(logits_MV), top_M, mass_M, params)[0]
 
 
 def best_ids(logits_MV: Tensor, count: int) -> Tensor:
     """Ids of the `count` best candidates, in order -> [M, count], exact also among equal logits.
 
-    They lie in the `count` groups of GROUP neighbouring ids with the best largest logits: a group not among these has
-    `count` groups before it, each with a candidate that comes before all of its own.
+    They lie in the `count` groups of GROUP neighbouring ids whose largest logits are best: any other group comes after
+    `count` groups, each of which has a candidate that comes before all of its own.
     """
     num_rows, vocab = logits_MV.shape
     whole = vocab // GROUP
@@ -166,26 +163,26 @@ def ids_of(keys: Tensor) -> Tensor:
     return _LOW_WORD - (keys & _LOW_WORD)
 
 
-def _weights(logits: Tensor, top_M: Tensor, shape: DrawParams) -> Tensor:
-    scaled = (logits.double() - top_M.double().unsqueeze(1)).mul_(shape.columns_5M[0].unsqueeze(1))
+def _weights(logits: Tensor, top_M: Tensor, params: DrawParams) -> Tensor:
+    scaled = (logits.double() - top_M.double().unsqueeze(1)).mul_(params.columns_5M[0].unsqueeze(1))
     return scaled.exp_().mul_(SCALE).to(torch.int64)
 
 
-def _invert(cumulative: Tensor, total_M: Tensor, shape: DrawParams) -> Tensor:
+def _invert(cumulative: Tensor, total_M: Tensor, params: DrawParams) -> Tensor:
     """First index whose cumulative weight exceeds floor(u * total); an index with no weight is never it."""
-    target = torch.minimum((shape.columns_5M[4] * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
+    target = torch.minimum((params.columns_5M[4] * total_M.double()).to(torch.int64), total_M - 1).unsqueeze(1)
     found = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _draw_from(
-    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, shape: DrawParams
+    logits_MV: Tensor, ids_MC: Tensor, top_M: Tensor, mass_M: Tensor | None, params: DrawParams
 ) -> tuple[DrawResult, Tensor]:
-    """Filter and draw among the first C candidates -> (choice, rows for which C candidates were enough)."""
+    """Filter and draw among the first C candidates -> (result, bool [M]: C candidates were enough)."""
     vocab, count = logits_MV.shape[1], ids_MC.shape[1]
-    _, top_k_M, top_p_M, min_p_M, _ = shape.columns_5M
+    _, top_k_M, top_p_M, min_p_M, _ = params.columns_5M
     values_MC = logits_MV.gather(1, ids_MC)
-    weights_MC = _weights(values_MC, top_M, shape)
+    weights_MC = _weights(values_MC, top_M, params)
     cumulative_MC = weights_MC.cumsum(-1)
     last = (top_k_M.clamp(max=count) - 1).to(torch.int64).unsqueeze(1)
     mass_k = cumulative_MC.gather(1, last).squeeze(1)
@@ -198,12 +195,12 @@ def _draw_from(
     kept &= weights_MC.double() >= (min_p_M * SCALE).unsqueeze(1)
     num_kept = kept.sum(-1).clamp_(min=1)
     last_kept = (num_kept - 1).unsqueeze(1)
-    found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), shape).unsqueeze(1)
-    choice = DrawResult(
+    found = _invert(cumulative_MC, cumulative_MC.gather(1, last_kept).squeeze(1), params).unsqueeze(1)
+    result = DrawResult(
         ids_MC.gather(1, found).squeeze(1),
         top_M,
         values_MC.gather(1, last_kept).squeeze(1),
         ids_MC.gather(1, last_kept).squeeze(1),
     )
     knows_mass = no_top_p | (top_k_M >= vocab)
-    return choice, (top_k_M <= count) | ((num_kept < count) & knows_mass)
+    return result, (top_k_M <= count) | ((num_kept < count) & knows_mass)

@@ -1,8 +1,8 @@
-"""Structured output: a matcher a request, masks of what may come next, and whether anything may.
+"""Structured output: one matcher for each request, masks of the tokens that may come next, and whether any may.
 
     GrammarCache --template, copied--> matcher of a request --its tokens--> mask, or complete
 
-A matcher follows from the request's tokens alone: whoever comes back, from wherever, is matched anew from its first.
+A matcher's state follows from the request's tokens alone: a request that was away is matched again from its first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.text.grammar import GrammarCache, one_line
 
 NUM_TIMED, PARALLEL_S = 4, 0.005
-"""So many masks are made one after the other; if the rest would take longer than this, threads share it."""
+"""The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
 
 
 class GrammarFailed(InferenceError):
@@ -46,11 +46,11 @@ class Grammars:
         self._matches: dict[str, _Match] = {}
 
     def masks(self, sampled: Sequence[Request]) -> TokenMasks | None:
-        """Masks of a step's sampled positions; every token of their requests must be known here.
+        """Masks of a step's sampled positions; all tokens of their requests must be on the host.
 
-        A row is all zeros where nothing can be drawn.
+        A mask is all zeros where nothing can be drawn.
         """
-        self._forget_ended()
+        self._drop_ended()
         index = [place for place, request in enumerate(sampled) if request.params.structured is not None]
         if not index:
             return None
@@ -59,23 +59,23 @@ class Grammars:
         for row, place in enumerate(index):
             request = sampled[place]
             if request.finish_reason is not None:
-                continue  # what is drawn for it is dropped
+                continue  # its token is dropped
             try:
                 match = self._match(request)
                 self._consume(match)
                 matched.append((match, row))
-            except InferenceError:  # its grammar went from the cache and cannot be had again
+            except InferenceError:  # its grammar was dropped from the cache and no longer compiles
                 failed.append(row)
         num_words = -(-int(self.cache.vocabulary.vocab_size) // 32)
         bits_GW = np.full((len(index), num_words), -1, dtype=np.int32)
         self._fill([(match.matcher, row) for match, row in matched], bits_GW)
         for match, row in matched:
-            self._settle_ends(match, bits_GW[row])
+            self._allow_ends(match, bits_GW[row])
         bits_GW[failed] = 0
         return TokenMasks(np.array(index, dtype=np.int64), bits_GW)
 
     def advance(self, request: Request) -> bool:
-        """Match what the request has drawn -> whether its text is complete: nothing can be added to it.
+        """Match the request's new tokens -> whether its text is complete: no token can follow.
 
         Raises GrammarFailed.
         """
@@ -91,7 +91,7 @@ class Grammars:
     def _match(self, request: Request) -> _Match:
         found = self._matches.get(request.id)
         if found is None or found.request is not request:
-            assert request.params.structured is not None, f"{request.id} draws freely"
+            assert request.params.structured is not None, f"{request.id} has no structured output"
             template = self.cache.template(request.params.structured)
             found = self._matches[request.id] = _Match(request, template.deep_copy())
         return found
@@ -118,8 +118,8 @@ class Grammars:
             self._executor = LLExecutor(num_threads=min(4, os.cpu_count() or 1))
         self._executor.unsafe_compute_mask_ptr(jobs, bits_GW.ctypes.data, bits_GW.shape[1] * 4, len(bits_GW))
 
-    def _settle_ends(self, match: _Match, mask_W: np.ndarray) -> None:
-        """The request's stop ids where the text may end, and no other end of sequence."""
+    def _allow_ends(self, match: _Match, mask_W: np.ndarray) -> None:
+        """Allow the request's stop ids where the text may end, and no other end-of-sequence token."""
         matcher = match.matcher
         if matcher.is_error():
             mask_W[:] = 0
@@ -132,7 +132,7 @@ class Grammars:
         for token in stop_ids:
             _put(mask_W, token, ends)
 
-    def _forget_ended(self) -> None:
+    def _drop_ended(self) -> None:
         ended = [key for key, match in self._matches.items() if match.request.finish_reason is not None]
         for key in ended:
             del self._matches[key]

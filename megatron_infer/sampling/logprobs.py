@@ -1,6 +1,6 @@
 """Log probabilities of drawn and of prompt tokens, their ranks, and the most likely alternatives.
 
-Legend: S sampled positions, A those of them that asked, P prompt positions, N alternatives, V vocab, D hidden.
+Legend: S sampled positions, A those of them that are scored, P prompt positions, N alternatives, V vocab, D hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LogprobBatch:
     """int64 [A, largest count], most likely first."""
     top_logprobs: Tensor
     counts: np.ndarray
-    """How many alternatives entry a asked for; its further columns are not its own."""
+    """How many alternatives entry a returns; further columns belong to entries that return more."""
 
 
 Score = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -75,8 +75,7 @@ def prompt_logprobs(
 
     A prompt's first token has none: pass the hidden states of positions 0 .. n-2 and tokens 1 .. n-1. `logits_fn` maps
     [p, D] to [p, padded V], or to the part of it that `score` takes; at most `chunk` positions go through it at once,
-    so [chunk, V] is the largest tensor made.
-    score: a backend's stand-in, `Sampler.score`.
+    so [chunk, V] is the largest tensor made. score: `StepSampler.score`.
     """
     top = min(top, vocab_size)
     scored = []

@@ -1,16 +1,18 @@
-"""What a drawn token carries: its log probability before and after the sampler's stages, and what it was drawn among.
+"""Details returned with a drawn token: its log probability before and after the sampler's stages, and its support (the
+tokens that could have been drawn).
 
     model's logits --score--------------------------------------------------------> raw
          +-- bias, masks, penalties --> temperature, filters --score--------------> processed
                                                    +-- larger than -inf, as bits --> support
 
 A row with temperature 0 is drawn from one token: its processed log probability is 0 and its support is that token.
-Legend: S sampled positions, A those that carry something, B those of them with ids cut away, V vocab.
+Legend: S sampled positions, A those that return details, B those of them with ids cut away, V vocab.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,26 +21,28 @@ from torch import Tensor
 from megatron_infer.sampling.draw_groups import DeviceOps, DrawGroup, make_draw_group
 from megatron_infer.sampling.filters import DrawResult
 from megatron_infer.sampling.logprobs import Score
-from megatron_infer.sampling.row_params import TOUCHED, RowFlags, RowParams
-from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.sampling.row_params import CHANGES_LOGITS, RowFlags, RowParams
+
+if TYPE_CHECKING:
+    from megatron_infer.sampling.sampler import SamplerInput
 
 TOKEN_DETAILS = RowFlags.SAMPLED | RowFlags.SUPPORT
 WHOLE, ALONE = -1, -2
-"""In TokenDetailsBatch.support: every id could be drawn (or nobody asked); the drawn one alone."""
+"""In TokenDetailsBatch.support: every id could be drawn (or the row returns no support); the drawn one alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDetailsBatch:
-    """Of a step; entry a belongs to sampled position index[a]."""
+    """A step's details; entry a belongs to sampled position index[a]."""
 
     index: np.ndarray
     raw: Tensor
     """fp32 [A]."""
     processed: Tensor
     support: np.ndarray
-    """int64 [A]: which row of bits_BY tells what the token was drawn among, or WHOLE, or ALONE."""
+    """int64 [A]: the place in bits_BY of the token's support, or WHOLE, or ALONE."""
     bits_BY: Tensor
-    """uint8, 8 * ceil(V / 64) bytes a row: id t is bit t % 8 of byte t // 8."""
+    """uint8, 8 * ceil(V / 64) bytes each: id t is bit t % 8 of byte t // 8."""
     vocab_size: int
 
 
@@ -49,41 +53,42 @@ class TokenDetailsPlan:
     group: DrawGroup
     support: np.ndarray
     cut_A: Tensor | None
-    """int64: entries whose bits are told; None: there are none."""
+    """int64: entries whose bits are returned; None: there are none."""
     temperature_A: Tensor
     greedy_A: Tensor
     same: bool
-    """Nothing stands between the model's distribution and the one drawn from but temperature 0."""
+    """The distribution drawn from is the model's, but for temperature 0."""
 
 
 def num_bytes(vocab_size: int) -> int:
-    """Of one row of bits."""
+    """Bytes of one token's support."""
     return 8 * -(-vocab_size // 64)
 
 
-def support_places(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    """TokenDetailsBatch.support of rows that carry something."""
-    places = np.full(len(rows), WHOLE, dtype=np.int64)
+def returned_support(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sampled positions that return details, their TokenDetailsBatch.support), from the parameters alone."""
+    index = np.flatnonzero(flags & TOKEN_DETAILS)
+    rows, flags = rows[index], flags[index]
+    support = np.full(len(rows), WHOLE, dtype=np.int64)
     cut = (flags & (RowFlags.FILTER | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR)) != 0
     for place in np.flatnonzero(flags & RowFlags.EDIT).tolist():
         extras = params.extras[int(rows[place])]
         cut[place] |= extras.allowed_ids is not None or len(extras.bad_ids) > 0
-    greedy, asked = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
-    places[greedy & asked] = ALONE
-    told = np.flatnonzero(cut & asked & ~greedy)
-    places[told] = np.arange(len(told))
-    return places
+    greedy, returned = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
+    support[greedy & returned] = ALONE
+    with_bits = np.flatnonzero(cut & returned & ~greedy)
+    support[with_bits] = np.arange(len(with_bits))
+    return index, support
 
 
 def plan_token_details(
     params: RowParams, rows: np.ndarray, flags: np.ndarray, ops: DeviceOps
 ) -> TokenDetailsPlan | None:
-    """None when no row carries anything."""
-    places = np.flatnonzero(flags & TOKEN_DETAILS)
+    """None when no row returns details."""
+    places, support = returned_support(params, rows, flags)
     if not len(places):
         return None
     group = make_draw_group(params, rows, flags, places, ops)
-    support = support_places(params, rows[places], flags[places])
     cut = np.flatnonzero(support >= 0)
     greedy = (flags[places] & RowFlags.DRAW) == 0
     temperature = params.table[0, rows[places]]
@@ -91,36 +96,32 @@ def plan_token_details(
     return TokenDetailsPlan(
         group=group,
         support=support,
-        cut_A=ops.stage(cut) if len(cut) else None,
-        temperature_A=ops.stage(temperature),
-        greedy_A=ops.stage(greedy),
-        same=not group.wants & (TOUCHED | RowFlags.FILTER) and bool((temperature == 1.0).all()),
+        cut_A=ops.to_device(cut) if len(cut) else None,
+        temperature_A=ops.to_device(temperature),
+        greedy_A=ops.to_device(greedy),
+        same=not group.flags & (CHANGES_LOGITS | RowFlags.FILTER) and bool((temperature == 1.0).all()),
     )
 
 
 def collect_token_details(
     plan: TokenDetailsPlan,
     logits_SV: Tensor,
-    positions: np.ndarray,
-    token_pool: Tensor,
-    masks: TokenMasks | None,
-    tokens_S: Tensor,
+    inputs: SamplerInput,
     drawn: DrawResult,
     score: Score,
-    score_own: Score,
+    score_model: Score,
 ) -> TokenDetailsBatch:
-    """logits_SV: the model's, real vocabulary. drawn: the step's choices, in its order; what it tells of log
-    probabilities is not computed again. score_own: `score` for the lane's rows of the model's logits."""
+    """logits_SV: the model's, real vocabulary. inputs, drawn: the whole step's; log probabilities that the draw has
+    found are not computed again. score_model: `score` for the group's rows of the model's logits."""
     group, vocab = plan.group, logits_SV.shape[1]
-    token_A = group.take(tokens_S)
-    raw = score_own(group.take(logits_SV), token_A, 0)[0] if drawn.raw_M is None else group.take(drawn.raw_M)
+    token_A = group.take(drawn.token_M)
+    raw = score_model(group.take(logits_SV), token_A, 0)[0] if drawn.raw_M is None else group.take(drawn.raw_M)
     own = raw if plan.same else None
     if drawn.own_M is not None:
         own = group.take(drawn.own_M)
     bits = torch.empty(0, num_bytes(vocab), dtype=torch.uint8, device=logits_SV.device)
     if own is None or plan.cut_A is not None:
-        values = group.take(logits_SV)
-        values = group.drawn_from(values, positions, token_pool, masks, drawn, plan.temperature_A)
+        values = group.drawn_from(group.take(logits_SV), inputs, drawn, plan.temperature_A)
         if own is None:
             own = score(values, token_A, 0)[0]
         if plan.cut_A is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 _MASK = (1 << 64) - 1
 GAMMA, MIX_FIRST, MIX_SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's; for those who draw on a device."""
+"""SplitMix64's; also for draws on a device."""
 _CHILD = 0xD1B54A32D192ED03
 """An odd constant unlike GAMMA, so that children's seeds lie on no request's own sequence."""
 

@@ -1,4 +1,4 @@
-"""What each request row wants drawn, as numpy columns on the host: written at admission, read by every step."""
+"""Sampling parameters of every request row, as numpy columns on the host: written at admission, read by each step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from megatron_infer.scheduler.request import Request
 
 GREEDY_BELOW = 1e-5
-"""A temperature under this is greedy: dividing by it says nothing that the largest logit does not."""
+"""A lower temperature is greedy: it leaves all probability to the largest logit."""
 
 
 class RowFlags(IntFlag):
-    """Stages a row needs; a step runs the union of its rows' wants, each on the rows that want it."""
+    """Stages that a row goes through and outputs that it returns."""
 
     DRAW = 1
     """A random draw: without it the row is greedy."""
@@ -32,19 +32,17 @@ class RowFlags(IntFlag):
     SAMPLED = 64
     """return_sampled_logprobs."""
     SUPPORT = 128
-    ROUTING = 256
-    """return_routing: of no interest to the sampler, but this is where a step's rows are looked up."""
-    GRAMMAR = 512
-    """Structured output: only what the step's mask of the row allows."""
+    GRAMMAR = 256
+    """Structured output: only tokens that the step's mask allows."""
 
 
-TOUCHED = RowFlags.PENALTY | RowFlags.EDIT | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR
-"""Wants that change logits before anything is chosen from them."""
+CHANGES_LOGITS = RowFlags.PENALTY | RowFlags.EDIT | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR
+"""Stages that change logits before a token is chosen from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExtras:
-    """The sparse wishes of one row, as arrays of token ids (int64, without duplicates)."""
+    """One row's lists of token ids (int64, without duplicates)."""
 
     bias_ids: np.ndarray
     bias_values: np.ndarray
@@ -63,7 +61,7 @@ class RowParams:
         self.vocab_size = vocab_size
         self.version = 0
         self.changed_at: np.ndarray = np.zeros(num_rows, dtype=np.int64)
-        """`version` of each row's last change: who keeps a copy takes over what is above its own."""
+        """`version` of each row's last change: a copy made at an older version updates the rows that are above it."""
         self.table: np.ndarray = np.zeros((len(self.COLUMNS), num_rows))
         """float64 [columns, rows]: one gather and one copy bring a step's rows to the device."""
         self.flags: np.ndarray = np.zeros(num_rows, dtype=np.int32)
@@ -72,12 +70,10 @@ class RowParams:
         """Sequence length below which stop ids are masked."""
         self.num_logprobs: np.ndarray = np.full(num_rows, -1, dtype=np.int32)
         """-1: none; 0: the drawn token's; k: and the k most likely."""
-        self.num_routing = 0
-        """Rows with ROUTING, those included that their requests have left."""
         self.extras: dict[int, RowExtras] = {}
 
     def set(self, row: int, request: Request) -> None:
-        """Take over `request`'s parameters for `row`; its token ids have been held against the vocabulary before."""
+        """`row` is `request`'s from now on; the input processor has checked its token ids against the vocabulary."""
         params = request.params
         self.clear(row)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
@@ -110,9 +106,6 @@ class RowParams:
             flags |= RowFlags.SAMPLED
         if params.return_support:
             flags |= RowFlags.SUPPORT
-        if params.return_routing:
-            flags |= RowFlags.ROUTING
-            self.num_routing += 1
         if params.structured is not None:
             flags |= RowFlags.GRAMMAR
         if flags & (RowFlags.EDIT | RowFlags.MIN_TOKENS):
@@ -121,11 +114,9 @@ class RowParams:
         self.seed[row] = request.seed & 0xFFFFFFFFFFFFFFFF
 
     def clear(self, row: int) -> None:
-        """Back to greedy without wishes."""
+        """Greedy, with every option off."""
         self.version += 1
         self.changed_at[row] = self.version
-        if self.flags[row] & RowFlags.ROUTING:
-            self.num_routing -= 1
         self.flags[row] = 0
         self.num_logprobs[row] = -1
         self.extras.pop(row, None)

@@ -1,6 +1,6 @@
-"""Which tokens a step's rows may draw, as bits made on the host; applied on the device by a table of 256 bytes.
+"""Which tokens a step's rows may draw, as bits made on the host; applied on the device, by a table of 256 bytes.
 
-Legend: S sampled positions, G those with a mask, W words of 32 tokens, M rows of a lane, V vocab.
+Legend: S sampled positions, G those with a mask, W words of 32 tokens, M rows of a draw group, V vocab.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ class TokenMasks:
     """Masks of a step; entry g belongs to sampled position index[g]."""
 
     index: np.ndarray
-    """Ascending: every position whose row has Wants.GRAMMAR."""
+    """Ascending: every position whose row has RowFlags.GRAMMAR."""
     bits_GW: np.ndarray
     """int32: token t is allowed where bit t % 32 of word t // 32 is set."""
 
     def take(self, places: np.ndarray) -> TokenMasks:
-        """Those of some of the positions, ascending, numbered as in `places`."""
+        """The masks of positions `places` (ascending), which are numbered from 0 in the result."""
         own = np.isin(self.index, places)
         return TokenMasks(np.searchsorted(places, self.index[own]), self.bits_GW[own])
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """A lane's rows that are masked, and by which of the step's masks."""
+    """Rows of a draw group that are masked, and the masks of the step that apply to them."""
 
     rows_G: Tensor | None
-    """None: all of them, in order."""
+    """Places in M; None: all of them, in order."""
     masks: np.ndarray | None
+    """Places in the step's G; None: all of them, in order."""
 
     @classmethod
     def of(cls, flags: np.ndarray, places: np.ndarray, stage: Upload) -> MaskedRows:
-        """flags: the step's [S]; places: the lane's."""
-        everyone = np.flatnonzero(flags & RowFlags.GRAMMAR)
+        """flags: the step's [S]; places: the group's positions."""
+        masked = np.flatnonzero(flags & RowFlags.GRAMMAR)
         own = np.flatnonzero(flags[places] & RowFlags.GRAMMAR)
         return cls(
             None if len(own) == len(places) else stage(own),
-            None if len(own) == len(everyone) else np.searchsorted(everyone, places[own]),
+            None if len(own) == len(masked) else np.searchsorted(masked, places[own]),
         )
 
     def apply(self, work_MV: Tensor, masks: TokenMasks, stage: Upload, forbid: Forbid) -> None:
-        """-inf for what is not allowed."""
+        """Set what is not allowed to -inf."""
         bits = masks.bits_GW if self.masks is None else masks.bits_GW[self.masks]
         assert bits.shape[1] * 32 >= work_MV.shape[1], f"{bits.shape[1] * 32} bits for {work_MV.shape[1]} tokens"
         forbid(work_MV, stage(bits), self.rows_G)

@@ -1,4 +1,4 @@
-"""How arrays of the host reach the device that logits are on."""
+"""How host arrays reach the device that holds the logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from torch import Tensor
 Upload = Callable[[np.ndarray], Tensor]
 """stage(array) -> a tensor of its own on the device, of the array's dtype and shape.
 
-The copy is ordered on the current stream and never waited for: an array that is not in pinned memory goes through some
-first. The caller leaves the array as it is: on a CPU the tensor is the array.
+The copy is ordered on the current stream and the host does not wait for it: an array that is not in pinned memory is
+copied into some first. The caller must not change the array afterwards: on a CPU the tensor shares its memory.
 """

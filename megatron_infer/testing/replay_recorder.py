@@ -1,13 +1,12 @@
-"""A stand-in for a CUDA graph where there is no GPU: notes every call that reaches a kernel, and repeats exactly those.
+"""A stand-in for CUDA graphs on a machine without a GPU: records every call that reaches a kernel, and repeats those.
 
-What a captured graph cannot do, it refuses; what a captured graph gets wrong, it gets wrong:
-* numbers of Python are those of the capture: a length, an offset or a flag of the host that leaks in shows as a wrong
-  answer in the next step;
-* asking the device for a value (`.item()`, `nonzero`, a comparison on the host) raises GraphRefused;
-* reading memory that the host made for this run alone (`torch.tensor`, `torch.from_numpy`) raises it, too: a replay
-  would read it long after it is gone.
-Collectives of gloo are repeated like other calls, and waited for. It does not reuse the memory of what is dead and
-keeps no streams.
+It refuses what a graph cannot hold, and fails where a graph would give wrong results:
+* Python numbers are those of the capture: a length, an offset or a flag of the host that is read in a capture shows as
+  a wrong answer in the next step;
+* reading a value from the device (`.item()`, `nonzero`, a comparison on the host) raises GraphRefused;
+* reading memory that the host has allocated for this run alone (`torch.tensor`, `torch.from_numpy`) raises it too: a
+  replay would read it after it is freed.
+Collectives of gloo are repeated like other calls, and waited for. Memory is not reused, and there are no streams.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_infer.cuda_graphs.graph_pool import GraphRefused
 from megatron_infer.kernels.triton.launch import listening
 
+REPLAY = f"{__name__}:ReplayRecorder"
+"""For `MEGATRON_INFER_GRAPHS`."""
 ASKING = frozenset(
     {
         "aten::item",  # composite operations stay whole under inference mode
@@ -44,7 +45,7 @@ ASKING = frozenset(
         "aten::_assert_async",
     }
 )
-"""Operations whose result, or the shape of it, has to reach the host first (`where` of one argument alone)."""
+"""Operations whose result, or its shape, the host has to know first (`where` with one argument only)."""
 READING = frozenset(
     {
         Tensor.tolist,
@@ -58,20 +59,20 @@ READING = frozenset(
         Tensor.__array__,
     }
 )
-"""Methods that read a tensor on the host; on a CPU some do it without an operation."""
+"""Methods that read a tensor on the host; on a CPU some of them call no operation."""
 UNDEFINED = ("aten::empty", "aten::new_empty")
-"""Their result means nothing yet: repeating them would only hide that somebody reads it."""
+"""Their result is undefined: repeating them would hide that it is read."""
 
 
 class ReplayRecorder:
-    """Captures a run by two: once to see which memory it reads that is there before it, once to note its calls."""
+    """Captures a run by running it twice: to find the memory it reads that was there before, and to record it."""
 
     name = "replay (stand-in on a CPU)"
     collectives = ("gloo",)
     holds_compiled = False  # compiled code calls its kernels past torch's dispatcher
 
     def reserve(self, num_bytes: int) -> None:
-        """Each run takes its own."""
+        """Each run allocates its own memory."""
 
     def warm_up(self, run: Callable[[], None]) -> None:
         run()
@@ -86,16 +87,16 @@ class ReplayRecorder:
         return tape
 
     def reset(self) -> None:
-        """Nothing is shared between tapes."""
+        """Tapes share no memory."""
 
 
 class Tape:
-    """The calls of one run, with the very tensors that they had."""
+    """The calls of one run, with the tensors that they had."""
 
     def __init__(self, warm_up: Tape | None) -> None:
         self._calls: list[Callable[[], None]] = []
         self._given: dict[int, Tensor] = {}
-        """Storage -> a tensor of it that keeps it alive: memory that was there before the run."""
+        """Storage that was there before the run -> a tensor that keeps it alive."""
         self._made: dict[int, Tensor] = {}
         self._known = None if warm_up is None else warm_up._given
 
@@ -108,7 +109,7 @@ class Tape:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of everything that the run made."""
+        """Memory that the run has allocated."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
 
     @property
@@ -128,7 +129,7 @@ class Tape:
             self._made[_storage(outputs[place])] = outputs[place]
         is_collective = name.startswith("c10d::")
         if name.startswith(UNDEFINED) or not (fresh or func._schema.is_mutable or is_collective):
-            return out  # views: they see what is in the memory by then
+            return out  # views: they need no replay
 
         def again() -> None:
             leaves = tree_leaves(func(*args, **kwargs))
@@ -148,7 +149,7 @@ class Tape:
         self._calls.append(lambda: launch(kernel, grid, *args, **options))
 
     def see(self, name: str, arguments: Any) -> set[int]:
-        """Note which memory a call is given -> storages."""
+        """Record which memory a call reads -> its storages."""
         storages = set()
         for tensor in _tensors(arguments):
             storage = _storage(tensor)
@@ -157,8 +158,8 @@ class Tape:
                 continue
             if self._known is not None and storage not in self._known:
                 raise GraphRefused(
-                    f"{name} reads {tuple(tensor.shape)} {tensor.dtype} of memory that is made anew for each run, on "
-                    "the host; a replay would find the content of the capture, or nothing"
+                    f"{name} reads {tuple(tensor.shape)} {tensor.dtype} of host memory that is allocated for each run; "
+                    "a replay would find the content of the capture, or freed memory"
                 )
             self._given[storage] = tensor
         return storages
@@ -199,7 +200,7 @@ class _Recording(TorchDispatchMode):
 
 
 def asks(name: str, args: Any) -> bool:
-    """Whether a call of this operation has to know what the device has computed."""
+    """Whether the host has to wait for the device in a call of this operation."""
     if name == "aten::index" or name.startswith("aten::index_put"):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "aten::repeat_interleave":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import new_groups, run_on_ranks
 
-from megatron_infer.comm.stage_link import StageLost, is_of_collective
+from megatron_infer.comm.collective_errors import StageLost, is_of_collective
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.testing.tiny import tiny_gpt

@@ -18,7 +18,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
-from megatron_infer.testing.replay_recorder import ReplayRecorder, _NoReading
+from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 
 GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 32, "enable_chunked_prefill": True}
 NAMES = ("tied", "last stage without Mamba")
@@ -82,7 +82,7 @@ def exchanges_counted() -> Iterator[list[int]]:
 
 
 def run_ranks(rank: int, size: int, folder: Path) -> None:
-    take_static_kernels("replay")
+    take_static_kernels(REPLAY)
     expected = stage_case.json.loads((folder / "expected.json").read_text())
     for name in NAMES:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)

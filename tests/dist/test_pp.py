@@ -100,9 +100,9 @@ def check_failures(model, expected, rank, victims=(0, 1)) -> None:
         for answer, want in zip(answers, expected, strict=True):
             if not answer[0]:
                 stage_case.assert_same(answer, want, f"beside a failure on stage {victim}")
-        everyone = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, failed)
-        assert all(one == failed for one in everyone)
+        gathered = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, failed)
+        assert all(one == failed for one in gathered)
 
 
 @pytest.mark.timeout(300)

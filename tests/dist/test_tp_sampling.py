@@ -37,9 +37,7 @@ class Pair:
         params = RowParams(len(self.requests), self.vocab_size)
         for row, request in enumerate(self.requests):
             params.set(row, request)
-        return Sampler(
-            params, vocab_size=self.vocab_size, padded_vocab_size=self.padded, logprobs_mode=mode, kernels=kernels
-        )
+        return Sampler(params, padded_vocab_size=self.padded, logprobs_mode=mode, kernels=kernels)
 
     def shard(self, logits_SV):
         """(all logits with padding that is larger than any of them, this rank's part)."""
@@ -97,13 +95,13 @@ def same_carried(got, want):
 
 def same_on_all_ranks(*tensors):
     for tensor in tensors:
-        everyones = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(everyones, tensor.contiguous())
-        assert all(torch.equal(bits(other), bits(tensor)) for other in everyones)
+        gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(gathered, tensor.contiguous())
+        assert all(torch.equal(bits(other), bits(tensor)) for other in gathered)
 
 
 def every_option(rank, size, kernels):
-    """Random wishes in random company: greedy rows beside drawn ones, and any mix of the rest."""
+    """Random parameters beside random others: greedy rows, drawn ones, and any mix of the rest."""
     for vocab_size, dtype, step in ((30, torch.float32, None), (1000, torch.bfloat16, 0.5), (1003, torch.float32, 0.5)):
         rng = np.random.default_rng(vocab_size)
         requests = [random_request(rng, vocab_size) for _ in range(64)]
@@ -182,15 +180,15 @@ def prompts(rank, size, kernels):
 def many_steps(rank, size, kernels):
     """Penalties and min_tokens move on with the sequence, rows change hands."""
     rng = np.random.default_rng(9)
-    wishes = [
+    ways = [
         {"temperature": 0, "frequency_penalty": 1.5},
         {"temperature": 0, "min_tokens": 4},
         {"temperature": 0.5, "top_p": 0.9, "min_tokens": 4, "repetition_penalty": 1.2},
         {"temperature": 0},
     ]
-    requests = [make_request([1, 2, 3], seed=i, stop_ids=[0, 11], **wish) for i, wish in enumerate(wishes)]
+    requests = [make_request([1, 2, 3], seed=i, stop_ids=[0, 11], **way) for i, way in enumerate(ways)]
     pair = Pair(requests, 12, rank, size, kernels=kernels)
-    pair.pool = torch.zeros(len(wishes), 64, dtype=torch.int32)
+    pair.pool = torch.zeros(len(ways), 64, dtype=torch.int32)
     for step in range(24):
         for row, request in enumerate(requests):
             pair.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)

@@ -115,7 +115,7 @@ class LateGpu:
         for stream in STREAMS:
             self.reach(stream, self.enqueued[stream])
 
-    # ------------------------------------------------------------------ who is asked
+    # ------------------------------------------------------------------ queries
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class LateGpu:
                 self.flush()
             except BaseException:
                 for queue in self.queues:
-                    queue.clear()  # nobody may wait for what is wrong
+                    queue.clear()  # wrong content must not be waited for
                 self.done = list(self.enqueued)
                 raise
             finally:
@@ -198,7 +198,7 @@ class LateGpu:
         return outputs if len(schema.returns) == 1 else tuple(outputs)
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any) -> list[tuple[Any, ...]] | None:
-        """(shape, strides, dtype) of the results; None: only running it tells."""
+        """(shape, strides, dtype) of the results; None: known only by running it."""
         leaves, form = tree_flatten((args, kwargs))
         key = (func, str(form), *(_key(leaf) for leaf in leaves))
         if key not in self._shapes:

@@ -67,7 +67,7 @@ class LyingScan:
 
 def lie_to_scan(engine: DynamicInferenceEngine, lie: Callable[[StepMetadata], StepMetadata]) -> None:
     builder = engine.parts.runner.builder
-    builder._scan = LyingScan(builder._scan, lie)
+    builder._kernels = dataclasses.replace(builder._kernels, scan=LyingScan(builder._kernels.scan, lie))
 
 
 def never_fresh(step: StepMetadata) -> StepMetadata:

@@ -87,7 +87,7 @@ class SyncWatch:
 
     def hit(self, what: str) -> None:
         frame = sys._getframe(1)
-        while frame is not None and "/megatron_infer/" not in frame.f_code.co_filename.replace("graph_replay", ""):
+        while frame is not None and "/megatron_infer/" not in frame.f_code.co_filename:
             frame = frame.f_back
         place = "?" if frame is None else frame.f_code.co_filename.partition("/megatron_infer/")[2]
         name = "" if frame is None else f"{frame.f_code.co_name}:{frame.f_lineno}"

@@ -16,6 +16,8 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.compiled_layers import Compiled
 from megatron_infer.models.compiled_pieces import PieceCompiler
+from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 BASE: dict[str, Any] = {
@@ -114,13 +116,13 @@ def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a
     graphs_as_they_are, monkeypatch
 ):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "eager")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     model = tiny_gpt(vocab_size=128, max_sequence_length=64, init_method_std=0.2, num_layers=2)
     expected = answers(make_engine(model))
     engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
     assert answers(engine) == expected
     assert engine.parts.runner.graphs is not None and engine.parts.runner.graphs.pool.counts.replays
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     with pytest.warns(ConfigWarning, match="does not see what compiled layers launch"):
         engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
     assert engine.parts.runner.graphs is None

@@ -12,7 +12,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.step_loop import FailedStep
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
-from megatron_infer.runner.in_flight import InFlightStep
+from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
@@ -258,13 +258,11 @@ def test_a_failing_forward_ends_its_requests_and_not_the_engine(model, monkeypat
     engine.add_request(PROMPT, params, request_id="doomed")
     engine.step()
     real = engine.parts.adopted.hidden
-    monkeypatch.setattr(
-        engine.parts.runner._model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room"))
-    )
+    monkeypatch.setattr(engine.parts.runner.model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room")))
     output = engine.step()[-1]
     assert output.finished and output.outputs[0].finish_reason == "error" and isinstance(output.error, FailedStep)
     assert "no room" in str(output.error) and output.outputs[0].token_ids == expected[:1]
-    monkeypatch.setattr(engine.parts.runner._model, "hidden", real)
+    monkeypatch.setattr(engine.parts.runner.model, "hidden", real)
     assert engine.generate(PROMPT, params)[0].outputs[0].token_ids == expected
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
@@ -278,10 +276,10 @@ def test_an_interrupt_loses_nothing(model, monkeypatch):
     real = engine.parts.adopted.hidden
 
     def interrupted(step: object) -> torch.Tensor:
-        monkeypatch.setattr(engine.parts.runner._model, "hidden", real)
+        monkeypatch.setattr(engine.parts.runner.model, "hidden", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.parts.runner._model, "hidden", interrupted)
+    monkeypatch.setattr(engine.parts.runner.model, "hidden", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert drain(engine)[rid].outputs[0].token_ids == expected
@@ -372,7 +370,7 @@ def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatc
     for i, one in enumerate(params):
         engine.add_request(PROMPT, one, request_id=str(i), stream="final")
     engine.add_request(PROMPT, request_id="gone")
-    owner, name = (InFlightStep, "read") if where == "read" else (engine.parts.runner, "forward")
+    owner, name = (LocalStep, "read") if where == "read" else (engine.parts.runner, "forward")
     original, calls = getattr(owner, name), [0]
 
     def interrupted(*args, **options):

@@ -15,6 +15,7 @@ from megatron_infer.kernels import (
     mamba_ssm_scan,
 )
 from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
@@ -74,7 +75,7 @@ def test_the_option_moves_attention_and_no_token(settings, chosen):
 def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypatch):
     monkeypatch.setattr(flashinfer_topk, "unavailable", lambda device: None)
     monkeypatch.setenv(BACKEND_VARIABLE, "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     model, asked = tiny_gpt(**SHAPE), []
     params = [SamplingParams(max_tokens=6, top_k=20, top_p=0.95, seed=i, ignore_eos=True) for i in range(4)]
 
@@ -83,16 +84,16 @@ def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypat
         base |= {"enable_chunked_prefill": True, "block_size_tokens": 16, "num_cuda_graphs": -1}
         engine = DynamicInferenceEngine(model, InferenceConfig(**base | settings))
         if engine.parts.chosen.search is not None:
-            search = engine.parts.runner.sampler._search
-            engine.parts.runner.sampler._search = lambda *given: asked.append(given) or search(*given)
+            search = engine.parts.runner.sampler.search
+            engine.parts.runner.sampler.search = lambda *given: asked.append(given) or search(*given)
         return engine, [out.outputs[0].token_ids for out in engine.generate(PROMPTS, params)]
 
     plain, wanted = drawn()
-    assert plain.parts.runner.graphs.pool.counts.replays and not plain.parts.runner.sampler.drawn_outside
+    assert plain.parts.runner.graphs.pool.counts.replays and not plain.parts.runner.graphs.drawn_outside
     engine, got = drawn(sampling_backend="flashinfer")
     chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}
     assert chosen["argmax, sampling"] == "flashinfer" and got == wanted and asked
-    replays, outside = engine.parts.runner.graphs.pool.counts.replays, engine.parts.runner.sampler.drawn_outside
+    replays, outside = engine.parts.runner.graphs.pool.counts.replays, engine.parts.runner.graphs.drawn_outside
     assert outside == {"FlashInfer draws behind the graph": engine.figures().graph_draws_outside}
     assert 0 < engine.figures().graph_draws_outside <= replays
 

@@ -8,10 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_infer.comm.stage_link import BrokenOff
+from megatron_infer.comm.collective_errors import CollectiveAbandoned
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.cuda_graphs.graph_pool import SPARE_BYTES, CudaRecorder, EagerRecorder, GraphPool, GraphRefused
+from megatron_infer.cuda_graphs.graph_pool import (
+    GRAPHS_VARIABLE,
+    SPARE_BYTES,
+    CudaRecorder,
+    GraphPool,
+    GraphRefused,
+    make_recorder,
+)
+from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
+from megatron_infer.testing.eager_recorder import EAGER, EagerRecorder
 
 SHAPE = GraphShape(4, 0, 4)
 
@@ -41,7 +50,7 @@ class Step:
 
 
 def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[bool]]:
-    """answers: what the ranks find together, call by call; None: what this one says. Third: what it said."""
+    """answers: of all ranks together, call by call; None: this rank's. Third: the list of this rank's flags."""
     step, asked = Step(), []
 
     def all_ranks(flag: bool) -> bool:
@@ -52,7 +61,7 @@ def make_pool(answers: list[bool] | None = None) -> tuple[GraphPool, Step, list[
 
 
 class Recorder(EagerRecorder):
-    """Raises what it is told to."""
+    """Raises the errors that it is given."""
 
     in_warm_up: Exception | None = None
     in_capture: Exception | None = None
@@ -66,7 +75,7 @@ class Recorder(EagerRecorder):
             return super().capture(run)
         try:
             raise self.in_capture
-        finally:  # what CUDA says on top where a capture ends by an error
+        finally:  # CUDA raises again where a capture ends by an error
             if not isinstance(self.in_capture, GraphRefused):
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
@@ -91,7 +100,7 @@ def test_a_capture_that_cannot_be_prepared_leaves_the_step_uncaptured(error):
     assert step.runs == pool.counts.uncaptured == 1
 
 
-def test_memory_that_one_rank_lacks_is_known_before_anyone_computes():
+def test_memory_that_one_rank_lacks_is_known_before_any_rank_computes():
     for here, elsewhere in ((torch.OutOfMemoryError("no room"), True), (MemoryError("no room"), True), (None, False)):
         pool, step, asked = make_pool([here is None and elsewhere])
         pool.recorder.warm_up = lambda run: pytest.fail("the others are not there")
@@ -125,7 +134,7 @@ def test_the_first_capture_counts_the_outputs_of_all_shapes_and_tells_what_a_gra
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_nobody_waits(alone):
+def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_no_rank_waits(alone):
     pool, _, asked = make_pool()
     pool.recorder.in_warm_up = torch.OutOfMemoryError("no room")
     if alone:
@@ -133,7 +142,7 @@ def test_memory_that_ends_in_the_warm_up_is_a_refusal_only_where_nobody_waits(al
         pool.ready(SHAPE)
         assert "no room" in pool.refused[SHAPE]
         return
-    with pytest.raises(BrokenOff, match="no room"):
+    with pytest.raises(CollectiveAbandoned, match="no room"):
         pool.ready(SHAPE)
     assert asked == [True] and not pool.captured
 
@@ -166,7 +175,18 @@ def test_an_error_of_the_process_group_is_not_taken_for_a_refusal(where, alone):
     with pytest.raises(RuntimeError) as caught:
         pool.ready(SHAPE)
     assert "NCCL error" in str(caught.value) or "NCCL error" in str(caught.value.__context__)
-    assert not pool.refused and not isinstance(caught.value, BrokenOff)
+    assert not pool.refused and not isinstance(caught.value, CollectiveAbandoned)
+
+
+@pytest.mark.parametrize("named", ["replay", "megatron_infer.testing.eager_recorder:Lazy", ":"])
+def test_a_recorder_that_cannot_be_imported_is_refused_with_an_example(named, monkeypatch):
+    monkeypatch.setenv(GRAPHS_VARIABLE, named)
+    with pytest.raises(
+        ConfigError, match=f"{GRAPHS_VARIABLE} is '{named}': .*; give it the form module:class, such as"
+    ):
+        make_recorder(Device("cpu"))
+    monkeypatch.setenv(GRAPHS_VARIABLE, EAGER)
+    assert isinstance(make_recorder(Device("cpu")), EagerRecorder)
 
 
 class Stream:

@@ -16,6 +16,8 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.replay_recorder import REPLAY
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -41,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def static_kernels(monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
 
 
 @pytest.fixture(scope="module", params=["attention", "hybrid"])
@@ -105,7 +107,7 @@ def check_used(engine: DynamicInferenceEngine) -> None:
     """Steps were replayed, every shape that was met could be captured, and all tokens of such steps drawn within."""
     counts = pool_of(engine).counts
     assert counts.replays > 0 and counts.uncaptured == 0, counts
-    assert not pool_of(engine).refused and not engine.parts.runner.sampler.drawn_outside
+    assert not pool_of(engine).refused and not engine.parts.runner.graphs.drawn_outside
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +127,19 @@ def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
     if feature == "prefix":
         assert answers(engine, work()) == expected, "the second time from the prefix cache"
         assert engine.stats().counters["prefix_hit_tokens"]
-        kept = pool_of(engine).counts.eager["states kept within a slice"]
+        kept = pool_of(engine).counts.eager["states kept within a chunk"]
         assert bool(kept) == (kind == "hybrid")
 
 
 def test_tokens_are_the_same_padded_but_not_captured(gpt, monkeypatch):
     expected = answers(make_engine(gpt), work())
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "eager")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     engine = make_engine(gpt, **GRAPHS)
     assert answers(engine, work()) == expected
     check_used(engine)
 
 
-def test_wishes_of_the_host_are_met_from_a_replayed_steps_logits_and_hidden_states(gpt):
+def test_outputs_made_behind_a_replayed_step_come_from_its_logits_and_hidden_states(gpt):
     """Prompts that are scored and pooled come while others decode: their tokens lie behind padded decode rows."""
 
     def outputs(engine):
@@ -165,10 +167,10 @@ def test_wishes_of_the_host_are_met_from_a_replayed_steps_logits_and_hidden_stat
     replayed = outputs(engine)
     check_used(engine)
     asks = [
-        piece.request.params
+        chunk.request.params
         for plan, shape in mixed
         if shape is not None and shape.num_decode > len(plan.decode) > 0
-        for piece in plan.prefill
+        for chunk in plan.prefill
     ]
     assert any(one.prompt_logprobs is not None for one in asks) and any(one.pooling for one in asks), "too few to test"
     for want, got in zip(plain, replayed, strict=True):
@@ -179,10 +181,10 @@ def test_wishes_of_the_host_are_met_from_a_replayed_steps_logits_and_hidden_stat
             torch.testing.assert_close(torch.tensor(got.pooled), torch.tensor(want.pooled), rtol=1e-4, atol=1e-5)
 
 
-def wishful(rng: random.Random) -> SamplingParams:
+def random_params(rng: random.Random) -> SamplingParams:
     """Any mixture of what a draw can be asked for; half of them are two answers to one prompt."""
     ids = rng.sample(range(VOCAB), 12)
-    wishes: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"repetition_penalty": rng.choice([0.8, 1.4])},
         {"frequency_penalty": 0.5, "presence_penalty": -0.3},
         {"logit_bias": {one: rng.uniform(-4.0, 4.0) for one in ids[:3]}},
@@ -194,19 +196,19 @@ def wishful(rng: random.Random) -> SamplingParams:
         {"return_sampled_logprobs": True},
         {"return_support": True},
     ]
-    chosen = {key: value for wish in wishes if rng.random() < 0.45 for key, value in wish.items()}
+    chosen = {key: value for one in options if rng.random() < 0.45 for key, value in one.items()}
     how = {"temperature": rng.choice([0.0, 1.0, 0.8]), "seed": rng.randrange(99), "n": rng.choice([1, 2])}
     return SamplingParams(max_tokens=rng.randint(5, 16), ignore_eos=True, **how, **chosen)
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, monkeypatch):
+def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mode, monkeypatch):
     """Rows change hands, fork, are evicted and aborted; some steps have a row that lists too many ids for a graph."""
     rng = random.Random(8)
-    asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], wishful(rng)) for _ in range(24)]
+    asked = [([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], random_params(rng)) for _ in range(24)]
     plain = make_engine(gpt, logprobs_mode=mode, max_requests=48)
     expected = plain.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    monkeypatch.setattr("megatron_infer.sampling.captured_draw.LISTED", 6)
+    monkeypatch.setattr("megatron_infer.cuda_graphs.captured_draw.LISTED", 6)
     engine = make_engine(gpt, **GRAPHS, logprobs_mode=mode, overlap=True, pool_blocks=9, max_requests=5)
     aborted, found, waiting = 0, {}, [(str(i), *one) for i, one in enumerate(asked)]
     for i in (3, 9, 15):  # these are asked twice, and given up the first time
@@ -219,15 +221,15 @@ def test_what_rows_want_is_drawn_and_told_alike_in_and_out_of_graphs(gpt, mode, 
         for i in (3, 9, 15):
             if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.output_processor:
                 aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
-    counts, outside = pool_of(engine).counts, engine.parts.runner.sampler.drawn_outside
+    counts, outside = pool_of(engine).counts, engine.parts.runner.graphs.drawn_outside
     assert 0 < outside["a list of more than 6 ids"] == engine.figures().graph_draws_outside < counts.replays
     assert engine.stats().counters["evicted"] and aborted, "too little to test"
     for i, want in enumerate(expected):
         for mine, theirs in zip(found[str(i)].outputs, want.outputs, strict=True):
-            assert_same_told(mine, theirs)
+            assert_same_details(mine, theirs)
 
 
-def assert_same_told(got: CompletionOutput, want: CompletionOutput) -> None:
+def assert_same_details(got: CompletionOutput, want: CompletionOutput) -> None:
     assert got.token_ids == want.token_ids
     assert_close(want.logprobs, got.logprobs)
     for mine, theirs in ((got.raw_logprobs, want.raw_logprobs), (got.processed_logprobs, want.processed_logprobs)):
@@ -264,10 +266,10 @@ def test_an_abort_between_replays_leaves_the_others_their_answers(gpt):
     assert {name: found[name] for name in "0234"} == {name: expected[int(name)] for name in "0234"}
 
 
-# ---------------------------------------------------------------------- what a capture may touch, what a graph holds
+# ---------------------------------------------------------------------- what a capture may write to, what a graph holds
 
 
-def test_a_capture_writes_to_nothing_that_lives(model):
+def test_a_capture_writes_to_padding_alone(model):
     engine = make_engine(model, **GRAPHS)
     for prompt, params in work(4):
         engine.add_request(prompt, params)
@@ -279,19 +281,19 @@ def test_a_capture_writes_to_nothing_that_lives(model):
     dummy_block, dummy_row = store.layout.dummy_block, engine.parts.sizes.max_requests
     rows = [row for row in range(store.layout.num_state_slots) if row != dummy_row]
 
-    def live() -> list[torch.Tensor]:
+    def in_use() -> list[torch.Tensor]:
         kept = [store.kv_cache[:, :, :dummy_block], runner.builder.rows.block_table]
         kept.append(runner.builder.token_pool[:dummy_row])
         if store.states is not None:
             kept += [store.states.conv_SLCW[rows], store.states.ssm_SLHPN[rows]]
         return [tensor.clone() for tensor in kept]
 
-    before = live()
+    before = in_use()
     with torch.inference_mode():
         for shape in pool.index.shapes:
             pool.ready(shape)
     assert set(pool.captured) == set(pool.index.shapes)
-    for was, now in zip(before, live(), strict=True):
+    for was, now in zip(before, in_use(), strict=True):
         assert torch.equal(was, now)
     while engine.has_unfinished():
         engine.step()
@@ -318,7 +320,7 @@ def test_a_number_of_the_host_that_leaks_into_a_capture_shows(gpt, monkeypatch):
         (lambda q: q * q.flatten().tolist()[0], "tolist asks the device"),
         (lambda q: q if q.sum() > 0 else -q, "asks the device"),
         (lambda q: q.index_fill(0, (q.flatten(1).sum(1) > 1e9).nonzero().flatten(), 0.0), "nonzero"),
-        (lambda q: q + torch.tensor([1.0] * q.shape[-1]), "made anew"),
+        (lambda q: q + torch.tensor([1.0] * q.shape[-1]), "allocated for each run"),
         (lambda q: torch.where(q[0, 0, 0, 0] > 0, q, q)[(q.flatten(1).sum(1) < 1e9)], "asks the device"),
     ],
     ids=["item", "tolist", "comparison", "nonzero", "host tensor", "boolean mask"],
@@ -444,7 +446,7 @@ def test_no_more_graphs_than_were_asked_for_and_steps_beyond_them_run_eagerly(gp
     assert sum(figures.graph_steps.values()) == engine.num_steps
 
 
-def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_told(gpt, monkeypatch):
+def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, monkeypatch):
     expected = answers(make_engine(gpt), work(3))
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")
     with pytest.warns(ConfigWarning, match="attention 'torch' decides on the host; every step runs eagerly"):

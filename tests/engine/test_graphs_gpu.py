@@ -13,6 +13,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, GraphPool
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.eager_recorder import EAGER
 
 pytestmark = pytest.mark.gpu
 VOCAB = 128
@@ -60,7 +61,7 @@ def test_tokens_are_those_of_the_padded_step_run_eagerly_and_of_the_exact_one(mo
     engine = make_engine(model, num_cuda_graphs=-1, **settings)
     replayed, pool = answers(engine), pool_of(engine)
     assert pool.counts.replays > 20 and pool.counts.uncaptured == 0 and not pool.refused, pool.refused
-    monkeypatch.setenv(GRAPHS_VARIABLE, "eager")
+    monkeypatch.setenv(GRAPHS_VARIABLE, EAGER)
     assert replayed == answers(make_engine(model, num_cuda_graphs=-1, **settings)) == exact
 
 

@@ -13,6 +13,7 @@ from model_kinds import buffers, make_model, prefix_caching
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw, RowMirror
 from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
 from megatron_infer.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -27,7 +28,6 @@ from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer
-from megatron_infer.sampling.captured_draw import RowMirror
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.testing.tiny import tiny_hybrid
 
@@ -215,11 +215,11 @@ def staging_taken_again_at_once(patch) -> None:
     patch.setattr("late_device.LateStreams.wait_event", lambda self, event, on: None)
 
 
-def layers_that_nobody_awaits(patch) -> None:
+def layers_without_waits(patch) -> None:
     patch.setattr(LayerwiseRestore, "wait_for_layer", lambda self, layer: self._events.pop(layer, None))
 
 
-def states_that_nobody_awaits(patch) -> None:
+def states_without_waits(patch) -> None:
     """Attention waits, which is not enough: a Mamba layer comes before it."""
     wait_for_layer = LayerwiseRestore.wait_for_layer
     patch.setattr(
@@ -227,7 +227,7 @@ def states_that_nobody_awaits(patch) -> None:
     )
 
 
-def cache_that_nobody_awaits(patch) -> None:
+def cache_without_waits(patch) -> None:
     patch.setattr(LayerwiseRestore, "wait_for_all", lambda self: self._events.clear())
 
 
@@ -247,9 +247,9 @@ SABOTAGES = {
     parameters_of_the_start: "graphs",
     staging_taken_again_at_once: "swap",
     graphs_of_a_cache_elsewhere: "suspends",
-    layers_that_nobody_awaits: "layers",
-    states_that_nobody_awaits: "layers of a hybrid",
-    cache_that_nobody_awaits: "static pointers",
+    layers_without_waits: "layers",
+    states_without_waits: "layers of a hybrid",
+    cache_without_waits: "static pointers",
 }
 
 
@@ -278,11 +278,11 @@ SEAMS = (
     *((PaddedStep, name) for name in ("prepare", "run")),
     *((StateStore, name) for name in ("run_copies", "_copy_blocks")),
     *((CopyPipeline, name) for name in ("offload", "reload")),
-    *((ModelRunner, name) for name in ("_set_rows", "_arrive", "sample")),
+    *((ModelRunner, name) for name in ("_set_rows", "run_layers", "finish", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),
     (RowMirror, "refresh"),
     (Sampler, "sample"),
-    (Sampler, "after_static"),
+    (CapturedDraw, "output"),
     (HostRead, "wait"),
 )
 

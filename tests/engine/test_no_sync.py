@@ -14,6 +14,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.device import Device, HostRead
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
@@ -25,7 +26,7 @@ CASES = {
         temperature=0.9, min_p=0.1, logit_bias={5: 1.0}, bad_token_ids=(7, 8), presence_penalty=0.5, **ENDLESS
     ),
     "stops late": SamplingParams(min_tokens=40, stop_token_ids=(9,), repetition_penalty=1.2, **ENDLESS),
-    "told": SamplingParams(
+    "detailed": SamplingParams(
         temperature=0.9, top_k=5, logprobs=3, return_sampled_logprobs=True, return_support=True, **ENDLESS
     ),
     "scored": SamplingParams(temperature=0.0, prompt_logprobs=2, **ENDLESS),
@@ -33,7 +34,7 @@ CASES = {
 
 OF_HYBRIDS = {
     "samples": CASES["samples"],
-    "told": SamplingParams(return_routing=True, logprobs=1, **ENDLESS),
+    "detailed": SamplingParams(return_routing=True, logprobs=1, **ENDLESS),
 }
 
 
@@ -59,7 +60,7 @@ def waits_of(device: Device, steps) -> Counter:
 )
 def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     watch = SyncWatch(monkeypatch)
     engine = make_engine(make_model(kind), **settings)
     engine.add_request(list(range(4, 20)), CASES["greedy"], stream="delta")
@@ -78,7 +79,7 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypat
             engine.abort(group.id)
 
 
-def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
+def test_blocks_that_go_to_the_host_and_come_back_make_no_step_wait(monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
     watch, model = SyncWatch(monkeypatch), make_model("attention")
     room = buffers(model, blocks=6, block_size=16, max_requests=6)
@@ -91,7 +92,7 @@ def test_blocks_that_go_to_the_host_and_come_back_make_nobody_wait(monkeypatch):
     device, stats = engine.parts.device, engine.parts.scheduler.stats
     with watch:
         while not stats.swapped_in:
-            assert waits_of(device, engine.step) in ({"read": 1}, {})  # nobody may have room for a while
+            assert waits_of(device, engine.step) in ({"read": 1}, {})  # no request may have room for a while
     assert not [hit for hit in watch.hits if not hit.startswith(KNOWN)], watch.hits
 
 
@@ -116,7 +117,7 @@ def test_a_launch_waits_for_nothing_and_with_overlap_comes_before_the_read(overl
 
     monkeypatch.setattr(engine.loop, "_launch", launched)
     monkeypatch.setattr(HostRead, "wait", lambda self: (order.append("read"), wait(self))[1])
-    engine.add_request(list(range(4, 20)), CASES["told"], stream="delta")
+    engine.add_request(list(range(4, 20)), CASES["detailed"], stream="delta")
     for _ in range(3):
         engine.step()
     behind = ["launch", "launch", "read", "launch", "read"]
@@ -132,7 +133,7 @@ def test_a_step_that_draws_nothing_waits_for_nothing():
 @pytest.mark.parametrize("graphs", [False, True])
 def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch):
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     engine = make_engine(make_model("attention"), num_cuda_graphs=-1 if graphs else None)
     for first in range(3):
         engine.add_request(list(range(4 + first, 20)), CASES["greedy"], stream="delta")
@@ -229,7 +230,7 @@ def test_on_a_gpu_torch_sees_no_synchronisation_in_a_step(name, overlap):
 @pytest.mark.gpu
 def test_on_a_gpu_that_is_behind_a_step_is_launched_all_the_same():
     engine = make_engine(tiny_gpt(params_dtype=torch.bfloat16).cuda(), overlap=True)
-    engine.add_request(list(range(4, 20)), CASES["told"], stream="delta")
+    engine.add_request(list(range(4, 20)), CASES["detailed"], stream="delta")
     for _ in range(4):
         engine.step()
     engine.drain()

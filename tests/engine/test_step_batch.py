@@ -17,6 +17,7 @@ from world import World
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
+from megatron_infer.kernels.step_gather import torch_gather
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -42,21 +43,18 @@ def make_builder(
     *, num_rows: int, num_blocks: int, block_size: int, max_tokens: int, num_positions: int, shapes=()
 ) -> BatchBuilder:
     angles = torch.arange(num_positions * HEAD_DIM, dtype=torch.float32).view(num_positions, HEAD_DIM)
-    return BatchBuilder(
-        device=Device("cpu"),
+    sizes = SimpleNamespace(
         max_requests=num_rows,
         max_tokens=max_tokens,
         max_blocks_per_row=num_blocks,
         max_sequence_length=num_positions,
         block_size=block_size,
-        dummy_block=num_blocks,
-        ops=None,
-        attention=Planner(),
-        kv_cache=lambda: torch.zeros(1),
-        rotary=RotaryTable(cos_PR=angles, sin_PR=-angles),
-        dtype=torch.float32,
-        shapes=shapes,
+        graph_shapes=shapes,
     )
+    store = SimpleNamespace(dummy_block=num_blocks, kv_cache=torch.zeros(1), states=None, arrival=lambda: None)
+    kernels = SimpleNamespace(ops=None, attention=Planner(), scan=None, gather=torch_gather)
+    rotary = RotaryTable(cos_PR=angles, sin_PR=-angles)
+    return BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.float32)
 
 
 class BatchWorld(World):
@@ -88,7 +86,7 @@ class BatchWorld(World):
     def launch(self, plan: StepPlan):
         super().launch(plan)
         tokens = torch.tensor(self.in_flight_steps[-1][1], dtype=torch.int64)
-        self.uploading._step_rows.forget()
+        self.uploading._writer.forget()
         batches = [builder.build(plan, self.writes) for builder in (self.advancing, self.uploading)]
         shape = smallest(plan)
         self.counts["padded" if shape else "exact"] += 1
@@ -101,21 +99,21 @@ class BatchWorld(World):
         if shape is not None:
             check_padding(batches[2], plan, shape, self.padding)
         for builder, batch in zip((self.advancing, self.uploading), batches[:2], strict=True):
-            builder.store_drawn(batch, tokens)
+            builder.store_sampled(batch, tokens)
         padded = torch.full((len(batches[2].sample_row_S),), 1, dtype=torch.int64)
         padded[: len(tokens)] = tokens
-        self.padding.store_drawn(batches[2], padded)
+        self.padding.store_sampled(batches[2], padded)
 
     def check_batch(self, plan: StepPlan, batch: Batch):
         device, size, meta = self.device, self.block_size, batch.meta
-        pieces = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
-        places = list(range(len(pieces)))
-        pieces += [(piece.request, piece.start, piece.n) for piece in plan.prefill]
+        spans = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
+        places = list(range(len(spans)))
+        spans += [(chunk.request, chunk.start, chunk.n) for chunk in plan.prefill]
         offset = batch.meta.num_decode
-        for piece in plan.prefill:
+        for chunk in plan.prefill:
             places.append(offset)
-            offset += piece.n
-        for (request, start, n), first in zip(pieces, places, strict=True):
+            offset += chunk.n
+        for (request, start, n), first in zip(spans, places, strict=True):
             row, span = request.lease.row, slice(first, first + n)
             ids = [device.rows[row][position] for position in range(start, start + n)]
             assert batch.token_ids_T[span].tolist() == ids
@@ -124,9 +122,9 @@ class BatchWorld(World):
             assert meta.kv_pos_T[span].tolist() == flat
             assert torch.equal(meta.cos_TR[span, 0], HEAD_DIM * meta.positions_T[span].float())
         rows = [*range(len(plan.decode)), *range(meta.num_decode, meta.num_decode + len(plan.prefill))]
-        for r, (request, start, n) in zip(rows, pieces, strict=True):
-            told = (meta.q_len_R[r], meta.kv_len_R[r], meta.table_row_R[r], meta.cu_q_R1[r + 1] - meta.cu_q_R1[r])
-            assert tuple(map(int, told)) == (n, start + n, request.lease.row, n)
+        for r, (request, start, n) in zip(rows, spans, strict=True):
+            on_device = (meta.q_len_R[r], meta.kv_len_R[r], meta.table_row_R[r], meta.cu_q_R1[r + 1] - meta.cu_q_R1[r])
+            assert tuple(map(int, on_device)) == (n, start + n, request.lease.row, n)
             assert meta.q_len[r] == n and meta.kv_len[r] == start + n and meta.table_row[r] == request.lease.row
         assert batch.num_sampled == len(plan.sampled)
         assert batch.sample_rows.tolist() == [request.lease.row for request in plan.sampled]
@@ -271,7 +269,7 @@ def test_another_request_at_the_next_position_is_no_advance(builder):
     assert batch.meta.table_row_R.tolist() == [3] and len(builder.uploads) == 2
 
 
-def test_a_request_that_came_back_in_another_row_is_written_anew(builder):
+def test_a_request_that_came_back_in_another_row_is_written_again(builder):
     request = request_in(1)
     builder.build(decode_plan([request], [4]), ())
     request.lease = SimpleNamespace(row=2)
@@ -318,10 +316,10 @@ def test_a_step_that_no_shape_holds_is_refused(builder):
         builder.build(decode_plan(requests, [4, 4, 4]), (), shape=GraphShape(1, 0, 1))
 
 
-def test_tokens_heard_of_later_go_to_the_rows_of_their_step(builder):
+def test_tokens_received_later_go_to_the_rows_of_their_step(builder):
     batch = builder.build(decode_plan([request_in(1), request_in(2)], [4, 6]), ())
     builder.build(decode_plan([request_in(3)], [9]), ())
-    builder.store_heard(batch, np.array([11, 12]))
+    builder.store_received(batch, np.array([11, 12]))
     assert builder.token_pool[1, 5] == 11 and builder.token_pool[2, 7] == 12 and builder.token_pool.count_nonzero() == 2
 
 
@@ -331,9 +329,9 @@ def test_new_angles_take_the_place_of_the_old_ones(builder):
         return batch.meta.cos_TR
 
     before = angles()
-    place = builder._rotations.cos_PR.data_ptr()
+    place = builder.rotations.cos_PR.data_ptr()
     table = torch.full((32, HEAD_DIM), 7.0)
-    assert builder.rotary_differs(RotaryTable(cos_PR=table, sin_PR=table)) == "cos"
-    builder.set_rotary(RotaryTable(cos_PR=table, sin_PR=table))
-    assert builder._rotations.cos_PR.data_ptr() == place, "a captured graph reads the old place"
+    assert builder.rotations.differs(RotaryTable(cos_PR=table, sin_PR=table)) == "cos"
+    builder.rotations.set(RotaryTable(cos_PR=table, sin_PR=table))
+    assert builder.rotations.cos_PR.data_ptr() == place, "a captured graph reads the old place"
     assert (angles() == 7.0).all() and not (before == 7.0).any()

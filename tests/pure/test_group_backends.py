@@ -51,7 +51,7 @@ def test_stages_wait_over_gloo_alone_and_make_a_group_for_the_host_where_they_ha
     monkeypatch.setattr(dist, "irecv", lambda tensor, *args, **options: tensor.zero_() is tensor and work)
     link = StageLink(group, hidden_size=4, device=torch.device("meta"), timeout_s=7)
     link.receive(3)
-    link.receive_drawn(2)
+    link.receive_result(2)
     assert made == ([([0, 1], "gloo")] if config == "nccl" else [])
     assert [bool(limit) for limit in waits] == [config == "gloo", True]
 

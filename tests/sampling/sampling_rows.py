@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from sampling_oracle import make_request
 
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels.draw_columns import DrawRoom
+from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 
@@ -17,7 +19,7 @@ PADDING = 24
 
 
 class Rows:
-    """Requests by row, their token pool (junk beyond each context), and a sampler over them."""
+    """Requests by row, their token pool (junk beyond each context), a sampler over them, and its captured draw."""
 
     def __init__(
         self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None, search=None
@@ -30,14 +32,14 @@ class Rows:
             self.put(row, request)
         self.sampler = Sampler(
             self.params,
-            vocab_size=vocab_size,
             padded_vocab_size=vocab_size + PADDING,
             logprobs_mode=mode,
             argmax=argmax,
             kernels=kernels,
-            device_kernels=device_kernels,
             search=search,
+            ops=None if device_kernels is None else DeviceOps(forbid=device_kernels.forbid),
         )
+        self.captured = CapturedDraw(self.sampler, device_kernels)
 
     def put(self, row: int, request) -> None:
         """The row is this request's from now on."""
@@ -48,38 +50,40 @@ class Rows:
     def positions_of(self, rows) -> np.ndarray:
         return np.array([len(self.requests[row].tokens) for row in rows], dtype=np.int64)
 
-    def can_be_static(self, rows) -> bool:
-        return self.sampler.can_be_static(np.array(rows, dtype=np.int64), self.positions_of(rows))
+    def inputs(self, rows) -> SamplerInput:
+        rows = np.asarray(rows, dtype=np.int32)
+        return SamplerInput(rows=rows, positions=self.positions_of(rows), token_pool=self.pool)
+
+    def can_draw(self, rows) -> bool:
+        return self.captured.can_draw(self.inputs(rows))
 
     def sample(self, logits_RV: torch.Tensor, rows=None) -> SamplerOutput:
         """Draw for `rows` (all of them) from logits_RV[row], real vocabulary only."""
-        rows = np.arange(len(self.requests), dtype=np.int32) if rows is None else np.asarray(rows, dtype=np.int32)
-        positions = self.positions_of(rows)
-        padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(rows).long()], (0, PADDING), value=1e4)
+        inputs = self.inputs(np.arange(len(self.requests)) if rows is None else rows)
+        padded = torch.nn.functional.pad(logits_RV[torch.from_numpy(inputs.rows).long()], (0, PADDING), value=1e4)
         before = padded.clone()
-        out = self.sampler.sample(padded, SamplerInput(rows=rows, positions=positions, token_pool=self.pool))
+        out = self.sampler.sample(padded, inputs)
         assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
         return out
 
 
-def static(rows: Rows, logits_RV: torch.Tensor, order) -> SamplerOutput:
-    """Draw for rows in `order` as a padded step does, with two rows of nobody behind them."""
+def drawn_captured(rows: Rows, logits_RV: torch.Tensor, order) -> SamplerOutput:
+    """Draw for rows in `order` as a padded step does, with two dummy rows behind them."""
     order = np.asarray(list(order), dtype=np.int32)
-    count, nobody, positions = len(order), len(rows.requests), rows.positions_of(order)
-    rows.sampler.refresh_static()
+    count, dummy, positions = len(order), len(rows.requests), rows.positions_of(order)
+    rows.captured.refresh()
     logits = torch.nn.functional.pad(logits_RV[torch.from_numpy(order).long()], (0, PADDING, 0, 2), value=1e4)
     before, room = logits.clone(), DrawRoom.make(count + 2, logits.device)
-    row_S = torch.tensor([*order, nobody, nobody], dtype=torch.int32)
-    rows.sampler.static_sample(logits, row_S, torch.tensor([*positions, 0, 0], dtype=torch.int32), rows.pool, room)
+    row_S = torch.tensor([*order, dummy, dummy], dtype=torch.int32)
+    rows.captured.draw(logits, row_S, torch.tensor([*positions, 0, 0], dtype=torch.int32), rows.pool, room)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the model's logits were changed"
-    inputs = SamplerInput(rows=order, positions=positions, token_pool=rows.pool)
-    out = rows.sampler.after_static(logits[:count], inputs, room.first(count))
+    out = rows.captured.output(logits[:count], rows.inputs(order), room.first(count))
     assert rows.pool[torch.from_numpy(order).long(), torch.from_numpy(positions)].tolist() == out.tokens_S.tolist()
     return out
 
 
 def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
-    """Bit for bit, but for what rows that are bad are told."""
+    """Bit for bit, but for the details of bad rows."""
     assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
     for name in ("logprobs", "token_details"):
         one, other = getattr(got, name), getattr(wanted, name)
@@ -98,7 +102,7 @@ def same_outputs(got: SamplerOutput, wanted: SamplerOutput) -> None:
 
 
 def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
-    """Any mix of wishes; each is absent about half of the time."""
+    """Any mix of parameters; each is absent about half of the time."""
 
     def maybe(value, otherwise):
         return value if rng.random() < 0.5 else otherwise
@@ -129,7 +133,7 @@ def random_request(rng: np.random.Generator, vocab_size: int, **fixed):
 
 
 def spoil(rng: np.random.Generator, logits: torch.Tensor) -> torch.Tensor:
-    """What a model may say, too: -inf, -0.0, in some steps NaN and inf, or nothing but equal numbers."""
+    """Logits that a model may give too: -inf, -0.0, in some steps NaN and inf, or equal numbers only."""
     at = torch.from_numpy(rng.random(logits.shape))
     logits[at < 0.05], logits[(at > 0.05) & (at < 0.1)] = -torch.inf, -0.0
     if rng.random() < 0.3:

@@ -16,7 +16,7 @@ from megatron_infer.sampling.logprobs import processed
 warpers = pytest.importorskip("transformers.generation.logits_process")
 
 
-def shape(num_rows, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, candidates=256, uniform=None):
+def draw_params(num_rows, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, candidates=256, uniform=None):
     columns = torch.empty(5, num_rows, dtype=torch.float64)
     columns[0], columns[1] = 1.0 / temperature, top_k if top_k is not None else 1 << 30
     columns[2], columns[3], columns[4] = top_p, min_p, 0.5 if uniform is None else uniform
@@ -45,7 +45,7 @@ def test_the_number_of_candidates_never_changes_a_draw(step):
     uniform = torch.from_numpy(rng.random(24))
     for top_k, top_p, min_p in itertools.product([None, 30, 64, 400], [0.2, 0.99, 1.0], [0.0, 0.05]):
         draws = [
-            draw_filtered(logits, shape(24, top_k=top_k, top_p=top_p, min_p=min_p, candidates=n, uniform=uniform))
+            draw_filtered(logits, draw_params(24, top_k=top_k, top_p=top_p, min_p=min_p, candidates=n, uniform=uniform))
             for n in (64, 256, 6000)
         ]
         for other in draws[1:]:
@@ -57,8 +57,8 @@ def test_the_number_of_candidates_never_changes_a_draw(step):
 def test_the_largest_uniform_draws_the_last_kept_token_and_zero_the_first():
     logits = torch.linspace(3, 0, 5000).repeat(2, 1)
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    choice = draw_filtered(logits, shape(2, top_k=10, uniform=uniform))
-    assert choice.token_M.tolist() == [0, 9]
+    drawn = draw_filtered(logits, draw_params(2, top_k=10, uniform=uniform))
+    assert drawn.token_M.tolist() == [0, 9]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -75,9 +75,9 @@ def test_kept_tokens_and_their_logprobs_are_those_of_transformers(temperature, t
         wanted = warpers.TopPLogitsWarper(top_p)(None, wanted)
     if min_p > 0.0:
         wanted = warpers.MinPLogitsWarper(min_p)(None, wanted)
-    ours = shape(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    choice = draw_filtered(logits, ours)
-    got = torch.log_softmax(processed(logits.clone(), torch.full((6,), temperature), choice), -1)
+    ours = draw_params(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    drawn = draw_filtered(logits, ours)
+    got = torch.log_softmax(processed(logits.clone(), torch.full((6,), temperature), drawn), -1)
     assert torch.equal(got.isinf(), wanted.isinf())
     torch.testing.assert_close(got, torch.log_softmax(wanted, -1), atol=1e-5, rtol=1e-5)
 
@@ -98,6 +98,6 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
 def test_a_draw_on_the_border_of_two_tokens_takes_the_second_and_never_one_without_weight():
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).repeat(4, 1)
     uniform = torch.tensor([0.0, 0.5 - 2.0**-53, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
-    columns = shape(4, uniform=uniform)
+    params = draw_params(4, uniform=uniform)
     for draw in (draw_any, draw_filtered):
-        assert draw(logits, columns).token_M.tolist() == [1, 1, 2, 2]
+        assert draw(logits, params).token_M.tolist() == [1, 1, 2, 2]

@@ -11,8 +11,8 @@ import torch
 from sampling_oracle import make_request
 from sampling_rows import Rows, random_logits, random_request, same_outputs
 
+from megatron_infer.cuda_graphs.captured_draw import DRAWS_BEHIND
 from megatron_infer.kernels import flashinfer_topk, optional_packages
-from megatron_infer.sampling.sampler import DRAWS_BEHIND
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def search(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_tokens_and_what_is_told_of_them_are_those_of_torch_in_any_company(search, mode):
+def test_tokens_and_their_details_are_those_of_torch_beside_any_other_rows(search, mode):
     rng = np.random.default_rng(7)
     for vocab_size, dtype, step in ((700, torch.float32, None), (3000, torch.bfloat16, 0.5)):
         bounds = [{"top_k": int(k)} for k in rng.choice([1, 2, 7, 50, 64, 65, 200, 256, 257], size=16)]
@@ -57,8 +57,8 @@ def test_among_equal_logits_lower_ids_are_kept_whatever_the_sign_of_zero(search)
 
 def test_a_vocabulary_without_more_ids_than_candidates_and_rows_without_a_bound_are_sorted(search):
     rng = np.random.default_rng(3)
-    for vocab_size, wish in ((64, {"top_k": 3}), (900, {"top_p": 0.9}), (900, {"top_k": 257})):
-        requests, logits = [make_request([1], seed=4, **wish)], random_logits(rng, 1, vocab_size)
+    for vocab_size, params in ((64, {"top_k": 3}), (900, {"top_p": 0.9}), (900, {"top_k": 257})):
+        requests, logits = [make_request([1], seed=4, **params)], random_logits(rng, 1, vocab_size)
         same_outputs(
             Rows(requests, vocab_size, search=search).sample(logits), Rows(requests, vocab_size).sample(logits)
         )
@@ -70,14 +70,14 @@ def test_rows_without_a_distribution_are_bad_and_nothing_is_drawn_in_a_graph(sea
     logits[0], logits[1, 5], logits[2, 7] = -torch.inf, torch.nan, torch.inf
     rows = Rows([make_request([1], seed=i, top_k=9) for i in range(4)], 500, search=search)
     assert rows.sample(logits).bad_S.tolist() == [True, True, True, False] and search.counts == [64]
-    assert not rows.can_be_static([0]) and rows.sampler.drawn_outside == {DRAWS_BEHIND: 1}
+    assert not rows.can_draw([0]) and rows.captured.drawn_outside == {DRAWS_BEHIND: 1}
 
 
 def test_why_it_cannot_search_here_is_told(monkeypatch):
     assert flashinfer_topk.unavailable(CPU) == "runs on a GPU, the model is on cpu"
     monkeypatch.setattr(flashinfer_topk, "not_on_gpu", lambda device: None)
     monkeypatch.setattr(flashinfer_topk, "no_compiler", lambda: None)
-    monkeypatch.setattr(flashinfer_topk, "missing", optional_packages.missing.__wrapped__)  # asks anew each time
+    monkeypatch.setattr(flashinfer_topk, "missing", optional_packages.missing.__wrapped__)  # without its cache
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert flashinfer_topk.unavailable(CPU) == "flashinfer-python is not installed"
     fake_packages.install(monkeypatch, "flashinfer")

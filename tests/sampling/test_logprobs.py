@@ -40,7 +40,7 @@ def test_processed_logprobs_are_the_distribution_drawn_from():
     for row, request in enumerate(requests):
         values = process(logits[row].tolist(), request)
         full = torch.empty(60).index_copy_(0, batch.top_ids[row], batch.top_logprobs[row]).tolist()
-        if request.params.temperature == 0:  # the drawn one is certain; what is told is the distribution it is best in
+        if request.params.temperature == 0:  # the drawn one is certain; returned is the distribution it is best in
             wanted = torch.log_softmax(torch.tensor(np.array(values)), 0).tolist()
         else:
             kept = dict(distribution(values, request.params))

@@ -1,4 +1,4 @@
-"""A row of structured output draws what its language allows: exactly that, in any company."""
+"""A row of structured output draws what its language allows: exactly that, beside any other rows."""
 
 from __future__ import annotations
 
@@ -56,27 +56,25 @@ def test_a_token_is_allowed_exactly_where_the_text_stays_a_prefix_of_the_languag
     pattern = pattern_of(language, pattern).encode()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     rng = np.random.default_rng(0)
-    pieces = {i: bytes_of(tokenizer, i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
+    token_bytes = {i: bytes_of(tokenizer, i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
     steps = 0
     for _ in range(12):
         request, text = request_of(tokenizer, language), b""
         for _ in range(4):
             got = allowed(grammars.masks([request]))
-            want = {i for i, piece in pieces.items() if piece and is_prefix(text + piece, pattern)}
+            want = {i for i, one in token_bytes.items() if one and is_prefix(text + one, pattern)}
             ends = regex.fullmatch(pattern, text) is not None
             assert got & set(tokenizer.eos_ids) == (set(tokenizer.eos_ids) if ends else set()), text
             got -= set(tokenizer.eos_ids)
             assert got <= want and bool(got) == bool(want), text
             if got != want:  # one text must follow: it is spelled in one way
-                spellings = sorted({pieces[i] for i in want}, key=len)
-                assert all(longer.startswith(piece) for piece, longer in zip(spellings, spellings[1:], strict=False)), (
-                    text
-                )
+                spellings = sorted({token_bytes[i] for i in want}, key=len)
+                assert all(longer.startswith(one) for one, longer in zip(spellings, spellings[1:], strict=False)), text
             if not want:
                 break
             drawn = int(rng.choice(sorted(got)))
             request.tokens.append(drawn)
-            text, steps = text + pieces[drawn], steps + 1
+            text, steps = text + token_bytes[drawn], steps + 1
             if grammars.advance(request):
                 assert regex.fullmatch(pattern, text), text
                 break
@@ -110,7 +108,7 @@ def sampler_of(vocab: int, requests, **options) -> Sampler:
     params = RowParams(len(requests), vocab)
     for row, request in enumerate(requests):
         params.set(row, request)
-    return Sampler(params, vocab_size=vocab, padded_vocab_size=vocab, **options)
+    return Sampler(params, padded_vocab_size=vocab, **options)
 
 
 def draw(requests, logits, masks, **options):
@@ -156,8 +154,8 @@ def test_processed_logprobs_and_support_are_those_of_the_masked_distribution_and
     assert torch.allclose(out.logprobs.token_logprob[0], among, atol=1e-6)
     assert torch.allclose(out.token_details.processed[0], among, atol=1e-6)
     assert torch.allclose(out.token_details.raw[0], logits[0].log_softmax(-1)[token], atol=1e-6)
-    told = np.unpackbits(out.token_details.bits_BY[0].numpy(), bitorder="little")
-    assert np.flatnonzero(told).tolist() == ids and out.token_details.support.tolist() == [0, -1]
+    bits = np.unpackbits(out.token_details.bits_BY[0].numpy(), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == ids and out.token_details.support.tolist() == [0, -1]
 
 
 def test_bits_beyond_the_vocabulary_count_for_nothing():

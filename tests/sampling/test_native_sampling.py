@@ -31,8 +31,8 @@ def same(native, logits, columns):
         rows = (unfiltered != filtered).nonzero().flatten()
         if not len(rows):
             continue
-        shape = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
-        wanted = draw(logits[rows].float(), shape)
+        params = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
+        wanted = draw(logits[rows].float(), params)
         assert torch.equal(got[0][rows], wanted.token_M)
         assert torch.equal(got[1][rows], wanted.top_M)
         if filtered:

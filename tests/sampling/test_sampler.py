@@ -75,13 +75,13 @@ def test_a_row_draws_the_same_token_alone_and_in_any_company():
         rows = Rows(requests, vocab_size, mode=mode)
         alone = [rows.sample(logits, [row]) for row in range(len(requests))]
         for _ in range(12):
-            company = rng.permutation(len(requests))[: int(rng.integers(2, 48))]
-            together = rows.sample(logits, company)
-            assert together.tokens_S.tolist() == [alone[row].tokens_S.item() for row in company]
+            some = rng.permutation(len(requests))[: int(rng.integers(2, 48))]
+            together = rows.sample(logits, some)
+            assert together.tokens_S.tolist() == [alone[row].tokens_S.item() for row in some]
             if together.logprobs is None:
                 continue
             for entry, place in enumerate(together.logprobs.index):
-                mine, count = alone[company[place]].logprobs, together.logprobs.counts[entry]
+                mine, count = alone[some[place]].logprobs, together.logprobs.counts[entry]
                 assert mine.token_logprob[0] == together.logprobs.token_logprob[entry]
                 assert mine.token_rank[0] == together.logprobs.token_rank[entry]
                 assert torch.equal(mine.top_ids[0, :count], together.logprobs.top_ids[entry, :count])
@@ -223,15 +223,15 @@ def test_a_row_with_every_token_masked_is_bad(params):
 
 def test_a_row_of_many_steps_draws_what_the_oracle_draws_at_each():
     rng = np.random.default_rng(9)
-    wishes = [
+    ways = [
         {"temperature": 0, "frequency_penalty": 1.5},
         {"temperature": 0, "presence_penalty": 2.0, "repetition_penalty": 1.2},
         {"frequency_penalty": -0.5, "top_k": 5},
         {"temperature": 0.5, "top_p": 0.9, "min_tokens": 4},
     ]
-    requests = [make_request([1, 2, 3], seed=i, stop_ids=[0], **wish) for i, wish in enumerate(wishes)]
+    requests = [make_request([1, 2, 3], seed=i, stop_ids=[0], **way) for i, way in enumerate(ways)]
     rows = Rows(requests, 12)
-    rows.pool = torch.zeros(len(wishes) + 1, 64, dtype=torch.int32)
+    rows.pool = torch.zeros(len(ways) + 1, 64, dtype=torch.int32)
     for _ in range(40):
         for row, request in enumerate(requests):
             rows.pool[row, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)

@@ -12,6 +12,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_hybrid
 
 pytestmark = pytest.mark.triton
@@ -84,7 +85,7 @@ def test_forks_prefixes_aborts_and_suspends_change_no_token(model, device, monke
     want, logprobs = lived_through(engine_of(model, monkeypatch, "torch"))
     assert len({token for samples in want.values() for tokens in samples for token in tokens}) > 6
     if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     for graphs in ({}, {"num_cuda_graphs": 3, "cuda_graph_max_tokens": 4}):
         engine = engine_of(model, monkeypatch, "triton", overlap=True, **graphs)
         got, got_logprobs = lived_through(engine)

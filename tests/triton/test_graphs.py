@@ -11,7 +11,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
-from megatron_infer.testing.replay_recorder import ReplayRecorder
+from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 pytestmark = pytest.mark.triton
@@ -38,7 +38,7 @@ def answers(model, **settings):
 def test_an_engine_whose_triton_steps_are_replayed_answers_as_one_that_runs_them(device, monkeypatch, kind):
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
     model = MODELS[kind]().to(device)
     expected, _ = answers(model)
     got, engine = answers(model, num_cuda_graphs=-1)

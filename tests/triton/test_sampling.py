@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_oracle import make_request
-from sampling_rows import Rows, random_logits, random_request, same_outputs, static
+from sampling_rows import Rows, drawn_captured, random_logits, random_request, same_outputs
 
 from megatron_infer.kernels.triton.launch import launch
 from megatron_infer.sampling.filters import DrawParams, draw_any, draw_sorted
@@ -56,8 +56,8 @@ def same(kernels, device, logits, columns):
     for rows, draw in ((free, draw_any), (~free, draw_sorted)):
         if not rows.any():
             continue
-        shape = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
-        wanted = draw(logits[rows].float(), shape)
+        params = DrawParams(columns_5M=columns[:, rows], candidates=256, needs_mass=True)
+        wanted = draw(logits[rows].float(), params)
         assert got[0][rows].tolist() == wanted.token_M.tolist()
         assert torch.equal(got[1][rows], wanted.top_M)
         if wanted.cut_id_M is None:
@@ -86,10 +86,10 @@ def test_cuts_and_draws_that_fall_between_equal_logits_are_those_of_torch(reques
     """Every row has two levels, 2 at the upper and 4 at the lower; draws fall right before and on each boundary."""
     logit = torch.tensor([-1.0, 0.0, -1.0, -1.0, 0.0, -1.0])
     low = int(np.exp(-1.0) * 2.0**40)
-    wishes = [(k, 1.0, 0.0) for k in range(1, 6)]
-    wishes += [(6, p, 0.0) for p in (1e-9, 0.29, 0.5, 0.7, 0.99)] + [(4, 0.8, 0.0), (5, 0.5, 0.0), (6, 1.0, 0.5)]
+    ways = [(k, 1.0, 0.0) for k in range(1, 6)]
+    ways += [(6, p, 0.0) for p in (1e-9, 0.29, 0.5, 0.7, 0.99)] + [(4, 0.8, 0.0), (5, 0.5, 0.0), (6, 1.0, 0.5)]
     rows = []
-    for top_k, top_p, min_p in wishes:
+    for top_k, top_p, min_p in ways:
         top = min(top_k, 2)
         for edge in (2**40 * top, 2**40 * top + low):
             total = 2**40 * top + low * (top_k - top)
@@ -191,13 +191,13 @@ def test_masks_forbid_what_torch_forbids(kernels, device, some):
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_the_static_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, device, mode):
-    """Rows with and without every wish, side by side; torch's own code agrees but for the last bits of a logarithm."""
+def test_the_captured_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, device, mode):
+    """Rows with and without every option, side by side; torch's code agrees but for the last bits of a logarithm."""
     if device.type == "cuda":
         pytest.skip("these rows live on a CPU; tests/triton/test_sampling_gpu.py draws on the GPU")
     rng, vocab_size = np.random.default_rng(6), 4200
     listed = {"allowed_token_ids": None, "min_p": 0.3}
-    wishes = [
+    ways = [
         {},
         {"temperature": 0.0, "logprobs": 0, "return_sampled_logprobs": True},
         {
@@ -213,17 +213,17 @@ def test_the_static_draw_gives_what_the_ordinary_one_does_bit_for_bit(kernels, d
     ]
     requests = [
         make_request(rng.integers(0, 90, 40), rng.integers(0, 9, 20), seed=i, stop_ids=[5], **w)
-        for i, w in enumerate(wishes)
+        for i, w in enumerate(ways)
     ]
     requests += [random_request(rng, vocab_size, **listed)]
     logits = random_logits(rng, len(requests), vocab_size, dtype=torch.float16, step=0.125)
     logits[6, 9] = torch.inf
     order = rng.permutation(len(requests))
     fast = Rows(requests, vocab_size, mode=mode, kernels=kernels, argmax=kernels.argmax, device_kernels=kernels)
-    got = static(fast, logits, order)
+    got = drawn_captured(fast, logits, order)
     same_outputs(got, fast.sample(logits, order))
     plain = Rows(requests, vocab_size, mode=mode)
-    wanted = static(plain, logits, order)
+    wanted = drawn_captured(plain, logits, order)
     assert got.tokens_S.tolist() == wanted.tokens_S.tolist() and got.bad_S.tolist() == wanted.bad_S.tolist()
     assert 1 <= int(got.bad_S.sum()) <= 2
     good = ~wanted.bad_S[torch.from_numpy(wanted.logprobs.index)]

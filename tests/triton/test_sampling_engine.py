@@ -13,11 +13,12 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
 
-WISHES = (
+WAYS = (
     {},
     {"temperature": 0.0, "logprobs": 0},
     {"temperature": 0.8, "top_p": 0.9, "return_sampled_logprobs": True},
@@ -32,18 +33,19 @@ STATIC = ("draw_kernel", "static")
 def tokens_of(model, **settings):
     base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 64, "max_requests": 8}
     engine = DynamicInferenceEngine(model, InferenceConfig(**{**base, **settings}))
-    params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **wish) for i, wish in enumerate(WISHES)]
+    params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True, **way) for i, way in enumerate(WAYS)]
     kernels = set()
 
     def note(launch, kernel, grid, args, options):
         kernels.add((kernel.__name__, "static") if options.get("STATIC") else kernel.__name__)
 
     with listening(note):
-        outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WISHES))], params)
-    assert not engine.parts.runner.sampler.drawn_outside
+        outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WAYS))], params)
+    graphs = engine.parts.runner.graphs
+    assert graphs is None or not graphs.drawn_outside
     answers = [output.outputs[0] for output in outputs]
-    told = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
-    return [one.token_ids for one in answers], told, kernels
+    details = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
+    return [one.token_ids for one in answers], details, kernels
 
 
 def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
@@ -58,17 +60,17 @@ def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
     assert len({tuple(tokens) for tokens in got}) > 1
 
 
-def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_them(device, monkeypatch):
+def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_details(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     *plain, _ = tokens_of(model)
     if device.type == "cpu":
-        monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
-    with warnings.catch_warnings(record=True) as told:
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConfigWarning)
         *replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
-    if any("every step runs eagerly" in str(warning.message) for warning in told):
+    if any("every step runs eagerly" in str(warning.message) for warning in caught):
         pytest.skip("no step of this model can be captured here")
     assert replayed == plain
     assert STATIC in kernels
@@ -77,13 +79,13 @@ def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_the
 def test_log_probabilities_of_prompts_are_the_same_on_every_backend(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
-    told = []
+    scores = []
     for name in ("triton", "torch"):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
         engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64))
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
-        told.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
-    for ours, theirs in zip(*told, strict=True):
+        scores.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
+    for ours, theirs in zip(*scores, strict=True):
         if ours is None:
             assert theirs is None
             continue

@@ -9,11 +9,13 @@ import pytest
 import torch
 from sampling_rows import random_logits, random_request, same_outputs
 
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.memory.device import Device
-from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.draw_groups import DeviceOps
+from megatron_infer.sampling.row_params import RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
-from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.sampling.token_masks import TokenMasks, forbid
 
 pytestmark = pytest.mark.gpu
 
@@ -52,13 +54,11 @@ def make_sampler(requests, *, with_kernels=True):
         kernels = TritonSampling()
     return Sampler(
         params,
-        vocab_size=VOCAB,
         padded_vocab_size=VOCAB + 64,
         logprobs_mode="processed",
         argmax=None if kernels is None else kernels.argmax,
         kernels=kernels,
-        device_kernels=kernels,
-        stage=device.to_device,
+        ops=DeviceOps(to_device=device.to_device, forbid=forbid if kernels is None else kernels.forbid),
     )
 
 
@@ -86,7 +86,7 @@ def test_a_step_of_all_wishes_waits_for_nothing_and_draws_what_a_cpu_draws(with_
         out = sampler.sample(logits, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    of_cpu = Sampler(sampler.params, vocab_size=VOCAB, padded_vocab_size=VOCAB + 64, logprobs_mode="processed")
+    of_cpu = Sampler(sampler.params, padded_vocab_size=VOCAB + 64, logprobs_mode="processed")
     wanted = of_cpu.sample(logits.cpu(), SamplerInput(rows=rows, positions=positions, token_pool=pool.cpu()))
     assert out.tokens_S.tolist() == wanted.tokens_S.tolist()
     assert out.logprobs.token_rank.tolist() == wanted.logprobs.token_rank.tolist()
@@ -99,7 +99,7 @@ def test_masks_reach_the_gpu_without_a_wait():
     requests = [random_request(rng, VOCAB, **PLAIN) for _ in range(8)]
     logits, pool = on_gpu(requests, rng)
     sampler = make_sampler(requests)
-    sampler.params.flags[[1, 5]] |= 512  # Wants.GRAMMAR
+    sampler.params.flags[[1, 5]] |= RowFlags.GRAMMAR
     bits = np.zeros((2, VOCAB // 32), dtype=np.int32)
     bits[0, 7], bits[1, 1249] = 1 << 3, -(1 << 31)
     rows, positions = np.arange(8, dtype=np.int32), np.array([len(r.tokens) for r in requests])
@@ -121,15 +121,16 @@ def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
     requests = [random_request(rng, VOCAB, **NO_LONG_LIST) for _ in range(ROWS)]
     logits, pool = on_gpu(requests, rng)
     sampler = make_sampler(requests)
-    sampler.refresh_static()
+    captured = CapturedDraw(sampler, sampler._kernels)
+    captured.refresh()
     row_S, position_S = torch.zeros((2, ROWS), dtype=torch.int32, device="cuda")
     stream, room = torch.cuda.Stream(), DrawRoom.make(ROWS, logits.device)
     with torch.cuda.stream(stream):
-        sampler.static_sample(logits, row_S, position_S, pool, room)  # compiles
+        captured.draw(logits, row_S, position_S, pool, room)  # compiles
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampler.static_sample(logits, row_S, position_S, pool, room)
+        captured.draw(logits, row_S, position_S, pool, room)
     for _ in range(5):
         for row in rng.choice(ROWS, size=6, replace=False).tolist():
             requests[row] = random_request(rng, VOCAB, **NO_LONG_LIST)
@@ -140,14 +141,14 @@ def test_a_captured_draw_follows_rows_positions_parameters_context_and_logits():
             target.copy_(new)
         row_S.copy_(torch.from_numpy(order))
         position_S.copy_(torch.from_numpy(positions))
-        sampler.refresh_static()
-        assert sampler.can_be_static(order, positions)
+        captured.refresh()
+        inputs = SamplerInput(rows=order, positions=positions, token_pool=pool)
+        assert captured.can_draw(inputs)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
-            inputs = SamplerInput(rows=order, positions=positions, token_pool=pool)
-            got = sampler.after_static(logits, inputs, room)
+            got = captured.output(logits, inputs, room)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         wanted = sampler.sample(logits, inputs)

@@ -6,12 +6,14 @@ python tools/bench/scheduler_overhead.py --batch-build tools.bench.batch_build:m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.kernels.base import RotaryTable, StepMetadata
+from megatron_infer.kernels.step_gather import torch_gather
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -38,20 +40,18 @@ def make(context: DynamicInferenceContext, rows: int) -> Callable[[StepPlan, Seq
     """A builder for up to `rows` requests over a cache of `context`'s shape, rotary tables included."""
     torch.set_num_threads(1)
     cache, table = torch.zeros(1), torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
-    builder = BatchBuilder(
-        device=Device("cpu"),
+    sizes: Any = SimpleNamespace(
         max_requests=rows,
         max_tokens=rows * 2 * context.block_size,
         max_blocks_per_row=context.max_blocks_per_row,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         block_size=context.block_size,
-        dummy_block=context.num_blocks,
-        ops=None,  # type: ignore[arg-type] - nothing is computed
-        attention=NoAttention(),
-        kv_cache=lambda: cache,
-        rotary=RotaryTable(cos_PR=table, sin_PR=table),
-        dtype=torch.bfloat16,
+        graph_shapes=(),
     )
+    store: Any = SimpleNamespace(dummy_block=context.num_blocks, kv_cache=cache, states=None, arrival=lambda: None)
+    kernels: Any = SimpleNamespace(ops=None, attention=NoAttention(), scan=None, gather=torch_gather)
+    rotary = RotaryTable(cos_PR=table, sin_PR=table)
+    builder = BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.bfloat16)
 
     @torch.inference_mode()
     def build(plan: StepPlan, writes: Sequence[tuple[int, int, int]]) -> Batch:

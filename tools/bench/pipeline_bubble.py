@@ -83,7 +83,7 @@ def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_micro_bat
             return hidden(step, *received)
 
         engine.parts.adopted.hidden = asleep
-    runner._compute, runner._draw = busy.work(runner._compute), busy.work(runner._draw)
+    runner._compute, runner._sample = busy.work(runner._compute), busy.work(runner._sample)
     runner.link.receive = busy.wait(runner.link.receive)
     generator = torch.Generator().manual_seed(1)
     prompts = [

@@ -6,7 +6,7 @@
 Two kinds of logits: `text` (Zipf-like: a nucleus of tens of tokens) and `flat` (normal noise: half of the vocabulary is
 in the nucleus, the worst case of top_p). Parameters stay in their rows from step to step, as in decoding.
 MEGATRON_INFER_BACKEND=torch measures the path without a compiler. On a GPU a step is timed from its call to the end of
-its work, and `static ...` is the draw that a captured graph holds, launched from the host (of `logprobs 5` the log
+its work, and `captured ...` is the draw that a captured graph holds, launched from the host (of `logprobs 5` the log
 probability and rank alone).
 """
 
@@ -24,11 +24,14 @@ import numpy as np
 import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels.draw_columns import DrawRoom
 from megatron_infer.kernels.select import Chosen, choose
 from megatron_infer.memory.device import Device
+from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
+from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 
 PROMPT, OUTPUT = 256, 64
@@ -59,7 +62,7 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
 
 
 def make_step(
-    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen, device: Device, *, static: bool = False
+    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen, device: Device, *, captured: bool = False
 ) -> Callable[[], object]:
     """A call that samples one step whose row i wants wants[i]."""
     rows, vocab = logits.shape
@@ -76,24 +79,24 @@ def make_step(
             seed=row,
         )
         params.set(row, request)
+    masks = forbid if kernels.device_sampling is None else kernels.device_sampling.forbid
     sampler = Sampler(
         params,
-        vocab_size=vocab,
         padded_vocab_size=vocab,
         argmax=kernels.argmax,
         kernels=kernels.sampling,
-        device_kernels=kernels.device_sampling,
-        stage=device.to_device,
+        ops=DeviceOps(to_device=device.to_device, forbid=masks),
     )
     pool = pool.to(device.torch)
     inputs = SamplerInput(
         rows=np.arange(rows, dtype=np.int32), positions=np.full(rows, PROMPT + OUTPUT), token_pool=pool
     )
-    if static:
-        sampler.refresh_static()
+    if captured:
+        draw = CapturedDraw(sampler, kernels.device_sampling)
+        draw.refresh()
         row_S, position_S = (device.to_device(array.astype(np.int32)) for array in (inputs.rows, inputs.positions))
         room = DrawRoom.make(rows, device.torch)
-        return lambda: sampler.static_sample(logits, row_S, position_S, pool, room)
+        return lambda: draw.draw(logits, row_S, position_S, pool, room)
     return lambda: sampler.sample(logits, inputs)
 
 
@@ -136,11 +139,11 @@ def main() -> None:
             + f"   (one read of the logits: {floor:.2f})"
         )
         names = [*CASES, "mixed"]
-        for name in [*names, *(f"static {name}" for name in names * device.is_cuda)]:
-            case, static = name.removeprefix("static "), name.startswith("static ")
+        for name in [*names, *(f"captured {name}" for name in names * device.is_cuda)]:
+            case, captured = name.removeprefix("captured "), name.startswith("captured ")
             wants = [CASES[case if case in CASES else MIXED[i % 4]] for i in range(args.rows)]
             results[name] = {
-                kind: best_ms(make_step(logits, wants, kernels, device, static=static), args.repeat, device)
+                kind: best_ms(make_step(logits, wants, kernels, device, captured=captured), args.repeat, device)
                 for kind, logits in kinds.items()
             }
             print(f"{name:<35}" + "".join(f"{ms:>9.2f}" for ms in results[name].values()))

@@ -17,9 +17,11 @@ from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
+from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.replay_recorder import REPLAY
 
-GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 
 
@@ -37,12 +39,12 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str | None = "static", **options: Any) -> Any:
-    """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
+def graphed(ctx: Context, model: Any, *, captures: bool = True, kernels: str | None = "static", **options: Any) -> Any:
+    """An engine whose steps are captured; captures=False: only padded. kernels: the backend in a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
     with (
-        environment(GRAPHS_VARIABLE, way or ctx.pick(None, "replay")),
+        environment(GRAPHS_VARIABLE, ctx.pick(None, REPLAY) if captures else EAGER),
         environment(BACKEND_VARIABLE, ctx.pick(None, kernels)),
     ):
         engine = make_engine(model, ctx.device, **settings)
@@ -84,7 +86,7 @@ def on_off(ctx: Context) -> Result:
                 work = workload(ctx, **params)
                 engine = graphed(ctx, model, kernels=kernels)
                 got = answers(engine, work)
-                with_padding = answers(graphed(ctx, model, way="eager", kernels=kernels), work)
+                with_padding = answers(graphed(ctx, model, captures=False, kernels=kernels), work)
                 same(compare, f"{kind} {dtype} {params}", got, with_padding)
                 pool = engine.parts.runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
@@ -107,20 +109,21 @@ def overlapping_launches(ctx: Context) -> Result:
     compare, times = Comparison("difference"), {}
     dtype = ctx.pick(torch.bfloat16, torch.float32)
     model, work = make_model("attention", dtype, ctx.device), workload(ctx)
-    for way in ctx.pick((None, "eager"), ("eager",)):
+    for captures in ctx.pick((True, False), (False,)):
+        how = "replayed" if captures else "eager"
         found = []
         for variable in (None, "1"):
             with environment(PDL_VARIABLE, variable):
-                engine = graphed(ctx, model, way=way, kernels="triton")
+                engine = graphed(ctx, model, captures=captures, kernels="triton")
                 if not ctx.rehearse:
                     answers(engine, work)  # compiles and captures
                 ctx.wait()
                 started = time.perf_counter()
                 found.append(answers(engine, work))
                 ctx.wait()
-                mode, launches = "replayed" if way is None else "eager", "plain" if variable is None else "overlapping"
-                times[f"{mode}, {launches}"] = round((time.perf_counter() - started) * 1e3, 3)
-        same(compare, way or "replayed", found[1], found[0])
+                launches = "plain" if variable is None else "overlapping"
+                times[f"{how}, {launches}"] = round((time.perf_counter() - started) * 1e3, 3)
+        same(compare, how, found[1], found[0])
     return compare.result(milliseconds=times)
 
 
@@ -219,5 +222,5 @@ def many(ctx: Context) -> Result:
     work = workload(ctx, count=ctx.pick(96, 3), temperature=0.8, top_p=0.95)
     work += [([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, detokenize=False))]
     got = answers(graphed(ctx, model, **options), work)
-    same(compare, "many", got, answers(graphed(ctx, model, way="eager", **options), work))
+    same(compare, "many", got, answers(graphed(ctx, model, captures=False, **options), work))
     return compare.result()

@@ -10,10 +10,13 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, check
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels import backend_candidates
 from megatron_infer.kernels.draw_columns import DrawRoom
+from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 
 CPU = torch.device("cpu")
@@ -69,13 +72,15 @@ class Rows:
         kernels = self._kernels() if with_kernels else None
         self.sampler = Sampler(
             self.params,
-            vocab_size=vocabulary,
             padded_vocab_size=vocabulary + 8,
             kernels=kernels,
-            device_kernels=kernels,
             search=search,
-            stage=lambda array: torch.from_numpy(array).to(device),
+            ops=DeviceOps(
+                stage=lambda array: torch.from_numpy(array).to(device),
+                forbid=forbid if kernels is None else kernels.forbid,
+            ),
         )
+        self.captured_draw = CapturedDraw(self.sampler, kernels)
 
     def _kernels(self) -> Any:
         found, _ = backend_candidates.available(backend_candidates.SAMPLING, self.device, torch.float32, forced=None)
@@ -97,9 +102,9 @@ class Rows:
         row_S, position_S = torch.zeros((2, count), dtype=torch.int32, device=self.device)
 
         def run() -> None:
-            self.sampler.static_sample(own, row_S, position_S, self.pool, room)
+            self.captured_draw.draw(own, row_S, position_S, self.pool, room)
 
-        self.sampler.refresh_static()
+        self.captured_draw.refresh()
         run()
         replay = run
         if self.device.type == "cuda":
@@ -115,7 +120,7 @@ class Rows:
                 target.copy_(torch.as_tensor(source))
             position_S.copy_(torch.from_numpy(inputs.positions))
             replay()
-            return self.sampler.after_static(own, inputs, room), self.sampler.sample(own, inputs)
+            return self.captured_draw.output(own, inputs, room), self.sampler.sample(own, inputs)
 
         return draw
 

@@ -61,7 +61,7 @@ SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 class TritonSampling:
-    """What `sampling.filters`, `logprobs`, `static` and `masks` do, for rows of fp32, bf16 or fp16 logits on a GPU."""
+    """`sampling.filters`, `logprobs`, `token_masks` and a captured draw, for fp32, bf16 or fp16 logits on a GPU."""
 
     def __init__(self, *, held: int = HELD) -> None:
         """held: a power of two; a smaller one sends more rows the way over the whole row."""
@@ -110,7 +110,7 @@ class TritonSampling:
         token_pool: Tensor,
         out: DrawRoom,
     ) -> None:
-        """`DeviceKernels.static_draw`: seven launches, whatever the rows want."""
+        """`DrawKernel.static_draw`: seven launches, whatever the rows ask for."""
         rows = len(logits_SV)
         assert columns_NR.shape[0] == len(Column) and lists_RI.shape[1] == LISTED
         assert columns_NR.stride(1) == token_pool.stride(1) == lists_RI.stride(1) == 1 and lists_RI.is_contiguous()

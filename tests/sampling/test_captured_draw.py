@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from sampling_oracle import make_request
-from sampling_rows import Rows, random_logits, random_request, same_outputs, spoil, static
+from sampling_rows import Rows, drawn_captured, random_logits, random_request, same_outputs, spoil
 
+from megatron_infer.cuda_graphs.captured_draw import RowMirror, uniform_of
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column
-from megatron_infer.sampling.captured_draw import RowMirror, uniform_of
 from megatron_infer.sampling.rng import mix, uniform
-from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.sampling.row_params import RowFlags, RowParams
 
 
 def test_uniforms_are_the_hosts_bit_for_bit():
@@ -35,9 +37,9 @@ def test_answers_are_those_of_the_ordinary_draw_whatever_rows_want_and_in_any_or
         requests = [random_request(rng, vocab_size, **(short if i % 2 else {})) for i in range(60)]
         logits = random_logits(rng, 60, vocab_size, dtype=dtype, step=step)
         rows = Rows(requests, vocab_size, mode=mode)
-        order = rng.permutation([i for i in range(60) if rows.can_be_static([i])])
+        order = rng.permutation([i for i in range(60) if rows.can_draw([i])])
         assert len(order) > 40
-        got = static(rows, logits, order)
+        got = drawn_captured(rows, logits, order)
         same_outputs(got, rows.sample(logits, order))
         assert not got.bad_S.any() or vocab_size == 30
 
@@ -48,7 +50,7 @@ def test_rows_without_a_distribution_are_bad():
     for params in ({}, {"temperature": 0.0}, {"top_p": 0.5}, {"repetition_penalty": 1.2}):
         requests = [make_request([1], seed=i, **params) for i in range(4)]
         rows = Rows([*requests, make_request([1], allowed_token_ids=[3], bad_token_ids=[3])], 100)
-        got = static(rows, logits, range(5))
+        got = drawn_captured(rows, logits, range(5))
         assert got.bad_S.tolist() == [True, True, True, False, True]
         assert got.tokens_S[[0, 1, 2, 4]].tolist() == [0, 0, 0, 0]
 
@@ -89,7 +91,7 @@ def test_small_vocabularies_odd_numbers_and_edits_that_overlap_change_nothing(mo
         for _ in range(2):
             logits = spoil(rng, random_logits(rng, 8, vocab_size, dtype=torch.bfloat16, step=0.5))
             order = rng.permutation(8)
-            same_outputs(static(rows, logits, order), rows.sample(logits, order))
+            same_outputs(drawn_captured(rows, logits, order), rows.sample(logits, order))
             rows.put(int(order[0]), request())
 
 
@@ -119,7 +121,7 @@ def test_a_row_is_drawn_by_what_it_wants_now_not_by_what_its_last_request_did():
     logits = random_logits(rng, 8, vocab_size)
     rows = Rows([random_request(rng, vocab_size) for _ in range(8)], vocab_size)
     for _ in range(12):
-        same_outputs(static(rows, logits, range(8)), rows.sample(logits))
+        same_outputs(drawn_captured(rows, logits, range(8)), rows.sample(logits))
         for row in rng.choice(8, size=3, replace=False).tolist():
             rows.put(row, random_request(rng, vocab_size) if rng.random() < 0.7 else make_request([1, 2], seed=row))
 
@@ -146,7 +148,7 @@ def test_a_mirror_follows_rows_that_change_hands_at_the_address_it_began_with():
         mirror.refresh()
         assert len(staged) <= 2 and all(shape[1] <= 3 for shape in staged[:1])
         for row in range(9):
-            inverse, top_k, top_p, min_p = mirror.values_NR[:4, row].tolist()
+            inverse, top_k, top_p, min_p = mirror.columns_NR.view(torch.float64)[:4, row].tolist()
             if params.flags[row] & 1:
                 assert (inverse, top_k, top_p, min_p) == (1.0 / params.table[0, row], *params.table[1:4, row])
                 assert mirror.columns_NR[Column.STREAM, row].item() == mix(params.seed[row : row + 1]).view(np.int64)[0]
@@ -163,12 +165,13 @@ def test_what_only_the_host_can_do_is_left_to_the_ordinary_draw_and_counted():
     requests = [make_request([1, 2], bad_token_ids=ids), make_request([1, 2], bad_token_ids=ids, logit_bias={7: 1.0})]
     requests += [make_request([1, 2], min_tokens=4, stop_ids=range(LISTED + 1)), make_request([1, 2], logprobs=3)]
     rows = Rows(requests, vocab_size)
-    assert rows.can_be_static([0, 3]) and rows.can_be_static([]) and not rows.sampler.drawn_outside
-    assert not rows.can_be_static([0, 1]) and not rows.can_be_static([2])
-    assert rows.sampler.can_be_static(np.array([2]), np.array([6])), "its stop ids are free by then"
-    rows.params.flags[0] |= 512  # Wants.GRAMMAR
-    assert not rows.can_be_static([0])
-    assert rows.sampler.drawn_outside == {"a list of more than 1,024 ids": 2, "structured output": 1}
-    rows.sampler.refresh_static()
-    asks = rows.sampler._mirror.columns_NR[Column.ASKS].tolist()
+    assert rows.can_draw([0, 3]) and rows.can_draw([]) and not rows.captured.drawn_outside
+    assert not rows.can_draw([0, 1]) and not rows.can_draw([2])
+    later = dataclasses.replace(rows.inputs([2]), positions=np.array([6]))
+    assert rows.captured.can_draw(later), "its stop ids are free by then"
+    rows.params.flags[0] |= RowFlags.GRAMMAR
+    assert not rows.can_draw([0])
+    assert rows.captured.drawn_outside == {"a list of more than 1,024 ids": 2, "structured output": 1}
+    rows.captured.refresh()
+    asks = rows.captured._mirror.columns_NR[Column.ASKS].tolist()
     assert asks[0] & Asks.EDIT and not asks[1] & Asks.EDIT and not asks[2]

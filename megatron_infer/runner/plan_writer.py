@@ -1,11 +1,11 @@
-"""A plan as rows and tokens of a step's buffer, padded where the step has a shape.
+"""Writes a plan into a step's buffer, padded where the step has a shape.
 
-    tokens  | decode: real, dummy | slices of the prefill rows | nobody's |
-    rows    | decode: real, dummy | prefill: real, empty |
-    samples | decode: real | prefill: those that draw, forks | dummy |
+    tokens    | decode: real, padding | prefill chunks | padding |
+    sequences | decode: real, padding | prefill: real, empty |
+    samples   | decode: real | prefill: those that draw, their forks | padding |
 
-Padding is the dummy row's, at position 0: it reads and writes the dummy block, the dummy state slot and token 0 of the
-dummy row, which nothing else looks at.
+Padding belongs to the dummy row, at position 0: it reads and writes the dummy block, the dummy state slot and token 0
+of the dummy row, which nothing else reads. A sequence is an entry of the step; a row, here, is a request's row.
 """
 
 from __future__ import annotations
@@ -21,34 +21,32 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What was written of a plan."""
+class WrittenPlan:
+    """Where a plan lies in the buffer, and the samples it draws."""
 
     views: StepViews
-    num_sampled: int
-    """Tokens that are drawn for requests; samples behind them are padding."""
     sample_rows: np.ndarray
-    """int32 [num_sampled]; never changed again."""
+    """int32 [num_sampled]; never written to again. Samples behind these are padding."""
     sample_positions: np.ndarray
-    """int64 [num_sampled]; never changed again."""
+    """int64 [num_sampled]; never written to again."""
     advances: bool
-    """The step is the one before with every decode row one token further: `StepBuffer.advance_mirror` is enough."""
+    """The step is the one before with every sequence one token further: `StepBuffer.advance_mirror` is enough."""
 
 
-class StepRows:
-    """Writes plans into the buffer's host arrays, and less of one that only goes on from the plan before."""
+class PlanWriter:
+    """Writes plans into the buffer's host arrays; a plan that only advances the one before is not written in full."""
 
     def __init__(self, buffer: StepBuffer, *, dummy_row: int) -> None:
         self._buffer, self._dummy_row = buffer, dummy_row
         self._decode: list[Request] = []
         self._decode_rows: np.ndarray = np.empty(0, dtype=np.int32)
         self._next_starts: np.ndarray | None = None
-        """Where the rows of the last step, which only decoded, would go on; None: it did more, or failed."""
+        """decode_starts of a step that advances the last one, which only decoded; None: it did more, or failed."""
         self._views: StepViews | None = None
 
-    def write(self, plan: StepPlan, shape: GraphShape | None) -> Written:
-        """Fill the rows' and tokens' fields. The buffer is taken to be uploaded, or advanced, after each call; call
-        `forget` where it was not."""
+    def write(self, plan: StepPlan, shape: GraphShape | None) -> WrittenPlan:
+        """Fill the fields of sequences, samples and tokens. The caller uploads or advances the buffer after each call;
+        it calls `forget` where it did not."""
         num_decode = len(plan.decode)
         decode = list(plan.decode)
         same = decode == self._decode and not plan.returned  # by identity: the set rarely changes between steps
@@ -65,9 +63,7 @@ class StepRows:
         if plan.prefill:
             _check_fits(plan, size)
             rows, positions = self._write_all(plan, views, starts)
-            return Written(
-                views=views, num_sampled=len(rows), sample_rows=rows, sample_positions=positions, advances=False
-            )
+            return WrittenPlan(views=views, sample_rows=rows, sample_positions=positions, advances=False)
         positions = starts + 1
         advances = same and expected is not None and np.array_equal(starts, expected)
         if advances:
@@ -75,22 +71,16 @@ class StepRows:
         else:
             _check_fits(plan, size)
             self._write_decode(views, starts, num_decode)
-            self._pad(views, num_samples=num_decode, num_rows=size.num_decode, num_tokens=size.num_decode)
+            self._pad(views, num_samples=num_decode, num_sequences=size.num_decode, num_tokens=size.num_decode)
         self._next_starts = positions
-        return Written(
-            views=views,
-            num_sampled=num_decode,
-            sample_rows=self._decode_rows,
-            sample_positions=positions,
-            advances=advances,
-        )
+        return WrittenPlan(views=views, sample_rows=self._decode_rows, sample_positions=positions, advances=advances)
 
     def forget(self) -> None:
-        """What was written last has not reached the device."""
+        """The device has not got what was written last: the next plan is written in full."""
         self._next_starts = None
 
     def _write_decode(self, views: StepViews, starts: np.ndarray, num_decode: int) -> None:
-        """Decode rows, the dummy ones among them, and their samples."""
+        """Decode sequences, those that pad included, and their samples."""
         host, rows, padded = views.host, self._decode_rows, views.size.num_decode
         host["token_position"][:num_decode] = starts
         host["token_row"][:num_decode] = rows
@@ -137,25 +127,25 @@ class StepRows:
         host["sample_token"][num_decode:num_samples] = drawn_tokens
         host["sample_row"][num_decode:num_samples] = drawn_rows
         host["sample_position"][num_decode:num_samples] = drawn_positions
-        num_rows = views.size.num_decode + len(plan.prefill)
-        self._pad(views, num_samples=num_samples, num_rows=num_rows, num_tokens=offset)
+        num_sequences = views.size.num_decode + len(plan.prefill)
+        self._pad(views, num_samples=num_samples, num_sequences=num_sequences, num_tokens=offset)
         return (
             np.concatenate([self._decode_rows, np.array(drawn_rows, dtype=np.int32)]),
             np.concatenate([starts + 1, np.array(drawn_positions, dtype=np.int64)]),
         )
 
-    def _pad(self, views: StepViews, *, num_samples: int, num_rows: int, num_tokens: int) -> None:
-        """Everything behind the last real sample, prefill row and token."""
+    def _pad(self, views: StepViews, *, num_samples: int, num_sequences: int, num_tokens: int) -> None:
+        """Fill everything behind the last real sample, prefill sequence and token."""
         host, size = views.host, views.size
         if num_samples < size.num_samples:
             host["sample_token"][num_samples:] = 0
             host["sample_row"][num_samples:] = self._dummy_row
             host["sample_position"][num_samples:] = 0
-        if num_rows < size.num_rows:
-            host["table_row"][num_rows:] = self._dummy_row
+        if num_sequences < size.num_sequences:
+            host["table_row"][num_sequences:] = self._dummy_row
             for name in ("q_len", "kv_len", "num_prompt_queries"):
-                host[name][num_rows:] = 0
-            host["cu_q"][num_rows + 1 :] = num_tokens
+                host[name][num_sequences:] = 0
+            host["cu_q"][num_sequences + 1 :] = num_tokens
         if num_tokens < size.num_tokens:
             host["token_position"][num_tokens:] = 0
             host["token_row"][num_tokens:] = self._dummy_row
@@ -170,12 +160,12 @@ def _check_fits(plan: StepPlan, size: StepSize) -> None:
     num_decode, num_prefill = len(plan.decode), len(plan.prefill)
     fits = (
         num_decode <= size.num_decode
-        and num_prefill <= size.num_rows - size.num_decode
+        and num_prefill <= size.num_sequences - size.num_decode
         and plan.num_tokens - num_decode <= size.num_tokens - size.num_decode
         and len(plan.sampled) <= size.num_samples
     )
     assert fits, (
-        f"{plan.num_tokens} tokens, {num_decode} decode rows, {num_prefill} slices, {len(plan.sampled)} drawn; "
+        f"{plan.num_tokens} tokens, {num_decode} decode rows, {num_prefill} chunks, {len(plan.sampled)} drawn; "
         f"padded to {size}"
     )
 

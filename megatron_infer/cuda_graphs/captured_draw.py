@@ -1,15 +1,19 @@
-"""Drawing without a decision on the host: fixed shapes, parameters read on the device, fit for a captured graph.
+"""Draws at the end of a captured step: fixed shapes, parameters read on the device, no decision on the host.
 
     RowParams --rows that changed--> RowMirror (device) --row_S--> edits, filters --> token --> token_pool[row, here]
                                                    token_pool[row, : here] --^         `--> log probabilities, rank
 
 A step's graph is replayed with other rows, positions and parameters than it was captured with: which row is greedy and
-which is filtered, penalised or scored is therefore data. What is left to the host: grammar masks, which are made there,
-and lists of more than LISTED ids.
+which is filtered, penalised or scored is therefore data. Rows that need a grammar mask, which is made on the host, or
+list more than LISTED ids are drawn by the ordinary sampler, from the step's logits.
 Legend: S sampled positions, R request rows, V vocab, P positions of a row, N columns, I ids that a row lists.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,23 +22,102 @@ from torch import Tensor
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column, DrawRoom
 from megatron_infer.sampling.filters import DrawParams, DrawResult, draw_any, draw_sorted
 from megatron_infer.sampling.logprobs import processed, score
+from megatron_infer.sampling.returned_details import returned_support
 from megatron_infer.sampling.rng import GAMMA, MIX_FIRST, MIX_SECOND, mix
 from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags, RowParams
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from megatron_infer.sampling.upload import Upload
 
-OUTSIDE = RowFlags.GRAMMAR
-"""What no captured draw does."""
+DRAWS_BEHIND = "FlashInfer draws behind the graph"
+
+
+class DrawKernel(Protocol):
+    """A GPU backend's `CapturedDraw.draw`."""
+
+    def static_draw(
+        self,
+        logits_SV: Tensor,
+        columns_NR: Tensor,
+        lists_RI: Tensor,
+        row_S: Tensor,
+        position_S: Tensor,
+        token_pool: Tensor,
+        out: DrawRoom,
+    ) -> None:
+        """columns_NR, lists_RI: see RowMirror."""
+        ...
+
+
+class CapturedDraw:
+    """Draws the tokens that `sampler` would draw, bit for bit, in a way that a graph can hold."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        kernel: DrawKernel | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """sampler: over the whole vocabulary. kernel: None where this device's backend has none. gather: makes whole
+        rows of logits of every rank's part; None where the vocabulary is not split over ranks.
+        """
+        self._sampler, self._kernel, self._gather = sampler, kernel, gather
+        self._mirror: RowMirror | None = None
+        self.drawn_outside: Counter[str] = Counter()
+        """Reason -> steps that `can_draw` has refused."""
+
+    def can_draw(self, inputs: SamplerInput) -> bool:
+        """Whether `draw` serves these rows with all that they ask for; the same on every rank."""
+        sampler = self._sampler
+        reason: str | None = DRAWS_BEHIND
+        if sampler.search is None:
+            reason = why_outside(sampler.params, inputs.rows, sampler.flags_of(inputs.rows, inputs.positions))
+        if reason is None and self._gather is not None and _needs_logits(sampler.params, inputs.rows):
+            reason = "alternatives or supports, of a vocabulary in parts"
+        if reason is not None:
+            self.drawn_outside[reason] += 1
+        return reason is None
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Upload the parameters that changed; before each run of `draw`, never within a capture."""
+        if self._mirror is None:
+            sampler = self._sampler
+            self._mirror = RowMirror(sampler.params, sampler.ops.to_device, is_processed=sampler.is_processed)
+        self._mirror.refresh()
+
+    def draw(self, logits_SV: Tensor, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom) -> None:
+        """Each row's token and its log probabilities, from device tensors alone, into `out` [S] and the token pool.
+
+        row_S, position_S: integers as in SamplerInput; padding has the dummy row, whose parameters are greedy, and any
+        position. It can be captured: one sequence of launches, whatever the rows ask for, of shapes that follow from
+        logits_SV.
+        """
+        assert self._mirror is not None, "draw before refresh"
+        logits_SV = logits_SV if self._gather is None else self._gather(logits_SV)
+        logits_SV, mirror = logits_SV[:, : self._sampler.vocab_size], self._mirror
+        if self._kernel is None:
+            static_draw(logits_SV, mirror, row_S, position_S, token_pool, out)
+        else:
+            self._kernel.static_draw(logits_SV, mirror.columns_NR, mirror.lists_RI, row_S, position_S, token_pool, out)
+
+    def output(self, logits_SV: Tensor, inputs: SamplerInput, room: DrawRoom) -> SamplerOutput:
+        """What `Sampler.sample` gives, for rows that `draw` has drawn into `room` from these logits: alternatives and
+        supports are all that is computed here."""
+        if self._gather is not None:  # only the shape is used: `can_draw` has refused rows that need their values
+            logits_SV = logits_SV[:, :1].expand(-1, self._sampler.padded_vocab_size)
+        drawn = DrawResult(room.tokens, room.top, room.cut_logit, room.cut_id, room.mass, room.own, room.raw, room.rank)
+        return self._sampler.output_of_drawn(logits_SV, inputs, drawn, room.bad)
 
 
 class RowMirror:
-    """What a draw needs of `RowParams`, on the device at one address; brought up to date between steps.
+    """`RowParams` on the device, at fixed addresses; brought up to date between steps.
 
-    Only rows that changed travel: one staged array and one scatter, another of each for ids that they list, nothing
-    where nothing changed. Lists have a fixed room of LISTED ids a row, so that no graph ever loses their address.
+    Only rows that changed are uploaded: one array and one scatter, another of each for ids that they list, nothing
+    where nothing changed. Each row has room for LISTED ids, so that the lists keep their address too.
     """
 
     def __init__(self, params: RowParams, stage: Upload, *, is_processed: bool = False) -> None:
-        """is_processed: `logprobs` asks for the distribution that a token was drawn from, not the model's."""
+        """is_processed: see `Sampler.is_processed`."""
         self._params, self._stage, self._version, self._is_processed = params, stage, 0, is_processed
         num_rows = len(params.flags)
         start = np.zeros((len(Column), num_rows), dtype=np.int64)
@@ -42,19 +125,14 @@ class RowMirror:
         for column, value in neutral:
             start[column] = np.float64(value).view(np.int64)
         self.columns_NR = stage(start)
-        """int64: `Column`."""
+        """int64 [Column, R]; some columns hold the bits of a float64."""
         self.lists_RI = stage(np.zeros((num_rows, LISTED), dtype=np.int64))
         """int64 [R, LISTED]: the ids that a row lists, each below the fp32 bits of its bias."""
 
-    @property
-    def values_NR(self) -> Tensor:
-        """The columns read as float64."""
-        return self.columns_NR.view(torch.float64)
-
     def refresh(self) -> None:
-        """Take over what changed since the last call; ordered on the current stream, never inside a capture.
+        """Upload the rows that changed since the last call; ordered on the current stream, never inside a capture.
 
-        One that was interrupted is done again by the next.
+        A call that was interrupted is repeated by the next.
         """
         params = self._params
         version = params.version
@@ -87,12 +165,12 @@ class RowMirror:
         pairs.append((RowFlags.SAMPLED, Asks.RAW | Asks.OWN))
         pairs.append((RowFlags.LOGPROBS, Asks.OWN | Asks.OWN_RANK if self._is_processed else Asks.RAW | Asks.RANK))
         asks = np.zeros(len(flags), dtype=np.int64)
-        for want, ask in pairs:
-            asks |= np.where(flags & want, int(ask), 0)
+        for flag, ask in pairs:
+            asks |= np.where(flags & flag, int(ask), 0)
         return asks
 
     def _lists(self, changed: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
-        """[place in lists_RI, entry] of rows that list ids; fills in where each kind ends."""
+        """[place in lists_RI, entry] of each row that lists ids; writes into `columns` where each kind of id ends."""
         listed = []
         for place, row in enumerate(changed.tolist()):
             extras = self._params.extras.get(row)
@@ -119,12 +197,20 @@ def num_listed(extras: RowExtras) -> int:
     return len(extras.bias_ids) + allowed + len(extras.bad_ids) + len(extras.stop_ids)
 
 
+def _needs_logits(params: RowParams, rows: np.ndarray) -> bool:
+    """Whether a row's outputs need whole rows of logits after the draw: alternatives, or the bits of a support."""
+    flags = params.flags[rows]
+    has_alternatives = params.num_logprobs[rows[(flags & RowFlags.LOGPROBS) != 0]] > 0
+    _, support = returned_support(params, rows, flags)
+    return bool(has_alternatives.any() or (support >= 0).any())
+
+
 def why_outside(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> str | None:
-    """Why these rows, of which flags[i] are in force, cannot be drawn by `static_draw`; None: they can."""
-    wants = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-    if wants & OUTSIDE:
+    """Why a captured draw cannot serve rows with these flags in force; None: it can."""
+    union = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+    if union & RowFlags.GRAMMAR:
         return "structured output"
-    if wants & (RowFlags.EDIT | RowFlags.MIN_TOKENS):
+    if union & (RowFlags.EDIT | RowFlags.MIN_TOKENS):
         for row in rows[(flags & (RowFlags.EDIT | RowFlags.MIN_TOKENS)) != 0].tolist():
             if num_listed(params.extras[row]) > LISTED:
                 return f"a list of more than {LISTED:,} ids"
@@ -143,10 +229,10 @@ def uniform_of(stream_S: Tensor, position_S: Tensor) -> Tensor:
 def static_draw(
     logits_SV: Tensor, mirror: RowMirror, row_S: Tensor, position_S: Tensor, token_pool: Tensor, out: DrawRoom
 ) -> None:
-    """The tokens that `Sampler.sample` draws, and what is told of them; the pool gets them.
+    """`CapturedDraw.draw` in torch.
 
-    Every row is edited, sorted in full, drawn in every way and scored, of which its parameters keep what it wants: it
-    is the reference and the way of devices without kernels, not the fast one.
+    Every row is edited, sorted in full, drawn in every way and scored; its parameters select the results that it keeps.
+    It is the reference, and what devices without a kernel run; it is not fast.
     """
     row_S, position_S = row_S.long(), position_S.long()
     columns_NS = mirror.columns_NR.index_select(1, row_S)
@@ -155,7 +241,7 @@ def static_draw(
     inverse, top_k, top_p, min_p = values_NS[:4]
     greedy = inverse == 0.0
     uniform_S = uniform_of(columns_NS[Column.STREAM], position_S)
-    shape = DrawParams(
+    params = DrawParams(
         columns_5M=torch.stack([inverse.masked_fill(greedy, 1.0), top_k, top_p, min_p, uniform_S]),
         candidates=logits_SV.shape[1],
         needs_mass=True,
@@ -163,7 +249,7 @@ def static_draw(
     vocab = logits_SV.shape[1]
     work_SV = edited(logits_SV.float(), columns_NS, lists_SI, token_pool.index_select(0, row_S), position_S)
     filtered = ((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)) & ~greedy
-    free, kept = draw_any(work_SV, shape), draw_sorted(work_SV, shape)
+    free, kept = draw_any(work_SV, params), draw_sorted(work_SV, params)
     assert kept.cut_logit_M is not None and kept.cut_id_M is not None
     token = torch.where(greedy, work_SV.argmax(-1), torch.where(filtered, kept.token_M, free.token_M))
     bad_S = ~free.top_M.isfinite()
@@ -192,10 +278,10 @@ def edited(work_SV: Tensor, columns_NS: Tensor, lists_SI: Tensor, tokens_SP: Ten
     is_edit = (asks_S1 & Asks.EDIT) != 0
     is_early = ((asks_S1 & Asks.MIN_TOKENS) != 0) & (position_S < columns_NS[Column.MIN_TOTAL]).unsqueeze(1)
     at_I = torch.arange(lists_SI.shape[1], device=work_SV.device)
-    nobody = torch.full_like(lists_SI, vocab)  # one column more takes what is nobody's
+    unused = torch.full_like(lists_SI, vocab)  # an additional column takes the ids that do not apply
 
-    def ids(first: Tensor | int, end: Tensor, wanted: Tensor) -> Tensor:
-        return torch.where((at_I >= first) & (at_I < end) & wanted, lists_SI & 0xFFFFFFFF, nobody)
+    def ids(first: Tensor | int, end: Tensor, applies: Tensor) -> Tensor:
+        return torch.where((at_I >= first) & (at_I < end) & applies, lists_SI & 0xFFFFFFFF, unused)
 
     def marked(ids_SI: Tensor) -> Tensor:
         return torch.zeros(rows, vocab + 1, device=work_SV.device).scatter_(1, ids_SI, 1.0)[:, :vocab] > 0

@@ -1,4 +1,4 @@
-"""What a token carries: the model's log probability, the one it was drawn with, and the ids it was drawn among."""
+"""A token's details: its log probability in the model's distribution and in the one drawn from, and its support."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def kernels(request):
 
 
 def support_of(batch, entry: int, token: int) -> list[int]:
-    told, vocab = int(batch.support[entry]), batch.vocab_size
-    if told == WHOLE:
+    place, vocab = int(batch.support[entry]), batch.vocab_size
+    if place == WHOLE:
         row = np.empty(0, np.int32)
     else:
-        row = lone_row(token, vocab) if told == ALONE else support_row(batch.bits_BY[told].numpy(), vocab)
+        row = lone_row(token, vocab) if place == ALONE else support_row(batch.bits_BY[place].numpy(), vocab)
     return TokenSupport.of_rows(vocab, [row]).ids_at(0).tolist()
 
 
@@ -69,18 +69,18 @@ def test_a_row_without_wishes_is_told_to_be_whole_and_a_greedy_one_to_be_alone(k
     assert len(support_of(got.token_details, 4, 0)) == 3
 
 
-@pytest.mark.parametrize("wish", [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.9, "logprobs": 3}])
-def test_asking_changes_no_token_and_no_logprob_of_anyone(kernels, wish):
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.9, "logprobs": 3}])
+def test_asking_changes_no_token_and_no_logprob_of_any_row(kernels, params):
     logits = torch.randn(8, 500, generator=torch.manual_seed(1))
-    others = [make_request([5], seed=i, **wish) for i in range(4)]
-    plain = Rows([make_request([1], seed=i, **wish) for i in range(4)] + others, 500, kernels=kernels).sample(logits)
-    asked = [make_request([1], seed=i, **wish, **BOTH) for i in range(4)]
-    told = Rows(asked + others, 500, kernels=kernels).sample(logits)
-    assert plain.tokens_S.tolist() == told.tokens_S.tolist() and plain.token_details is None
-    assert told.token_details.index.tolist() == [0, 1, 2, 3]
+    others = [make_request([5], seed=i, **params) for i in range(4)]
+    plain = Rows([make_request([1], seed=i, **params) for i in range(4)] + others, 500, kernels=kernels).sample(logits)
+    asked = [make_request([1], seed=i, **params, **BOTH) for i in range(4)]
+    detailed = Rows(asked + others, 500, kernels=kernels).sample(logits)
+    assert plain.tokens_S.tolist() == detailed.tokens_S.tolist() and plain.token_details is None
+    assert detailed.token_details.index.tolist() == [0, 1, 2, 3]
     if plain.logprobs is not None:
-        assert torch.equal(plain.logprobs.token_logprob, told.logprobs.token_logprob)
-        assert torch.equal(told.logprobs.token_logprob[:4], told.token_details.raw)
+        assert torch.equal(plain.logprobs.token_logprob, detailed.logprobs.token_logprob)
+        assert torch.equal(detailed.logprobs.token_logprob[:4], detailed.token_details.raw)
 
 
 def test_min_tokens_is_in_the_support_only_while_it_holds():
@@ -124,8 +124,8 @@ def test_renormalised_logits_are_the_distribution_drawn_from_and_let_gradients_t
     got = Rows(requests, 200).sample(logits)
     for row, request in enumerate(requests):
         token = got.tokens_S[row].item()
-        told = int(got.token_details.support[row])
-        words = np.empty(0, np.int32) if told == WHOLE else support_row(got.token_details.bits_BY[told].numpy(), 200)
+        place = int(got.token_details.support[row])
+        words = np.empty(0, np.int32) if place == WHOLE else support_row(got.token_details.bits_BY[place].numpy(), 200)
         support = TokenSupport.of_rows(200, [words])
         leaf = torch.nn.functional.pad(logits[row], (0, 6), value=9.0).requires_grad_()
         log_probs = support.renormalise(leaf, 0, temperature=request.params.temperature)
