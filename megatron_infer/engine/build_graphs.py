@@ -50,7 +50,9 @@ def step_graphs(
     shapes: tuple[GraphShape, ...] = ()
     if not isinstance(found, str):
         reason = why_not(adopted, chosen, found)
-        shapes = tuple(shape for shape in sizes.graph_shapes if not adopted.asks_host(chosen.ops, shape.num_tokens))
+        shapes = tuple(
+            shape for shape in sizes.graph_shapes if not adopted.waits_for_device(chosen.ops, shape.num_tokens)
+        )
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
     if link is not None:  # what a stage sends is padded or not: all of them do the same
@@ -108,7 +110,7 @@ def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | 
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is of the user's own, and nobody knows what it does"
-    if adopted.pieces is not None and not recorder.holds_compiled:
+    if adopted.compiler is not None and not recorder.holds_compiled:
         return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():
         backend = backend_on(group, adopted.device.type)

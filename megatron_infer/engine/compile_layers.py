@@ -36,14 +36,14 @@ def compile_layers(
         ) as error:  # no C++ compiler, no Triton: torch.compile has many names
             reason = _cause(error)
     if any_rank(reason is not None):
-        adopted.keep_layers()
+        adopted.undo_compile()
         reason = reason or "another rank could not compile them"
         chosen.rows.append(BackendChoice(OPERATION, "as they are", {"torch.compile": reason}))
         warnings.warn(f"compile_layers=True: {reason}; layers run as they are", ConfigWarning, stacklevel=4)
         return
-    pieces = adopted.pieces
-    assert pieces is not None
-    took = f"{pieces.num_functions} functions, compiled {pieces.num_compiles} times in {pieces.compile_s:.1f} s"
+    compiler = adopted.compiler
+    assert compiler is not None
+    took = f"{compiler.num_functions} functions, compiled {compiler.num_compiles} times in {compiler.compile_s:.1f} s"
     chosen.rows.append(BackendChoice(OPERATION, f"torch.compile ({took})", {}))
     log.info("layers compiled: %s", took)
 

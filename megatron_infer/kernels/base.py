@@ -214,7 +214,7 @@ class StepInputs(Protocol):
     token_ids_T: Tensor
     is_padded: bool
     """Of a graph's shape: nothing may ask the device for a value on the way."""
-    nobody_T1: Tensor | None
+    padding_T1: Tensor | None
     """bool, which tokens of a padded step pad it; None: it is not padded."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers note which experts each token goes to; None: nobody asks."""

@@ -159,7 +159,7 @@ class TrainingStep:
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
-        self.is_padded, self.nobody_T1 = False, None
+        self.is_padded, self.padding_T1 = False, None
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
         self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights
         self._step = self._metadata(rotary)

@@ -76,9 +76,9 @@ class Fp8Linears:
         self._recipe, self._row_multiple = recipe, row_multiple
         self._modules: dict[int, _Quantisers] = {}
         self.products: list[Fp8Product] = []
-        self.nobody_T1: Tensor | None = None
+        self.padding_T1: Tensor | None = None
         """Rows of the step in hand that pad it."""
-        self.company_counts: bool = recipe.float8_current_scaling()
+        self.scale_is_shared: bool = recipe.float8_current_scaling()
         """A product takes one scale for all rows of its input: a row's bits depend on those beside it."""
 
     def add(self, module: Any, name: str, *, number: str) -> Fp8Product:
@@ -199,8 +199,8 @@ class Fp8Product:
         if not is_quantised(weight) and (weight := self._copy) is None:
             raise ModelError(f"{self.name}: its weight in FP8 was released and not made again")
         linears, num_tokens = self._linears, len(x_TX)
-        if linears.nobody_T1 is not None:
-            x_TX = x_TX.masked_fill(linears.nobody_T1, 0)
+        if linears.padding_T1 is not None:
+            x_TX = x_TX.masked_fill(linears.padding_T1, 0)
         missing = -num_tokens % linears.row_multiple
         x_TX = F.pad(x_TX, (0, 0, 0, missing)) if missing else x_TX.contiguous()
         out_TW = self._matmul(weight, self._input(x_TX), x_TX.dtype, bias)
@@ -255,7 +255,7 @@ def _matmul(*, splits_accumulator: bool) -> Callable[[Any, Any, torch.dtype, Ten
 
 
 def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
-    """Give Transformer Engine's linears of these layers (`plans.LayerPlan`) their products in FP8; None: none has one.
+    """Give Transformer Engine's linears of these layers (`LayerAdoption`) their products in FP8; None: none has one.
 
     Raises AdoptionError, with nothing changed in the model, for weights in 8 bits where nothing is computed in FP8.
     """
@@ -263,7 +263,7 @@ def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
     linears = None if recipe is None else Fp8Linears(recipe, row_multiple=te.row_multiple(config))
     for layer in layers:
         active = linears if recipe is not None and te.is_fp8_layer(config, layer.number) else None
-        if active is not None and layer.lean is None:
+        if active is not None and layer.fused is None:
             raise AdoptionError(
                 layer.name,
                 f"a layer of another class with fp8={config.fp8!r}: its own modules would note what they see of the "
@@ -282,6 +282,4 @@ def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
                     f"(fp8={config.fp8!r}): weights in 8 bits (fp8_param) need config.fp8, as in training; set it, "
                     f"{BF16}",
                 )
-        if layer.lean is not None:
-            layer.lean.see_products()
     return linears if linears is not None and linears.num_products else None

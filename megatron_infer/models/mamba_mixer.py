@@ -35,7 +35,7 @@ _STOCK_MODULE = "megatron.core.ssm.mamba_mixer"
 class PagedMixer:
     """Mixed into Mamba mixers: with a step, the recurrent state is read from and written to the step's slots."""
 
-    lean: FusedMixer | None = None
+    fused: FusedMixer | None = None
     """Set by `adopt`."""
 
     def forward(
@@ -44,8 +44,8 @@ class PagedMixer:
         if not is_step(inference_context):
             return super().forward(hidden_states, inference_context, *args, **kwargs)  # type: ignore[misc]
         require_inference(self)  # type: ignore[arg-type]
-        lean: FusedMixer = bound(self.lean, self)
-        return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
+        return out_TD.unsqueeze(1), None
 
 
 def is_stock_mixer(cls: type) -> bool:

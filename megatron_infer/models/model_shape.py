@@ -11,12 +11,12 @@ from megatron_infer.config.inference import MambaInferenceStateConfig, ModelShap
 from megatron_infer.config.sizing import DTYPE_BYTES, ExpertShape, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.models.layer_plan import LayerPlan
+from megatron_infer.models.layer_adoption import LayerAdoption
 
 
 def model_shape(
     model: Any,
-    layers: Sequence[LayerPlan],
+    layers: Sequence[LayerAdoption],
     vocab_size: int | None,
     state_config: MambaInferenceStateConfig | None,
 ) -> ModelShape:
@@ -55,12 +55,12 @@ def _is_stage(model: Any) -> bool:
     return not (model.pre_process and model.post_process)
 
 
-def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
+def _same_heads(layers: Sequence[LayerAdoption]) -> AttendSpec | None:
     first: AttendSpec | None = None
     for layer in layers:
         if layer.attention is None:
             continue
-        spec = layer.attention.spec
+        spec = layer.attention.attend.spec
         first = spec if first is None else first
         if (spec.num_kv_heads, spec.group_size, spec.head_dim) != (
             first.num_kv_heads,
@@ -71,7 +71,7 @@ def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
     return first
 
 
-def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
+def _dtype(layers: Sequence[LayerAdoption], default: torch.dtype) -> torch.dtype:
     """Of the layers; `default` in a pipeline stage without any."""
     dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
@@ -81,7 +81,7 @@ def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
 
 
 def _state(
-    model: Any, layers: Sequence[LayerPlan], config: MambaInferenceStateConfig | None, *, default_dtype: str
+    model: Any, layers: Sequence[LayerAdoption], config: MambaInferenceStateConfig | None, *, default_dtype: str
 ) -> StateShape | None:
     mixers = [(f"{layer.name}.mixer", layer.mixer.spec) for layer in layers if layer.mixer is not None]
     if not mixers:

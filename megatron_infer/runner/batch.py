@@ -72,7 +72,7 @@ class Batch:
     num_speculative_tokens = 0
 
     @property
-    def nobody_T1(self) -> Tensor | None:
+    def padding_T1(self) -> Tensor | None:
         """Tokens that pad the step: they are written to the dummy block, which lies behind all others."""
         return (self.meta.kv_pos_T >= self.first_dummy_pos).unsqueeze(1) if self.is_padded else None
 

@@ -141,7 +141,7 @@ def breaks_off(rank: int, model: Any) -> None:
     """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
     engine = stage_case.make_engine(model, collective_timeout_s=3, **GRAPHS)
     if rank == 1:
-        engine.parts.adopted._lean[1] = Breaking()
+        engine.parts.adopted.layers[1] = Breaking()
     if rank == 0:
         engine.add_request({"prompt_token_ids": PROMPTS[0]}, DRAWS[0])
     started = time.monotonic()

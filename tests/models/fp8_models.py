@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,6 +23,7 @@ from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.models.fused_layers import Operations
 from megatron_infer.rl.weights.inventory import Inventory
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
@@ -192,7 +194,7 @@ def rows_are_their_own(spec):
     for recipe in RECIPES:
         adopted = adopt(make(spec, recipe))
         adopted.fp8.refresh()
-        linear = next(iter(adopted._whole[0].linears()))
+        linear = next(adopted.layers[0].linears())
         with torch.inference_mode():
             x = torch.randn(40, 64)
             few, many = linear.product(x[:3], None), linear.product(x, None)[:3]
@@ -201,7 +203,7 @@ def rows_are_their_own(spec):
                 assert torch.equal(few, many)
                 continue
             assert not torch.equal(few, linear.product(loud, None)[:3])
-            adopted.fp8.nobody_T1 = torch.arange(40)[:, None] >= 3
+            adopted.fp8.padding_T1 = torch.arange(40)[:, None] >= 3
             assert torch.equal(few, linear.product(loud, None)[:3])
 
 
@@ -217,12 +219,13 @@ def ranks_add_up(spec):
     """What ranks add up are products in FP8 without a bias, which comes after."""
     adopted = adopt(make(spec, "delayed", add_bias_linear=True))
     adopted.fp8.refresh()
-    linear = adopted._whole[0].attention.proj
+    linear = list(adopted.layers[0].linears())[1]
     with torch.inference_mode():
         x, bias = torch.randn(5, 64), linear.parameters["bias"]
         alone = linear.product(x, None)
         linear.reduce = Doubles()
-        assert torch.equal(linear.run(TorchOps(), x), 2 * alone + bias)
+        summed, _ = Operations(*linear.flat()).run(SimpleNamespace(ops=TorchOps()), x)
+        assert torch.equal(summed, 2 * alone + bias)
 
 
 def padded_steps(spec, recipe):
