@@ -16,7 +16,6 @@ from megatron_infer.models.fused_layers import FusedLinear, Operation, Operation
 from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm
 from megatron_infer.models.tp_collectives import Reducer
 
-
 Columns = tuple[Tensor, ...]
 """gate [T, M], xBC [T, C], dt [T, H]."""
 

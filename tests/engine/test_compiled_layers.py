@@ -21,6 +21,7 @@ from megatron_infer.models.fused_layers import FusedActivation, FusedLinear, Fus
 from megatron_infer.models.fused_mixer import GatedNorm, SplitColumns
 from megatron_infer.models.moe import FusedExperts
 from megatron_infer.models.piece_compiler import PURE, PieceCompiler, pure_form_of
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 BASE: dict[str, Any] = {
@@ -119,7 +120,7 @@ def test_weights_changed_in_place_and_replaced_ones_are_seen_without_another_com
 def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a_reason(
     graphs_as_they_are, monkeypatch
 ):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "eager")
     model = tiny_gpt(vocab_size=128, max_sequence_length=64, init_method_std=0.2, num_layers=2)
     expected = answers(make_engine(model))

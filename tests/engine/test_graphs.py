@@ -16,6 +16,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.testing.static_kernels import STATIC
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -40,7 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def static_kernels(monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
 
 
@@ -111,7 +112,7 @@ def check_used(engine: DynamicInferenceEngine) -> None:
 @pytest.fixture(scope="module")
 def expected(model):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         return answers(make_engine(model), work())
 
 

@@ -11,8 +11,8 @@ from megatron_infer.kernels import select
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention
 from megatron_infer.kernels.kv_rounding import FP8, FP8_MAX, append, as_kept
-from megatron_infer.kernels.static_torch import StaticAttention
 from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [(1, 1), (1, 300), (1, 31), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]

@@ -11,8 +11,8 @@ from paged_case import check_case, make_case
 from megatron_infer.kernels.cpu_native import NativePagedAttention
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention
-from megatron_infer.kernels.static_torch import StaticAttention
 from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
 DECODE = [(1, 1), (1, 16), (1, 17), (1, 45), (1, 255), (1, 256), (1, 257), (1, 700)]

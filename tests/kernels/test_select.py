@@ -20,6 +20,7 @@ from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.kernels.triton import launch
+from megatron_infer.testing.static_kernels import STATIC, StaticAttention, StaticScan
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
 MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
@@ -318,9 +319,21 @@ def test_debug_variable_with_a_wrong_value_or_an_impossible_one_is_an_error(monk
     monkeypatch.setenv(select.BACKEND_VARIABLE, "cuda")
     with pytest.raises(ConfigError, match="native, torch, reference"):
         choose()
+    for name in ("nowhere:Kernels", "megatron_infer.testing.static_kernels:Nothing", "megatron_infer.testing.tiny:"):
+        monkeypatch.setenv(select.BACKEND_VARIABLE, name)
+        with pytest.raises(ConfigError, match=f"{name}.*or module:class of attention and scan"):
+            choose()
     monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
     with pytest.raises(ConfigError, match="float16"):
         choose(dtype=torch.float16)
+
+
+def test_debug_variable_can_name_attention_and_scan_in_torch_by_module_and_class(monkeypatch):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, STATIC)
+    chosen = choose(ssm_specs=[MAMBA])
+    assert type(chosen.attention) is StaticAttention and type(chosen.scan) is StaticScan
+    assert backends(chosen)["attention"] == backends(chosen)["selective scan"] == "static"
+    assert backends(chosen)["linear"] == backends(chosen)["norms, activations"] == "torch"
 
 
 def test_thread_advice_counts_cores_once_and_obeys_quota_and_environment(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from scan_case import SPEC, check_case, make_case
 
 from megatron_infer.kernels import ssm_torch
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
-from megatron_infer.kernels.static_torch import StaticScan
+from megatron_infer.testing.static_kernels import StaticScan
 
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = [(1, 5), (1, 1), (1, 9), (100, 100), (70, 200), (2, 2), (3, 10), (1, 1), (1, 30), (64, 64), (130, 140)]

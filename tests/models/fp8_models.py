@@ -25,6 +25,7 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.models.fused_layers import Operations
 from megatron_infer.rl.weights.inventory import Inventory
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 8, 61], [7, 7, 1], [88] * 21]
@@ -231,7 +232,7 @@ def ranks_add_up(spec):
 def padded_steps(spec, recipe):
     """Steps that are padded and captured give the answers of the same steps as they are."""
     model = make(spec, recipe, num_layers=2)
-    asked = {"MEGATRON_INFER_BACKEND": "static", "MEGATRON_INFER_GRAPHS": "replay"}
+    asked = {"MEGATRON_INFER_BACKEND": STATIC, "MEGATRON_INFER_GRAPHS": "replay"}
     with mock.patch.dict(os.environ, asked):
         wanted = answers(make_engine(model))
         engine = make_engine(model, num_cuda_graphs=-1, cuda_graph_max_tokens=24)

@@ -18,6 +18,7 @@ from gpu_checks.engines import answers, make_engine, make_model, tokens_of, work
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
+from megatron_infer.testing.static_kernels import STATIC
 
 GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
@@ -37,7 +38,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str | None = "static", **options: Any) -> Any:
+def graphed(ctx: Context, model: Any, *, way: str | None = None, kernels: str | None = STATIC, **options: Any) -> Any:
     """An engine whose steps are captured. way: "eager" pads them and captures nothing. kernels: of a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
@@ -77,7 +78,7 @@ def on_off(ctx: Context) -> Result:
     compare, counts = Comparison("difference"), {}
     drawing = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 40}, {"temperature": 0.0, "logprobs": 1})
     for kind in _kinds(ctx):
-        kernels = "triton" if kind == "attention" else "static"
+        kernels = "triton" if kind == "attention" else STATIC
         for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
             model = make_model(kind, dtype, ctx.device)
             for params in ctx.pick(drawing, drawing[:1]):
