@@ -114,7 +114,7 @@ class FusedExperts(Operation):
         self.shared_module: Any = moe.shared_experts
         self.shared = None
         self.shared_with_experts = self.reduce is None
-        """The shared experts' products are summed over the ranks with the experts', or each rank has the whole product."""
+        """Their product is summed over the ranks with that of the experts, or each rank has all of both."""
         if self.shared_module is not None:
             if self.reduce is not None and tp is not None and self.reduce.members() == tp.members():
                 tp, self.shared_with_experts = None, True
