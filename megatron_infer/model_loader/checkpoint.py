@@ -73,9 +73,8 @@ def save_checkpoint(
     if hasattr(model, "true_kv_groups"):
         content["saved_kv_groups"] = model.config.num_query_groups  # more than the description's: see head_padding
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    (directory / DESCRIPTION_FILE).write_text(
-        text + "\n", encoding="utf-8"
-    )  # last: its presence says that the rest is complete
+    # Last: its presence says that the rest is complete.
+    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel | MambaModel:
@@ -203,9 +202,8 @@ def description_from_model(model: nn.Module) -> ModelDescription:
     hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
     for key in ("num_moe_experts", "multi_latent_attention", "layernorm_zero_centered_gamma"):
         if getattr(config, key, None) and key not in fields:
-            raise ModelError(
-                f"this model has {key}={getattr(config, key)!r}, which a model description cannot express yet"
-            )
+            value = getattr(config, key)
+            raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
     if config.activation_func not in activations:
         raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")

@@ -115,9 +115,7 @@ _NEMOTRON_RENAMED = {
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
     keys.rename(_NEMOTRON_RENAMED)
     keys.read.update((*_HARMLESS, "expand", "num_nextn_predict_layers", "moe_shared_expert_overlap"))
-    keys.read.update(
-        ("n_shared_experts", "rms_norm_eps")
-    )  # the modelling file reads the sizes and layer_norm_epsilon instead
+    keys.read.update(("n_shared_experts", "rms_norm_eps"))  # the modelling file reads sizes and layer_norm_epsilon
     _refuse_nemotron(keys)
     pattern = _nemotron_pattern(keys)
     hidden, heads = keys.number("hidden_size", 4096), keys.number("num_attention_heads", 32)
