@@ -136,9 +136,9 @@ def _wrong(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torc
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part, group=group)
         mine = connected.sum_of(part.clone())
-        everyones = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyones, mine, group=group)
-        if not all(torch.equal(mine, other) for other in everyones):
+        results = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(results, mine, group=group)
+        if not all(torch.equal(mine, other) for other in results):
             return "ranks do not get the same bits"
         wanted = torch.stack([one.double() for one in parts]).sum(0)
         if not torch.allclose(mine.double(), wanted, rtol=0.02, atol=0.05):

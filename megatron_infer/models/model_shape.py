@@ -1,4 +1,4 @@
-"""What sizes depend on, read off a model whose layers are known."""
+"""The sizes of a live model whose layers are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model_shape(
     vocab_size: int | None,
     state_config: MambaInferenceStateConfig | None,
 ) -> ModelShape:
-    """Raises AdoptionError where one cache could not hold all layers, and for dtypes that are not served."""
+    """Raises AdoptionError where one cache cannot hold all layers, and for unsupported dtypes."""
     attends = _same_heads(layers)
     dtype = _dtype(layers, model.config.params_dtype)
     padded = model.vocab_size
@@ -31,14 +31,14 @@ def model_shape(
     return ModelShape(
         num_layers=len(layers),
         num_attention_layers=sum(layer.attention is not None for layer in layers),
-        # One head of nothing where no layer attends: no key is ever stored.
+        # Without attention layers: one head of width 1; no key is ever stored.
         num_query_heads=1 if attends is None else attends.num_kv_heads * attends.group_size,
         num_kv_heads=1 if attends is None else attends.num_kv_heads,
         head_dim=1 if attends is None else attends.head_dim,
         hidden_size=model.config.hidden_size,
         vocab_size=padded if vocab_size is None else vocab_size,
         padded_vocab_size=padded,
-        # Rotary angles exist for any position, but the model was trained for max_sequence_length of them.
+        # Rotary angles exist for any position, but the model was trained for max_sequence_length positions.
         max_position=learned.weight.shape[0] if learned is not None else model.max_sequence_length,
         kv_dtype_bytes=dtype.itemsize,
         dtype=name,
@@ -72,7 +72,7 @@ def _same_heads(layers: Sequence[LayerAdoption]) -> AttendSpec | None:
 
 
 def _dtype(layers: Sequence[LayerAdoption], default: torch.dtype) -> torch.dtype:
-    """Of the layers; `default` in a pipeline stage without any."""
+    """The dtype of the layers; `default` in a pipeline stage without layers."""
     dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
