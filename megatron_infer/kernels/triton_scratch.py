@@ -13,11 +13,11 @@ FP32_BYTES = 4
 
 DECODE_CHUNK = 256
 """Keys per split of a decode row, unless it is very long."""
-DECODE_LANES = 256
+DECODE_PROGRAMS = 256
 """Most useful splits of one row, times kv heads: two programs for each multiprocessor of a large GPU."""
 SLICE_CHUNK = 512
 """Least keys per split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
-SLICE_LANES = 128
+SLICE_PROGRAMS = 128
 """Programs that a slice is split for: about one for each multiprocessor of a large GPU. A slice with more tiles is not
 split."""
 SLICES_BYTES = 2**27
@@ -56,7 +56,7 @@ def padded(head_dim: int) -> int:
 
 def max_decode_splits(num_kv: int) -> int:
     """Most splits of a decode row."""
-    return min(128, max(16, power_of_2(max(1, DECODE_LANES // num_kv))))
+    return min(128, max(16, power_of_2(max(1, DECODE_PROGRAMS // num_kv))))
 
 
 def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK) -> int:
@@ -84,9 +84,9 @@ def query_lines(head_pad: int, element_bytes: int, *, large: bool = True) -> int
     return 128 if head_pad <= 128 and large else 64
 
 
-def slice_items(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
+def slice_items(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
     """Most items (tiles of queries times splits of keys) of one row for one tile of heads."""
-    return max(1, lanes // head_tiles(num_kv, group, lines))
+    return max(1, max_programs // head_tiles(num_kv, group, lines))
 
 
 def head_tiles(num_kv: int, group: int, lines: int) -> int:
@@ -94,9 +94,9 @@ def head_tiles(num_kv: int, group: int, lines: int) -> int:
     return num_kv * cdiv(group, min(group, lines))
 
 
-def slice_parts(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
+def slice_parts(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
     """Most lines of partial sums of a slice. Example: 8 x 4 heads, tiles of 128 -> 8 * 16 * 128."""
-    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, lanes) * lines
+    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, max_programs) * lines
 
 
 def slices_at_once(num_rows: int, num_parts: int, head_dim: int) -> int:
