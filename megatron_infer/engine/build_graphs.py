@@ -19,7 +19,7 @@ from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, ResolvedSizes
 from megatron_infer.cuda_graphs.graph_pool import Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import StepGraphs
-from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
 from megatron_infer.models.adopt import AdoptedModel
@@ -34,7 +34,7 @@ def step_graphs(
     adopted: AdoptedModel,
     config: InferenceConfig,
     sizes: ResolvedSizes,
-    chosen: Chosen,
+    chosen: ChosenKernels,
     device: Device,
     *,
     builder: BatchBuilder,
@@ -102,7 +102,7 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
         return torch.zeros(num_tokens, adopted.shape.hidden_size, device=device.torch)
 
 
-def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | None:
+def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
     """What of this engine a graph cannot hold; None: nothing."""
     if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
-from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.models.adopt import AdoptedModel
 
 log = logging.getLogger("megatron_infer")
@@ -16,7 +16,7 @@ OPERATION = "layers between kernels"
 
 
 def compile_layers(
-    adopted: AdoptedModel, config: InferenceConfig, chosen: Chosen, *, any_rank: Callable[[bool], bool]
+    adopted: AdoptedModel, config: InferenceConfig, chosen: ChosenKernels, *, any_rank: Callable[[bool], bool]
 ) -> None:
     """Where it is asked for, compile them on all ranks or on none; a row of the start-up table says what came of it."""
     if not config.compile_layers:

@@ -167,10 +167,4 @@ def load() -> ctypes.CDLL:
     if runtime is not None:
         entries = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
         library.mi_init(*(ctypes.cast(entry, ctypes.c_void_p) for entry in entries))
-    library.mi_count_threads.argtypes = [ctypes.c_int]
     return library
-
-
-def num_usable_threads(library: ctypes.CDLL) -> int:
-    """Threads a parallel region gets when torch's count is asked for; 1 when no OpenMP runtime was found."""
-    return int(library.mi_count_threads(torch.get_num_threads()))

@@ -76,7 +76,7 @@ class BackendChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenKernels:
     """The kernels of one engine."""
 
     ops: Ops
@@ -302,7 +302,7 @@ def _choose_scan(
 
 @dataclass(frozen=True, slots=True)
 class _SamplingChoice:
-    """The fields of `Chosen` that sampling fills."""
+    """The fields of `ChosenKernels` that sampling fills."""
 
     row: BackendChoice
     kernels: NativeSampling | TritonSampling | None = None
@@ -360,7 +360,7 @@ def choose_exact(
     ssm_specs: Sequence[SsmSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
-) -> Chosen:
+) -> ChosenKernels:
     """As `choose`, but kernels whose bits are a function of a position's tokens and the weights alone.
 
     Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
@@ -395,7 +395,7 @@ def choose_exact(
         BackendChoice(SAMPLING, "native", reasons),
         BackendChoice("linear", "native rows" if layout is None else layout.name, reasons),
     ]
-    return Chosen(
+    return ChosenKernels(
         ops=ops,
         attention=attention,
         scan=scan,
@@ -420,7 +420,7 @@ def choose(
     sampling: str = AUTO,
     fused_rope: bool | None = False,
     kv_dtype: torch.dtype | None = None,
-) -> Chosen:
+) -> ChosenKernels:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: `dtype` and float32. kv_dtype: of the KV cache; None:
@@ -469,7 +469,7 @@ def choose(
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
-    return Chosen(
+    return ChosenKernels(
         ops=ops,
         attention=backend,
         scan=scan,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.model_loader.head_padding import divisible
 from megatron_infer.model_loader.hf_names import Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()  # megatron-core's own is compiled, which takes seconds at the first call on a CPU
-
-
+# Not megatron-core's own squared_relu, which is compiled: seconds at the first call on a CPU.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,

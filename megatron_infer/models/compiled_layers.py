@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.fused_layers import FusedLayer, Operation, Operations
-from megatron_infer.models.piece_compiler import Piece, PieceCompiler, PureForm, pure_form_of
+from megatron_infer.models.piece_compiler import PieceCompiler, PureForm, pure_form_of
 
 WARM_UP_TOKENS = (64, 1)
 """torch.compile compiles one token as a case of its own; any other number stands for all the others."""
@@ -35,10 +35,6 @@ class CompiledLayer(Operations):
     def __init__(self, compiler: PieceCompiler, layer: FusedLayer) -> None:
         super().__init__(*_with_pieces(compiler, layer.operations))
         self._layer = layer
-
-    @property
-    def num_pieces(self) -> int:
-        return sum(isinstance(operation, Piece) for operation in self.operations)
 
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
         if not torch.is_inference_mode_enabled():

@@ -118,7 +118,7 @@ def test_native_regions_run_on_torchs_own_openmp(native_library):
     code = (
         "import torch; torch.set_num_threads(2)\n"
         "from megatron_infer.kernels import native_build\n"
-        "assert native_build.num_usable_threads(native_build.load()) == 2\n"
+        "assert native_build.load().mi_count_threads(torch.get_num_threads()) == 2\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}\n"
         "assert len(maps) <= 1, maps\n"
     )

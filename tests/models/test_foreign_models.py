@@ -79,5 +79,5 @@ def test_a_model_that_trains_in_fp8_answers_as_its_own_forward_and_trains_on_as_
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_lean_path_would_compute_otherwise_is_refused_by_name(results, case):
+def test_what_the_paged_path_would_compute_otherwise_is_refused_by_name(results, case):
     assert results[case] is None, results[case]

@@ -25,7 +25,7 @@ import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.kernels.select import ChosenKernels, choose
 from megatron_infer.memory.device import Device
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
@@ -59,7 +59,7 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
 
 
 def make_step(
-    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen, device: Device, *, static: bool = False
+    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: ChosenKernels, device: Device, *, static: bool = False
 ) -> Callable[[], object]:
     """A call that samples one step whose row i wants wants[i]."""
     rows, vocab = logits.shape
