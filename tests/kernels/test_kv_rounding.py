@@ -94,7 +94,7 @@ def test_the_reference_attends_to_rounded_keys_and_values_and_no_others(dtype):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_prompt_sees_the_same_keys_whole_and_cut(name):
-    """Attention over what was just computed would see keys and values that nobody finds in the cache later."""
+    """Attention over keys and values before rounding would see others than a later step reads from the cache."""
     case = fp8_case([(60, 60)], num_decode=0, dtype=torch.float32)
     whole, cache = case.run(BACKENDS[name]())
     later = fp8_case([(30, 60)], num_decode=0, dtype=torch.float32)

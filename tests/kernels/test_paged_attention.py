@@ -70,7 +70,7 @@ def test_rotation_matches_reference(make_attention, dtype, rotary_dim, interleav
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 24])
 def test_sinks_match_reference(monkeypatch, dtype, window):
-    monkeypatch.setattr("megatron_infer.kernels.cpu_torch.MAX_SCORES", 2000)  # queries in several pieces
+    monkeypatch.setattr("megatron_infer.kernels.cpu_torch.MAX_SCORES", 2000)  # queries in several groups
     rows = [(1, 1), (1, 300), (1, 31), (9, 9), (20, 310), (70, 70)]
     case = make_case(rows, num_decode=3, dtype=dtype, window=window, rotary_dim=64, sinks=True)
     check_case(TorchPagedAttention(), case)

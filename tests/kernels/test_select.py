@@ -306,7 +306,7 @@ def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not
     assert "in sixteens" in next(row for row in odd.rows if row.operation == "rotation").reasons["flashinfer"]
 
 
-def test_attention_that_rotates_by_itself_keeps_doing_so_unless_told(monkeypatch, native_library):
+def test_attention_that_rotates_by_itself_keeps_doing_so_unless_forced(monkeypatch, native_library):
     fake_packages.install(monkeypatch, "flashinfer")
     monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
     asked = {"specs": [dataclasses.replace(SPEC, rotary_dim=64)], "dtype": torch.bfloat16}
@@ -358,7 +358,7 @@ def test_cpu_settings_apply_the_asked_thread_count():
     assert torch.get_num_threads() == 1
 
 
-def test_a_gpu_without_triton_is_told_so_and_nothing_imports_it(monkeypatch):
+def test_a_gpu_without_triton_gives_the_reason_and_nothing_imports_it(monkeypatch):
     module = "megatron_infer.kernels.triton.attention"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)

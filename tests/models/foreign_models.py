@@ -175,7 +175,7 @@ CASES = {
     **fp8_models.cases(te_spec, te_hybrid_spec),
     "a recipe of its own is refused": own_recipe,
     "a subclass is refused": subclass,
-    "a norm that nobody would run is refused": norm_inside_an_expert,
+    "a norm that no operation runs is refused": norm_inside_an_expert,
 }
 
 

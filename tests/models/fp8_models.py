@@ -120,7 +120,7 @@ def state_of(model):
 
 def same_answers(spec, recipe, **more):
     model = make(spec, recipe, **more)
-    num_tokens = 6 if recipe in OF_THE_ROW else 1  # with one scale for all rows an answer is that of its company
+    num_tokens = 6 if recipe in OF_THE_ROW else 1  # with one scale for all rows an answer depends on the other rows
     for prompt in PROMPTS[:2] if recipe in OF_THE_ROW else [list(range(32))]:
         check_answer(model, prompt, answers(make_engine(model), [prompt], num_tokens)[0])
     fp8 = adopt(model).fp8
@@ -137,7 +137,7 @@ def make_alone(spec, recipe, **more):
 
 
 def training_goes_on(spec, recipe, **more):
-    """Answers, an abort and a step that fails between two training steps: the second is that of nobody having asked."""
+    """Answers, an abort and a step that fails between two training steps: the second is as without them."""
     model = make_alone(spec, recipe, **more)
     before, outer = state_of(model), FP8GlobalStateManager.state
     engine = make_engine(model)
@@ -181,7 +181,7 @@ def updates_are_seen(spec, *, kept_in_fp8):
     assert second == answers(make_engine(model)) != first
     assert addresses == (fp8.addresses, engine.parts.guard.addresses)
     scale = next(fp8.live_scales())
-    scale.mul_(0.5)  # a forward of the trainer alone
+    scale.mul_(0.5)  # as a forward of the trainer does
     assert engine.parts.guard.moved()
     engine.refresh_weights()
     assert fp8.differs() is None

@@ -71,7 +71,7 @@ def test_a_padded_step_gives_cut_rows_the_same_bits(backend, device):
     assert not out[49:].any()
 
 
-def test_decode_rows_and_tokens_of_nobody_alone_are_a_step(backend, device):
+def test_decode_rows_and_padding_alone_are_a_step(backend, device):
     out = check(backend, make_case([(1, 90), (1, 3)], num_decode=2, num_kv_heads=1, num_padding=3, **SMALL), device)
     assert not out[2:].any()
 
@@ -84,7 +84,7 @@ def test_a_cache_of_eight_bits_is_cut_as_well(backend, device):
     check(backend, case, device)
 
 
-def test_a_cut_row_has_the_same_bits_alone_in_company_and_on_any_device(backend, device):
+def test_a_cut_row_has_the_same_bits_alone_among_others_and_on_any_device(backend, device):
     case = make_case(ROWS[1:], num_decode=0, num_kv_heads=1, group_size=2, **SMALL)
     out = run(backend, case, device)
     assert torch.equal(run(make_backend(num_cores=1), case, device), out)
@@ -128,7 +128,7 @@ def test_lse_of_a_cut_row_is_the_log_of_each_heads_sum(backend, device):
     torch.testing.assert_close(*sums, rtol=1e-6, atol=1e-6)
 
 
-def test_the_items_of_many_slices_are_dealt_out_evenly_and_once(device):
+def test_the_items_of_many_slices_are_split_evenly_and_once(device):
     """Rows without queries, with few keys and with too many tiles among them; 20 items a row at most."""
     from share_kernel import share_kernel
 
@@ -145,10 +145,10 @@ def test_the_items_of_many_slices_are_dealt_out_evenly_and_once(device):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
         lengths_at = cu_q, num_keys.contiguous(), len(lengths)
         launch(share_kernel, (1, programs), *lengths_at, out, QUERIES=8, CHUNK=32, MOST=20)
-        dealt = []
+        covered = []
         for count, row, item in out.tolist():
             if count > 0:
-                assert expected[len(dealt)] == (row, item)
-                dealt += expected[len(dealt) : len(dealt) + count]
-        assert dealt == expected
+                assert expected[len(covered)] == (row, item)
+                covered += expected[len(covered) : len(covered) + count]
+        assert covered == expected
         assert max(out[:, 0]) == math.ceil(len(expected) / programs)

@@ -42,8 +42,8 @@ def tokens_of(model, **settings):
         outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WISHES))], params)
     assert not engine.parts.runner.sampler.drawn_outside
     answers = [output.outputs[0] for output in outputs]
-    told = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
-    return [one.token_ids for one in answers], told, kernels
+    logprobs = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
+    return [one.token_ids for one in answers], logprobs, kernels
 
 
 def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
@@ -58,17 +58,17 @@ def test_seeded_tokens_are_the_same_on_every_backend(device, monkeypatch):
     assert len({tuple(tokens) for tokens in got}) > 1
 
 
-def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_them(device, monkeypatch):
+def test_padded_and_replayed_steps_draw_the_same_tokens_with_the_same_logprobs(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     *plain, _ = tokens_of(model)
     if device.type == "cpu":
         monkeypatch.setenv(GRAPHS_VARIABLE, "replay")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", ConfigWarning)
         *replayed, kernels = tokens_of(model, num_cuda_graphs=-1)
-    if any("every step runs eagerly" in str(warning.message) for warning in told):
+    if any("every step runs eagerly" in str(warning.message) for warning in warned):
         pytest.skip("no step of this model can be captured here")
     assert replayed == plain
     assert STATIC in kernels
@@ -77,13 +77,13 @@ def test_padded_and_replayed_steps_draw_the_same_tokens_and_tell_the_same_of_the
 def test_log_probabilities_of_prompts_are_the_same_on_every_backend(device, monkeypatch):
     torch.manual_seed(1)
     model = tiny_gpt(vocab_size=60, max_sequence_length=64, init_method_std=0.2).to(device)
-    told = []
+    found = []
     for name in ("triton", "torch"):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
         engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64))
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
-        told.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
-    for ours, theirs in zip(*told, strict=True):
+        found.append(engine.generate([[1, 2, 3, 4, 5, 6]], [params])[0].prompt_logprobs)
+    for ours, theirs in zip(*found, strict=True):
         if ours is None:
             assert theirs is None
             continue
