@@ -65,7 +65,7 @@ def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK) -> 
 
 
 def partial_bytes(num_parts: int, head_dim: int) -> int:
-    """Of `num_parts` lines of fp32 partial sums: H weighted values, the greatest score and the sum of weights each."""
+    """Bytes of `num_parts` lines of fp32 partial sums: H weighted values, the greatest score and the sum of weights each."""
     return FP32_BYTES * num_parts * (head_dim + 2)
 
 

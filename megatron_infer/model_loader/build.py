@@ -285,7 +285,7 @@ def _set_frequencies(model: GPTModel | MambaModel, description: ModelDescription
 
 def _mark_parts(model: torch.nn.Module) -> None:
     """Mark the parameters that are parts of larger ones, as megatron-core's initialisation would. Its optimizer takes
-    unmarked ones for copies that every rank has, and its gradient norm then counts those of the first rank alone."""
+    unmarked ones for copies that every rank has, and its gradient norm then counts only those of the first rank."""
     from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for module in model.modules():

@@ -30,7 +30,7 @@ class HybridDescription:
     norm_groups: int
     """Groups of channels that the mixer's gated norm normalises separately, over all ranks."""
     norm_epsilon: float = 1e-5
-    """Of the gated norm; TransformerConfig has that of the other norms."""
+    """The gated norm's; TransformerConfig has that of the other norms."""
     conv_width: int = 4
     conv_bias: bool = True
     projection_bias: bool = False

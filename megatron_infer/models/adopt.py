@@ -102,10 +102,10 @@ class AdoptedModel:
         self.live, self.shape, self.name = live, shape, name
         """live: the model itself, without wrappers."""
         self.specs: list[AttendSpec] = [layer.attention.attend.spec for layer in layers if layer.attention is not None]
-        """Of this rank's attention layers, in order."""
+        """One for each of this rank's attention layers, in order."""
         self._mixers = [(f"{layer.name}.mixer", layer.mixer) for layer in layers if layer.mixer is not None]
         self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
-        """Of this rank's Mamba layers, in order."""
+        """One for each of this rank's Mamba layers, in order."""
         kinds = [("blocks", layer.attention) for layer in layers], [("states", layer.mixer) for layer in layers]
         self.cache_order = [kind for both in zip(*kinds, strict=True) for kind, part in both if part is not None]
         """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""

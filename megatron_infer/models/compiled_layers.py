@@ -27,7 +27,7 @@ WARM_UP_TOKENS = (64, 1)
 class CompiledLayer(Operations):
     """The operations of a `FusedLayer`, each run of several that have a pure form as one compiled piece.
 
-    Compiled code runs under inference mode alone; in any other mode the layer runs its operations one by one.
+    Compiled code runs only under inference mode; in any other mode the layer runs its operations one by one.
     """
 
     __slots__ = ("_layer",)

@@ -68,11 +68,11 @@ class LayerAdoption:
 
     @property
     def number(self) -> int:
-        """Of the layer in the whole model, from 0, in any pipeline stage."""
+        """The layer's number in the whole model, from 0, in any pipeline stage."""
         return int(self.layer.layer_number) - 1
 
     def linears(self) -> Iterator[FusedLinear]:
-        """Those of the layer's known modules."""
+        """The linears of the layer's known modules."""
         for operation in self._known():
             yield from operation.linears()
 

@@ -31,7 +31,7 @@ class ModuleProbe:
     """One module of a model, in the order of the forward."""
 
     name: str
-    """As in the state dict: decoder.layers.3.self_attention."""
+    """Its name in the state dict: decoder.layers.3.self_attention."""
     kind: str
     layer: int | None
     """Number of this rank's decoder layer, from 0; None: before or behind the layers."""
@@ -44,7 +44,7 @@ class ModuleProbe:
 
 
 def module_probes(adopted: AdoptedModel) -> list[ModuleProbe]:
-    """Of a whole model. Raises ModelError for a pipeline stage and for layer classes of the user's."""
+    """The probes of a whole model. Raises ModelError for a pipeline stage and for layer classes of the user's."""
     live: Any = adopted.live
     if not (adopted.is_first_stage and adopted.is_last_stage):
         raise ModelError("the model is a stage of a pipeline: its parts cannot be compared one by one")

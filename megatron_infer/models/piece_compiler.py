@@ -43,14 +43,14 @@ Source = tuple[Parameters, str]
 
 @dataclass(frozen=True, slots=True)
 class PureForm:
-    """An operation as a function of tensors alone."""
+    """An operation as a function of tensors only."""
 
     key: Hashable
     """Equal keys: the same arithmetic."""
     apply: Callable[[Any, Any, Live], tuple[Any, Any]]
     """(x, residual, its live tensors) -> (x, residual)."""
     sources: tuple[Source, ...] = ()
-    """Where its live tensors are."""
+    """Where its live tensors are read."""
     uses_residual: bool = False
 
 
@@ -159,7 +159,7 @@ def _norm_sources(norm: FusedNorm) -> tuple[Source, Source]:
 def _normed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, kind: str, eps: float, zero_centered: bool
 ) -> Tensor:
-    """Over the last axis, in fp32."""
+    """x normed over its last axis, in fp32."""
     if kind not in (RMS, L2):
         x = x - x.mean(-1, keepdim=True)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -188,7 +188,7 @@ class Piece(Operation):
         return (x.contiguous() if isinstance(x, Tensor) else x), residual_TD
 
     def dry_run(self, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
-        """Calls the function, which compiles it, and tells torch.compile that there may be any number of tokens."""
+        """Calls the function, which compiles it, with the number of tokens marked as dynamic."""
         for tensor in (*(x if isinstance(x, tuple) else (x,)), residual_TD):
             if tensor is not None and tensor.shape[0] > 1:
                 torch._dynamo.mark_dynamic(tensor, 0)
