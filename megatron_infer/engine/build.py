@@ -33,7 +33,7 @@ from megatron_infer.engine.cost_meter import CostMeter
 from megatron_infer.engine.states import Transition
 from megatron_infer.engine.stats import figures_of, held_blocks
 from megatron_infer.kernels.quantised import memory_of
-from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels, choose, choose_exact
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
 from megatron_infer.memory.store import StateStore
@@ -80,7 +80,7 @@ class Assembly:
         *,
         config: InferenceConfig,
         sizes: ResolvedSizes,
-        chosen: Chosen,
+        chosen: ChosenKernels,
         device: Device,
         name: str,
         owns_weights: bool,
@@ -378,7 +378,7 @@ def measured_costs(parts: Assembly) -> CostModel | None:
     return CostModel(**parts.rank_group.from_leader("prices of evictions", prices))
 
 
-def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> Chosen:
+def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> ChosenKernels:
     """The backends that run the model. Raises ConfigError where an option asks for what cannot."""
     shape = adopted.shape
     asked = {
@@ -502,7 +502,7 @@ def make_runner(
     adopted: AdoptedModel,
     config: InferenceConfig,
     agreed: StageSizes,
-    chosen: Chosen,
+    chosen: ChosenKernels,
     where: Device,
     link: StageLink | None,
     *,

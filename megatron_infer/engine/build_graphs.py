@@ -21,7 +21,7 @@ from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
-from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
 from megatron_infer.models.adopt import AdoptedModel
@@ -36,7 +36,7 @@ def step_graphs(
     adopted: AdoptedModel,
     config: InferenceConfig,
     sizes: ResolvedSizes,
-    chosen: Chosen,
+    chosen: ChosenKernels,
     device: Device,
     builder: BatchBuilder,
     store: StateStore,
@@ -54,7 +54,9 @@ def step_graphs(
     shapes: tuple[GraphShape, ...] = ()
     if not isinstance(found, str):
         reason = why_not(adopted, chosen, found)
-        shapes = tuple(shape for shape in sizes.graph_shapes if not adopted.asks_host(chosen.ops, shape.num_tokens))
+        shapes = tuple(
+            shape for shape in sizes.graph_shapes if not adopted.waits_for_device(chosen.ops, shape.num_tokens)
+        )
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
     if link is not None:  # what a stage sends is padded or not: all of them do the same
@@ -110,7 +112,7 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
         return torch.zeros(num_tokens, adopted.shape.hidden_size, device=device.torch)
 
 
-def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | None:
+def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
     """What of this engine a graph cannot hold; None: nothing."""
     if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"
@@ -118,7 +120,7 @@ def why_not(adopted: AdoptedModel, chosen: Chosen, recorder: Recorder) -> str | 
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is of the user's own, and nobody knows what it does"
-    if adopted.pieces is not None and not recorder.holds_compiled:
+    if adopted.compiler is not None and not recorder.holds_compiled:
         return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():
         backend = backend_on(group, adopted.device.type)

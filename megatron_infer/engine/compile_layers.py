@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
-from megatron_infer.kernels.select import BackendChoice, Chosen
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.models.adopt import AdoptedModel
 
 log = logging.getLogger("megatron_infer")
@@ -16,7 +16,7 @@ OPERATION = "layers between kernels"
 
 
 def compile_layers(
-    adopted: AdoptedModel, config: InferenceConfig, chosen: Chosen, *, any_rank: Callable[[bool], bool]
+    adopted: AdoptedModel, config: InferenceConfig, chosen: ChosenKernels, *, any_rank: Callable[[bool], bool]
 ) -> None:
     """Where it is asked for, compile them on all ranks or on none; a row of the start-up table says what came of it."""
     if not config.compile_layers:
@@ -36,14 +36,14 @@ def compile_layers(
         ) as error:  # no C++ compiler, no Triton: torch.compile has many names
             reason = _cause(error)
     if any_rank(reason is not None):
-        adopted.keep_layers()
+        adopted.undo_compile()
         reason = reason or "another rank could not compile them"
         chosen.rows.append(BackendChoice(OPERATION, "as they are", {"torch.compile": reason}))
         warnings.warn(f"compile_layers=True: {reason}; layers run as they are", ConfigWarning, stacklevel=4)
         return
-    pieces = adopted.pieces
-    assert pieces is not None
-    took = f"{pieces.num_functions} functions, compiled {pieces.num_compiles} times in {pieces.compile_s:.1f} s"
+    compiler = adopted.compiler
+    assert compiler is not None
+    took = f"{compiler.num_functions} functions, compiled {compiler.num_compiles} times in {compiler.compile_s:.1f} s"
     chosen.rows.append(BackendChoice(OPERATION, f"torch.compile ({took})", {}))
     log.info("layers compiled: %s", took)
 

@@ -1,4 +1,4 @@
-"""Activations of an MLP as plain torch calls, and what a kernel has to know of each to do the same in one launch."""
+"""Activations of an MLP as plain torch calls, and the data from which a kernel computes the same in one launch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Form:
 
 
 def form_of(function: Callable[..., Any]) -> Form | None:
-    """What the function is; None: something else."""
+    """The function as data; None: an unknown function."""
     if type(function) is GatedActivation:
         kind = KINDS.get(function.function)
         return None if kind is None else Form(kind, True, function.clamp, function.offset)

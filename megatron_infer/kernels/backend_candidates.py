@@ -1,7 +1,7 @@
-"""Backends beside the portable ones, in order of preference: which exist for a device, and why the others do not.
+"""Backends beside the portable ones, in order of preference: those available on a device, and why the others are not.
 
 A backend is a module with `unavailable(device, dtype) -> str | None` and `make(device, dtype) -> object`. It is
-imported when a device asks for it, and its packages inside `unavailable` and `make`: none of them is ever required.
+imported when it is tried for a device, and its packages inside `unavailable` and `make`: none of them is required.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
 TRITON = "triton."
-"""Modules that import triton themselves: only where it can run."""
+"""Prefix of modules that import triton, and are imported only where it can run."""
 NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
-"""What the debugging variable may force besides the portable backends."""
+"""Backends that the debugging variable may force besides the portable ones."""
 
 
 def available(
     candidates: Sequence[Candidate], device: torch.device, dtype: torch.dtype, *, forced: str | None
 ) -> tuple[list[Any], dict[str, str]]:
-    """(backends that exist here, best first; name -> why not, of the others).
+    """(backends available here, best first; name of each other backend -> the reason).
 
-    forced: only this one, none of them where it is a portable one. On a CPU they are looked at only where one is
-    forced: Triton's interpreter is for tests.
+    forced: try this one alone; a portable one: try none. On a CPU they are tried only where one is forced: Triton's
+    interpreter is for tests.
     """
     backends: list[Any] = []
     reasons: dict[str, str] = {}
-    for candidate in _worth_a_look(candidates, device, forced):
+    for candidate in _to_try(candidates, device, forced):
         backend, reason = _made(candidate, device, dtype)
         if reason is None:
             backends.append(backend)
@@ -67,11 +67,13 @@ def first(
     forced: str | None,
     refuses: Callable[[Any], str | None],
 ) -> tuple[Any | None, dict[str, str], dict[str, str]]:
-    """(the first that exists here and that `refuses` has nothing against; name -> why it does not exist; name -> what
-    is against it). Those behind the first are not looked at: importing them takes seconds. Otherwise as `available`."""
+    """(the first that is available and not refused; name -> why it is unavailable; name -> why it is refused).
+
+    The backends behind the first are not tried: importing them takes seconds. forced: see `available`.
+    """
     missing: dict[str, str] = {}
     refused: dict[str, str] = {}
-    for candidate in _worth_a_look(candidates, device, forced):
+    for candidate in _to_try(candidates, device, forced):
         backend, reason = _made(candidate, device, dtype)
         if reason is not None:
             missing[candidate.name] = reason
@@ -82,7 +84,7 @@ def first(
     return None, missing, refused
 
 
-def _worth_a_look(candidates: Sequence[Candidate], device: torch.device, forced: str | None) -> Iterator[Candidate]:
+def _to_try(candidates: Sequence[Candidate], device: torch.device, forced: str | None) -> Iterator[Candidate]:
     if device.type == "cpu" and forced not in NAMES:
         return
     for candidate in candidates:
@@ -91,7 +93,7 @@ def _worth_a_look(candidates: Sequence[Candidate], device: torch.device, forced:
 
 
 def _made(candidate: Candidate, device: torch.device, dtype: torch.dtype) -> tuple[Any, str | None]:
-    """(the backend, None), or (None, why it does not exist)."""
+    """(the backend, None), or (None, why it is unavailable)."""
     if candidate.module.startswith(TRITON) and (reason := launch.unavailable(device)) is not None:
         return None, reason
     module = importlib.import_module(f"megatron_infer.kernels.{candidate.module}")

@@ -1,4 +1,4 @@
-"""What tells that a weight's content changed, where no native checksum is at hand."""
+"""A checksum of a weight's content for devices without the native one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def content_sum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits as wrapping integers, at memory speed -> int64 scalar where the tensor is: no waiting.
+    """Sum of a tensor's bits as wrapping integers, at memory speed -> int64 scalar on the tensor's device, not awaited.
 
-    Any one changed element changes it; an exchange of equal-sized words does not, which no training step amounts to.
-    A piece of a trainer's flat buffer may begin anywhere: its words are as wide as its place in the buffer allows.
+    A change of any one element changes the sum; an exchange of equal-sized words does not, but no training step is one.
+    A part of a trainer's flat buffer may begin anywhere: its words are as wide as its offset in the buffer allows.
     """
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()

@@ -1,4 +1,4 @@
-"""Primitives and paged attention in C++ (native/*.cpp) for fp32 and bf16 on a CPU: one call a layer, pointers only."""
+"""Linears, norms and paged attention in C++ (native/*.cpp) for fp32 and bf16 on a CPU, called with pointers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
 
 LINEAR_TOKENS = 32
-"""Tokens up to which the C++ linear, which streams the live weight, beats `F.linear` (measured)."""
+"""Up to this many tokens the C++ linear, which streams the live weight, is faster than `F.linear` (measured)."""
 LINEAR_TOKENS_NO_DOT = 1
 """The same for bf16 on a CPU without bf16 products."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
-"""Channels of one gated norm: native/elementwise.cpp keeps their products on the stack."""
+"""Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
 PANELS = "native panels"
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -38,7 +38,7 @@ def bind(library: ctypes.CDLL, name: str, argtypes: list[type], restype: type | 
 
 
 def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None:
-    """Give a C struct the addresses of `owner`'s int32 arrays of these names; the caller keeps them alive."""
+    """Set fields of a C struct to the addresses of `owner`'s int32 arrays; the caller keeps the arrays alive."""
     for name in names:
         array = getattr(owner, name)
         assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name} must be contiguous int32"
@@ -46,7 +46,7 @@ def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None
 
 
 def _multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether this CPU has products of `dtype`: always of fp32."""
+    """Whether this CPU has products of `dtype`; it always has those of fp32."""
     return dtype is torch.float32 or bool(bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
 
 
@@ -71,7 +71,7 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
 
 
 class NativeOps(TorchOps):
-    """C++ norms, activation, argmax and linears for one dtype; anything else runs as in `TorchOps`."""
+    """C++ norms, activation, argmax and linears for one dtype; `TorchOps` runs the rest."""
 
     name = "native"
 
@@ -94,7 +94,7 @@ class NativeOps(TorchOps):
         self._panel_linear = bind(library, f"mi_panel_linear_{suffix}", signature) if panels else None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """From panels for any number of tokens; without them oneDNN, or the live weight for a few, or `F.linear`."""
+        """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
         packed = self._packed_of(id(weight))
         if packed is None:
             source, function = weight, self._linear if x_TX.shape[0] <= self._most_tokens else None
@@ -174,7 +174,7 @@ class NativeOps(TorchOps):
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
     ) -> Tensor:
-        """As `TorchOps`; a token has the same bits alone and among others."""
+        """A token has the same bits alone and among others."""
         dtype = self._dtype
         if (
             not self._ours(y_TM, y_TM if weight is None else weight)
@@ -217,8 +217,8 @@ def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
     return int(function(data.data_ptr(), data.numel() * data.element_size(), torch.get_num_threads()))
 
 
-class _StepStruct(ctypes.Structure):
-    """native/attention.h: Step."""
+class _AttentionStep(ctypes.Structure):
+    """Step in native/attention.h."""
 
     _fields_ = [
         *((name, _I) for name in ("num_tokens", "num_rows", "num_decode", "threads")),
@@ -229,8 +229,8 @@ class _StepStruct(ctypes.Structure):
     ]
 
 
-class _SpecStruct(ctypes.Structure):
-    """native/attention.h: Spec."""
+class _AttentionSpec(ctypes.Structure):
+    """Spec in native/attention.h."""
 
     _fields_ = [
         *((n, _I) for n in ("num_kv", "group", "head_dim", "block_size", "rotary_dim", "interleaved", "window")),
@@ -239,19 +239,19 @@ class _SpecStruct(ctypes.Structure):
 
 
 _CALL = struct.Struct("13q")
-"""native/attention.h: Call; packed in one go because this happens in every layer of every step."""
+"""Call in native/attention.h; packed at once because every layer of every step does it."""
 
 
 @dataclass(slots=True)
-class _LayerKind:
+class _AttentionKind:
     spec: AttendSpec
-    struct: _SpecStruct
+    struct: _AttentionSpec
     address: int
     width: int
 
 
 class NativePagedAttention:
-    """Rotation, cache append and attention of all rows in one C++ call a layer."""
+    """Rotation, cache append and attention of all rows in one C++ call per layer."""
 
     name = "native"
     graph_safe = False
@@ -262,11 +262,11 @@ class NativePagedAttention:
         self._context = bind(library, "mi_context_new", [], _P)()
         weakref.finalize(self, bind(library, "mi_context_free", [_P]), self._context)
         self._step: StepMetadata | None = None
-        self._step_struct = _StepStruct()
+        self._step_struct = _AttentionStep()
         self._step_address = ctypes.addressof(self._step_struct)
         self._call = ctypes.create_string_buffer(_CALL.size)
         self._call_address = ctypes.addressof(self._call)
-        self._kinds: dict[int, _LayerKind] = {}
+        self._kinds: dict[int, _AttentionKind] = {}
         self._num_padding = 0
 
     def supports(
@@ -289,7 +289,7 @@ class NativePagedAttention:
         return None
 
     def plan(self, step: StepMetadata) -> None:
-        self._step = step  # keeps every array alive whose address is taken below
+        self._step = step  # keeps the arrays alive whose addresses are taken below
         s = self._step_struct
         s.num_tokens, s.num_rows, s.num_decode = step.num_tokens, step.num_rows, step.num_decode
         s.threads = torch.get_num_threads()
@@ -344,8 +344,8 @@ class NativePagedAttention:
             out[-self._num_padding :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return out
 
-    def _new_kind(self, spec: AttendSpec, block_size: int) -> _LayerKind:
-        packed = _SpecStruct(
+    def _new_kind(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
+        packed = _AttentionSpec(
             num_kv=spec.num_kv_heads,
             group=spec.group_size,
             head_dim=spec.head_dim,
@@ -357,5 +357,5 @@ class NativePagedAttention:
         )
         width = spec.num_kv_heads * spec.group_size * spec.head_dim
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.
-        kind = self._kinds[id(spec)] = _LayerKind(spec, packed, ctypes.addressof(packed), width)
+        kind = self._kinds[id(spec)] = _AttentionKind(spec, packed, ctypes.addressof(packed), width)
         return kind

@@ -1,6 +1,6 @@
-"""Paged attention and primitives in plain torch: no compiler needed, runs wherever torch runs.
+"""Paged attention, norms, activations and linears in plain torch: no compiler needed, runs wherever torch runs.
 
-Attention gathers keys and values of a few sequences at a time into one workspace and hands them to SDPA. Three habits
+Attention gathers keys and values of a few sequences at a time into one workspace and calls SDPA on them. Three things
 keep SDPA on its fast path on a CPU: 4-D tensors, the query group folded into the query length (decode) or into the
 batch (prompts) instead of `enable_gqa`, and `is_causal` rather than a mask for prompts that start at position 0.
 """
@@ -20,9 +20,9 @@ from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
 MAX_SCORES = 1 << 24
-"""Scores held at once where softmax sinks keep SDPA from being used."""
+"""Scores in memory at once where softmax sinks exclude SDPA."""
 GATHER_TOKENS = 4096
-"""Keys gathered at once for decode rows: large enough to amortise the calls, small enough for the L2/L3 cache."""
+"""Keys gathered at once for decode rows: enough to amortise the calls, few enough for the L2/L3 cache."""
 
 
 class TorchOps:
@@ -92,18 +92,18 @@ def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, int
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, *, scale: float
 ) -> Tensor:
-    """softmax over keys and a sink, of whose weight nothing is made -> [*, Q, H] in the query's dtype.
+    """Softmax over the keys and a sink, which has no value -> [*, Q, H] in the query's dtype.
 
     query [*, Q, H], key and value [*, P, H], mask [*, Q, P] or None, sinks [*, Q, 1], broadcast. In fp32; some queries
     at a time.
     """
     lines = query.shape[:-2].numel()
-    piece = max(1, MAX_SCORES // max(1, lines * key.shape[-2]))
+    at_once = max(1, MAX_SCORES // max(1, lines * key.shape[-2]))
     out = []
     keys, values = key.float().transpose(-1, -2), value.float()
     sinks = sinks.float().expand(*query.shape[:-1], 1)
-    for first in range(0, query.shape[-2], piece):
-        here = slice(first, first + piece)
+    for first in range(0, query.shape[-2], at_once):
+        here = slice(first, first + at_once)
         scores = query[..., here, :].float() @ keys * scale
         if mask is not None:
             scores = scores.masked_fill_(~(mask if mask.shape[-2] == 1 else mask[..., here, :]), -torch.inf)
@@ -114,10 +114,10 @@ def attend_with_sinks(
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Decode rows of similar length that are gathered and attended together."""
+    """Decode rows of similar length whose keys are gathered together."""
 
     rows: Tensor
-    """int64 indices of the rows (== their tokens) in the step."""
+    """int64 indices of the rows (and of their tokens) in the step."""
     block_ids: Tensor
     """[rows * blocks] cache blocks, row-major."""
     num_blocks: int
@@ -126,7 +126,7 @@ class _DecodeGroup:
 
 
 class TorchPagedAttention:
-    """Gather + SDPA. Rows are grouped and masks made once per step and window, and shared by all layers."""
+    """Gather + SDPA. Groups of rows and masks are made once per step and window; all layers share them."""
 
     name = "torch"
     graph_safe = False
@@ -171,12 +171,12 @@ class TorchPagedAttention:
         for row in range(step.num_decode, step.num_rows):
             if not step.q_len[row]:
                 continue  # pads the step
-            self.attend_slice(row, q_TKGH, k_TKH, v_TKH, kv_cache[layer], out_TNH, spec)
+            self._attend_slice(row, q_TKGH, k_TKH, v_TKH, kv_cache[layer], out_TNH, spec)
         if step.cu_q[step.num_rows] < q_TKGH.shape[0]:
             out_TNH[int(step.cu_q[step.num_rows]) :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return out_TNH.flatten(1)
 
-    def attend_slice(
+    def _attend_slice(
         self,
         row: int,
         q_TKGH: Tensor,
@@ -188,10 +188,10 @@ class TorchPagedAttention:
     ) -> None:
         """Attention of one row of several queries; q and k are rotated and this step's keys are in `layer_cache`.
 
-        k and v as the cache has them.
+        k and v are rounded as in the cache.
         """
         step = self._step
-        assert step is not None, "attend_slice() before plan()"
+        assert step is not None
         kv_len, first, stop = int(step.kv_len[row]), int(step.cu_q[row]), int(step.cu_q[row + 1])
         q_len = stop - first
         windowed = spec.window is not None and spec.window < kv_len

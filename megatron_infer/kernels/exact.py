@@ -1,8 +1,8 @@
-"""Kernels whose answers are functions of a row alone: not of its company, its place, the cut, or the number of threads.
+"""Kernels whose results depend on a row alone: not on other rows, its place, how it was chunked, or the threads.
 
-Most native kernels keep that promise anyway. What is added here: an operation never changes its kernel with the number
-of rows, operations that only torch has run on pieces of one shape, and attention sums prompt and output positions in
-one order, so that a training forward, which does not know where a prompt ended, has the same bits.
+Most native kernels are like that already. Here, in addition, an operation uses the same kernel for any number of rows,
+operations that only torch has run on parts of one shape, and attention sums prompt and output positions in one order,
+so that a training forward, which does not know where the prompt ends, has the same bits.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_infer.kernels.cpu_native import MAX_NORM_GROUP, NativeOps, NativeP
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears
 
 TORCH_ROWS = 64
-"""Rows of a piece that torch computes: 64 rows of any width are whole vectors, there is no remainder."""
+"""Rows that torch computes at a time: 64 rows of any width are whole vectors, without a remainder."""
 TORCH_SERIAL = 32768
-"""Elements from which torch may split a piece over threads, at places that depend on their number."""
+"""From this many elements torch may divide work over threads, at places that depend on their number."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
 class ExactOps(NativeOps):
     """Norms, activations and linears of one dtype; a row has the same bits in any step and in a training forward.
 
-    A weight that was not packed beforehand is packed for the call: who packs changes no bit. Inputs of another dtype
-    than the model's (a router's) are multiplied in their own, fp32, bf16 or float64.
+    A weight that is not packed is packed for the call, which changes no bit. Inputs of another dtype than the model's
+    (a router's) are multiplied in their own: fp32, bf16 or float64.
     """
 
     name = "native, exact"
@@ -48,7 +48,7 @@ class ExactOps(NativeOps):
         self._others: dict[torch.dtype, ExactOps] = {}
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """From panels where the weight can be packed, else from the live weight; whatever the number of rows."""
+        """From packed panels where the weight can be packed, else from the live weight, for any number of rows."""
         if x_TX.dtype is torch.float64:
             return self._wide_linear(x_TX, weight, bias)
         if x_TX.dtype is not self._dtype:
@@ -111,15 +111,15 @@ class ExactOps(NativeOps):
         )
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
-        """`function` on pieces of one shape, padded with zeros; differentiable if it is.
+        """`function` on parts of one shape, padded with zeros; differentiable if it is.
 
-        torch computes what is left over of a vector with other code than the vectors, so that an element's last bit
-        depends on its place; pieces of 64 rows leave nothing over, and a wide row makes a piece of its own.
+        torch computes the remainder of a vector with other code than the vectors, so that an element's last bit depends
+        on its place; parts of 64 rows have no remainder, and a wide row is a part by itself.
         """
         num_rows, width = x_TX.shape
-        piece = TORCH_ROWS if TORCH_ROWS * width < TORCH_SERIAL else 1
-        padded = F.pad(x_TX, (0, 0, 0, -num_rows % piece)).contiguous() if piece > 1 else x_TX
-        parts = [function(part) for part in padded.split(piece)] if num_rows else [function(x_TX)]
+        rows = TORCH_ROWS if TORCH_ROWS * width < TORCH_SERIAL else 1
+        padded = F.pad(x_TX, (0, 0, 0, -num_rows % rows)).contiguous() if rows > 1 else x_TX
+        parts = [function(part) for part in padded.split(rows)] if num_rows else [function(x_TX)]
         if isinstance(parts[0], Tensor):
             return torch.cat(parts)[:num_rows]
         return tuple(torch.cat(column)[:num_rows] for column in zip(*parts, strict=True))
@@ -136,7 +136,7 @@ class ExactOps(NativeOps):
         return out
 
     def _of(self, dtype: torch.dtype) -> ExactOps:
-        """The same for inputs of another dtype."""
+        """These operations for inputs of another dtype."""
         if dtype not in self._others:
             self._others[dtype] = ExactOps(self._library, dtype)
         return self._others[dtype]
@@ -147,7 +147,7 @@ def _same(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ExactAttention(NativePagedAttention):
-    """Every position as an output position: in one order of its keys, whether it was drawn or given."""
+    """Computes every position as an output position: its keys are summed in one order, in a prompt too."""
 
     name = "native, one order"
     graph_safe = False

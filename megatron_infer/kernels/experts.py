@@ -1,6 +1,6 @@
-"""The seam of mixture-of-experts layers: all local experts of a step as one call on live weights.
+"""The protocol for mixture-of-experts layers: all experts of this rank as one call on live weights.
 
-Legend: kernels/base.py, and E experts of all ranks, of which this rank has a run.
+Legend: kernels/base.py, and E experts of all ranks, of which this rank has neighbouring ones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Parameters = Mapping[str, Tensor | None]
 
 
 class Addresses(NamedTuple):
-    """Of one tensor of each expert."""
+    """The addresses of one tensor of each expert."""
 
     table: Tensor
     """int64, on the device."""
     aligned: bool
-    """All are multiples of 16 bytes, where wide loads can begin."""
+    """All are multiples of 16 bytes, so that wide loads can be used."""
 
 
 class ExpertWeights:
     """This rank's experts [first, first + len): fc1, an activation, fc2, read through the modules' own mappings.
 
-    Their addresses stand in tables on the device, which are written anew when one of them moved.
+    Tables on the device hold their addresses, and are written again when a weight moved.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ExpertWeights:
         top_k: int,
         activate: Callable[[Ops, Tensor], Tensor],
     ) -> None:
-        """activate(ops, middle) -> what fc2 takes, row by row."""
+        """activate(ops, middle) -> the input of fc2, row by row."""
         self._parts = {"fc1": fc1, "fc2": fc2}
         self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
         self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
@@ -54,7 +54,7 @@ class ExpertWeights:
         return weight.shape[0], weight.shape[1]
 
     def addresses(self, part: str, name: str) -> Addresses | None:
-        """Where each expert's tensor begins; None where they have none. Nobody waits."""
+        """The address of each expert's tensor; None where the experts have no such tensor. Does not wait."""
         tensors = [parameters[name] for parameters in self._parts[part]]
         if tensors[0] is None:
             return None
@@ -63,13 +63,13 @@ class ExpertWeights:
             host = torch.tensor(now, dtype=torch.int64)
             if tensors[0].device.type == "cuda":
                 host = host.pin_memory()
-            # The host's copy is kept: a graph that captures this reads it again.
+            # The host copy is kept: a graph that captures this reads it in every replay.
             device = host.to(tensors[0].device, non_blocking=True)
             known = self._tables[part, name] = now, host, Addresses(device, not any(number % 16 for number in now))
         return known[2]
 
     def uneven(self, dtype: torch.dtype) -> str | None:
-        """Why the experts cannot share one kernel; None: same shapes, contiguous, of `dtype`."""
+        """Why one kernel cannot run all experts; None: they have the same shapes, are contiguous and of `dtype`."""
         weights = [parameters["weight"] for experts in self._parts.values() for parameters in experts]
         now = tuple([weight.data_ptr() for weight in weights if weight is not None])
         if self._seen[:2] != (now, dtype):
@@ -93,21 +93,22 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRules:
-    """How a router chooses, as megatron-core's topk_routing_with_score_function takes it; a bias comes separately."""
+    """How a router chooses: arguments of megatron-core's topk_routing_with_score_function, without the bias."""
 
     top_k: int
     score_function: str
     """"softmax" or "sigmoid"."""
     pre_softmax: bool = False
-    """Softmax over all experts, before the choice; else over those chosen."""
+    """Softmax over all experts, before the choice; else over the chosen ones."""
     num_groups: int = 1
     group_topk: int = 0
-    """Experts come from this many groups, those whose best top_k // group_topk scores sum up highest; 0: from all."""
+    """Experts come from this many groups: those with the highest sums of their best top_k // group_topk scores; 0: from
+    all groups."""
     scaling_factor: float = 0.0
-    """Of all weights; 0: none."""
+    """Factor of all weights; 0: none."""
 
     def unroutable(self, num_experts: int) -> str | None:
-        """Why no kernel has these; None: the rules are of a kind that is known, and can be kept."""
+        """Why no kernel can follow these rules; None: a kernel can."""
         if self.score_function not in ("softmax", "sigmoid"):
             return f"score function {self.score_function!r}"
         if not 1 <= self.top_k <= num_experts:
@@ -122,45 +123,45 @@ class RoutingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """Which experts each token goes to, of all ranks' experts, ascending, and what each one's answer weighs."""
+    """The experts of each token, among those of all ranks, and the weights of their outputs."""
 
     ids_TK: Tensor
-    """int32; -1 behind the last of a token that has fewer."""
+    """int32, ascending; -1 behind the last expert of a token with fewer than K."""
     weight_TK: Tensor
-    """In the router's dtype."""
+    """In the dtype of the router."""
     count_CE: Tensor
-    """int32: how many of each run of tokens chose an expert; how long a run is, the backend knows."""
+    """int32: how many tokens of each run of tokens chose an expert; the backend knows the length of a run."""
 
 
 class ExpertsBackend(Protocol):
-    """All of a rank's experts at once, whoever chose them, and the choice.
+    """All of a rank's experts at once, for all tokens that chose them, and the choice itself.
 
-    What is launched is a function of shapes alone, and nobody waits: it can be captured once and replayed, while the
+    The launches depend on shapes alone and nothing waits: a step can be captured once and replayed, as long as the
     weights do not move.
     """
 
     name: str
 
     def supports(self, weights: ExpertWeights, dtype: torch.dtype) -> str | None:
-        """None when it can run them on inputs of this dtype, else the reason it cannot."""
+        """None when it can run them on inputs of this dtype, else the reason."""
         ...
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
-        """The choice that megatron-core's router makes of these logits; None: not of these rules or this dtype.
+        """The choice that megatron-core's router makes for these logits; None: no kernel for these rules or this dtype.
 
-        bias_E: added to scores of a sigmoid for the choice, not to weights. Of equal scores the lower id is chosen; a
-        score that is no number counts as the largest. Weights may differ from torch's by rounding.
+        bias_E: added to sigmoid scores for the choice, but not to weights. The lower id wins among equal scores; NaN
+        counts as the largest score. Weights may differ from torch's by rounding.
         """
         ...
 
     def listed(self, chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
-        """A choice made elsewhere: bool, top_k of a row at most, and what they weigh."""
+        """A choice made elsewhere, from chosen_TE (bool, at most top_k per row) and the weights probs_TE."""
         ...
 
     def token_counts(self, num_experts: int, top_k: int, dtype: torch.dtype) -> Sequence[int]:
-        """The least tokens of steps that run other kernels than smaller steps do. num_experts: of all ranks."""
+        """Numbers of tokens from which on a step runs other kernels than a smaller one. num_experts: of all ranks."""
         ...
 
     def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
-        """out_TD += the sum over a token's local experts of weight * expert(x), contiguous."""
+        """out_TD (contiguous) += the sum over a token's experts on this rank of weight * expert(x)."""
         ...

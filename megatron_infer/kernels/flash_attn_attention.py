@@ -1,17 +1,17 @@
 """Paged attention by flash-attn: version 2 (Ampere and newer, blocks of 256) or version 3 (Hopper, any block).
 
-Lengths, offsets and block tables go to the kernels as device tensors; of the host only a step's shape is read. So a
-step can be captured, and a replay sees what the tensors hold then, by what the sources say (not yet run on a GPU):
+The kernels get lengths, offsets and block tables as device tensors; the host reads only the shape of a step. So a step
+can be captured, and a replay uses the tensors' content of that time. According to the sources (not yet run on a GPU):
 
-* max_seqlen_q and max_seqlen_k are numbers that a graph repeats. They size grids, splits and scratch, and a program
-  behind its row's own length, which it reads from the device, returns. So they must be bounds for whatever a replay
-  holds, as a graph's max_q_len and max_kv_len are; maxima of the step that was captured would cut longer keys off.
-* Version 2 splits a ragged call's keys only if max_seqlen_q is 1, which it never is here (FEWEST_QUERIES); with a block
-  table it takes the kernel for splits all the same, with one that spans max_seqlen_k. Decode is split by the block
-  table's width, a shape; a split behind a row's keys counts for nothing.
-* Version 3 makes its schedule (splits of each row, order of tiles) by a kernel within the call, from the same tensors.
+* max_seqlen_q and max_seqlen_k are numbers that a graph repeats. They size grids, splits and scratch; a program behind
+  the end of its row, which it reads from the device, returns. So they must be upper bounds for every replay, which a
+  graph's max_q_len and max_kv_len are; the maxima of the captured step would cut off longer keys.
+* Version 2 splits the keys of a ragged call only if max_seqlen_q is 1, which it never is here (FEWEST_QUERIES); with a
+  block table it uses the kernel for splits anyway, with one split of max_seqlen_k keys. Decode is split by the width of
+  the block table, a shape; a split behind a row's keys adds nothing.
+* Version 3 makes its schedule (splits of each row, order of tiles) with a kernel in the call, from the same tensors.
 
-Neither waits for the device; what they allocate comes from torch, the graph's pool. Legend: kernels/base.py.
+Neither waits for the device; their memory comes from torch, which in a graph is its pool. Legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 
 PACKAGE, MIN_VERSION, MODULE = "flash-attn", (2, 7, 3), "flash_attn"
 PACKAGE_3, MODULE_3 = "flash-attn-3", "flash_attn_interface"
-"""What flash-attn's `hopper` folder installs, whatever it calls its distribution."""
+"""The distribution and the module that flash-attn's `hopper` folder installs."""
 BLOCK = 256
-"""Version 2 takes blocks of a multiple of this many keys."""
+"""Version 2 needs blocks of a multiple of this many keys."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16)
 HOPPER = 9
 FEWEST_QUERIES = 2
-"""Of max_seqlen_q in a ragged call: at 1 version 2 takes it that every row has exactly one query."""
+"""Least max_seqlen_q of a ragged call: with 1, version 2 assumes exactly one query in every row."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -62,7 +62,7 @@ def _has_version_3(device: torch.device) -> bool:
 
 
 class Kernels(Protocol):
-    """What differs between the versions. Windows are (keys to the left, keys to the right), -1 is no bound."""
+    """What differs between the versions. A window is (keys before, keys after), -1 for no bound."""
 
     version: int
     block: int
@@ -71,7 +71,7 @@ class Kernels(Protocol):
     def decode(
         self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
     ) -> Tensor:
-        """One query a row -> [R, N, H]."""
+        """One query per row -> [R, N, H]."""
         ...
 
     def ragged(
@@ -87,7 +87,7 @@ class Kernels(Protocol):
         max_q_len: int,
         max_kv_len: int,
     ) -> Tensor:
-        """Any number of queries a row, the last ones of its keys -> [T, N, H]. cu_q, cu_k: sums of rows before."""
+        """Any number of queries per row, at its last positions -> [T, N, H]. cu_q, cu_k: offsets of rows, [R + 1]."""
         ...
 
 
@@ -144,7 +144,7 @@ class Version2:
 
 
 class Version3:
-    """flash_attn_interface, on Hopper alone."""
+    """flash_attn_interface, on Hopper only."""
 
     version, block = 3, 1
 
@@ -191,7 +191,7 @@ class Version3:
 
 
 class FlashAttention:
-    """Decode rows in one call, slices in another. Long rows are split by how many there are: last bits depend on it."""
+    """Decode rows in one call, slices in another. Last bits depend on the batch, whose size decides splits of rows."""
 
     name = "flash_attn"
     graph_safe = True
@@ -202,7 +202,7 @@ class FlashAttention:
         self._table_RM: Tensor | None = None
         self._cu_q_R1: Tensor | None = None
         self._cu_k_R1: Tensor | None = None
-        self._nobody_T11: Tensor | None = None
+        self._padding_T11: Tensor | None = None
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
@@ -223,17 +223,17 @@ class FlashAttention:
         return None
 
     def plan(self, step: StepMetadata) -> None:
-        """Shapes alone decide what is launched; nobody waits."""
+        """The launches depend on shapes alone; nothing waits."""
         decode = step.num_decode
         self._step = step
         self._table_RM = step.block_table.index_select(0, step.table_row_R[: step.num_rows])
-        self._cu_q_R1 = self._cu_k_R1 = self._nobody_T11 = None
+        self._cu_q_R1 = self._cu_k_R1 = self._padding_T11 = None
         if step.num_rows > decode:
             self._cu_q_R1 = step.cu_q_R1[decode : step.num_rows + 1] - decode
             self._cu_k_R1 = torch.zeros_like(self._cu_q_R1)
             torch.cumsum(step.kv_len_R[decode : step.num_rows], 0, out=self._cu_k_R1[1:])
             tokens = torch.arange(step.num_tokens - decode, device=self._cu_q_R1.device)
-            self._nobody_T11 = (tokens >= self._cu_q_R1[-1]).view(-1, 1, 1)
+            self._padding_T11 = (tokens >= self._cu_q_R1[-1]).view(-1, 1, 1)
 
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
@@ -254,7 +254,7 @@ class FlashAttention:
             kv_len_R = step.kv_len_R[:decode]
             out_TNH[:decode] = self._kernels.decode(q_TNH[:decode], cache, table_RM[:decode], kv_len_R, spec)
         if rows > decode:
-            assert self._cu_q_R1 is not None and self._cu_k_R1 is not None and self._nobody_T11 is not None
+            assert self._cu_q_R1 is not None and self._cu_k_R1 is not None and self._padding_T11 is not None
             mixed_TNH = self._kernels.ragged(
                 q_TNH[decode:],
                 cache,
@@ -266,8 +266,8 @@ class FlashAttention:
                 max_q_len=step.max_q_len,
                 max_kv_len=step.max_kv_len,
             )
-            # Tokens of nobody are not written by the kernel: whatever memory held there must not go on.
-            torch.where(self._nobody_T11, mixed_TNH.new_zeros(()), mixed_TNH, out=out_TNH[decode:])
+            # The kernel does not write padding tokens: what their memory held must not reach the next layer.
+            torch.where(self._padding_T11, mixed_TNH.new_zeros(()), mixed_TNH, out=out_TNH[decode:])
         elif decode < len(out_TNH):
             out_TNH[decode:] = 0
         return out_TNH.flatten(1)

@@ -1,10 +1,10 @@
 """Paged attention by FlashInfer: its wrappers for decode rows and for ragged slices, its append to the cache.
 
-    step ──▶ pages, last_page_len (once a step) ──▶ plan of each kind of layer, decode and slices ──▶ run, every layer
+    step -> pages, last_page_len (once per step) -> plan of each kind of layer, decode and slices -> run, every layer
 
-The cache [num_blocks, B, K, H] of a layer is FlashInfer's NHD layout as it is. Its planner reads lengths on the host
-and copies its schedule from pinned memory, so nothing here can be captured. It compiles its kernels when they are first
-planned, with nvcc, once a machine. Legend: kernels/base.py, and P pages of the step.
+A layer's cache [num_blocks, B, K, H] has FlashInfer's NHD layout. Its planner reads lengths on the host and copies its
+schedule from pinned memory, so that nothing here can be captured. It compiles its kernels with nvcc when they are first
+planned, once per machine. Legend: kernels/base.py, and P pages of the step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 BACKEND = "fa2"
-"""Of FlashInfer's own: the one that takes every page size, window and GPU from Ampere on."""
+"""FlashInfer's backend for every page size, window and GPU from Ampere on."""
 WORKSPACE_BYTES = 128 << 20
-"""Partial results of long rows that are split; FlashInfer's recommendation. Zeros before its first use."""
+"""For partial results of split rows, as FlashInfer recommends; zeros before the first use."""
 SCALAR_GROUPS = (1, 2)
-"""Query heads per kv head up to which decode is faster without tensor cores."""
+"""Query heads per kv head with which decode is faster without tensor cores."""
 NUM_TURNS = 2
-"""Wrappers that take turns: a plan must not overwrite pinned memory that the step before is still copying from."""
+"""Wrappers used in turn: a plan must not overwrite pinned memory that the step before still copies from."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -50,7 +50,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def no_compiler() -> str | None:
-    """Why FlashInfer could not compile a kernel; None: it can, or need not."""
+    """Why FlashInfer cannot compile a kernel; None: it can, or need not."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if shutil.which("nvcc") or Path(home, "bin", "nvcc").exists() or importlib.util.find_spec("flashinfer_jit_cache"):
         return None
@@ -63,14 +63,14 @@ def make(device: torch.device, dtype: torch.dtype) -> FlashInferAttention:
 
 @dataclass(slots=True)
 class _Part:
-    """Rows that one wrapper attends: all decode rows, or all slices."""
+    """The rows of one wrapper: all decode rows, or all slices."""
 
     decode: bool
     first_token: int
     num_tokens: int
     q_indptr: Tensor
     kv_indptr: Tensor
-    """int32 on the host, [rows + 1]: tokens and pages of the part."""
+    """int32 on the host, [rows + 1]: offsets of the rows' tokens and pages."""
     last_page_len: Tensor
     """int32 on the host; 1 .. B."""
     pages_P: Tensor
@@ -78,7 +78,7 @@ class _Part:
 
 
 class _Wrappers:
-    """FlashInfer's wrappers of one kind of layer; they take turns from step to step."""
+    """FlashInfer's wrappers of one kind of layer, used in turn from step to step."""
 
     def __init__(self, make_wrapper: Any, device: torch.device) -> None:
         self._wrappers = [make_wrapper() for _ in range(NUM_TURNS)]
@@ -86,11 +86,11 @@ class _Wrappers:
         self._device, self._turn = device, 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapper whose turn it is, planned."""
+        """The next wrapper, planned."""
         self._turn = (self._turn + 1) % NUM_TURNS
         wrapper = self._wrappers[self._turn]
         if self._planned is not None:
-            self._planned[self._turn].synchronize()  # of two steps ago: long past
+            self._planned[self._turn].synchronize()  # of two steps ago: has long passed
         wrapper.plan(*args, **kwargs)
         if self._planned is not None:
             self._planned[self._turn].record(torch.cuda.current_stream(self._device))
@@ -104,15 +104,15 @@ class _Step:
     parts: list[_Part]
     batch_T: Tensor
     position_T: Tensor
-    """int32: which row of `whole` each token belongs to, and where in it; of tokens that belong to one."""
+    """int32: the row of `whole` of each token that is no padding, and its position in the sequence."""
     whole: _Part
-    """All rows: where tokens are appended."""
+    """All rows, for appending to the cache."""
     planned: dict[tuple[AttendSpec, bool], Any] = field(default_factory=dict)
 
 
 class FlashInferAttention:
-    """Plans once a step and kind of layer, runs every layer. fp16 and bf16; results depend on the batch in their last
-    bits, as FlashInfer splits long rows by how many there are."""
+    """Plans once per step and kind of layer, runs every layer. fp16 and bf16. The last bits of results depend on the
+    batch, by whose size FlashInfer splits long rows."""
 
     name = "flashinfer"
     graph_safe = False
@@ -141,7 +141,7 @@ class FlashInferAttention:
         return None
 
     def plan(self, step: StepMetadata) -> None:
-        self._meta, self._step = step, None  # pages need the block size, which the first layer's cache tells
+        self._meta, self._step = step, None  # pages need the block size, which the first layer's cache has
 
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
@@ -180,7 +180,7 @@ class FlashInferAttention:
         return out_TNH.flatten(1)
 
     def _planned(self, step: _Step, part: _Part, spec: AttendSpec) -> Any:
-        """The part's wrapper, planned for this kind of layer; once a step."""
+        """The part's wrapper, planned for this kind of layer once per step."""
         key = (spec, part.decode)
         found = step.planned.get(key)
         if found is not None:
@@ -223,7 +223,7 @@ class FlashInferAttention:
 
 
 def _lay_out(meta: StepMetadata, block_size: int) -> _Step:
-    """Where the rows' pages and tokens are; rows without tokens (padding) are left out."""
+    """The places of the rows' pages and tokens, without the rows that have no tokens (padding)."""
     rows = np.flatnonzero(meta.q_len[: meta.num_rows] > 0)
     decode, slices = rows[rows < meta.num_decode], rows[rows >= meta.num_decode]
     whole = _part(meta, rows, block_size, decode=False)

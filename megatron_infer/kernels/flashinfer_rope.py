@@ -1,7 +1,7 @@
 """Queries and keys rotated by FlashInfer's fused kernel, in front of any attention backend.
 
-One launch turns both in place; cos and sin are the step's own, as every other backend has them, so what the cache holds
-differs from theirs by at most the rounding of one product. Legend: kernels/base.py, and R rotary dims.
+One launch rotates both in place. cos and sin are the step's, as for every other backend, so that the content of the
+cache differs from theirs by at most the rounding of one product. Legend: kernels/base.py, and R rotary dims.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refusal(spec: AttendSpec, dtype: torch.dtype) -> str | None:
 
 
 class FlashInferRope:
-    """The backend behind it sees queries and keys that are rotated already."""
+    """An attention backend behind FlashInfer's rotation: it gets rotated queries and keys."""
 
     def __init__(self, behind: AttentionBackend) -> None:
         self._behind = behind
@@ -74,12 +74,12 @@ class FlashInferRope:
         return self._behind.run(q_TNH.view(q_TKGH.shape), k_TKH, v_TKH, kv_cache, layer=layer, spec=pair[1])
 
     def _angles_of(self, step: StepMetadata, spec: AttendSpec) -> Tensor:
-        """fp32 [T, R]: half of them cos, half sin, one of each for a pair of dims; row t is token t's position."""
+        """fp32 [T, R]: cos in the first half, sin in the second, one of each for a pair of dims; row t is token t's."""
         key = (spec.rotary_dim, spec.rotary_interleaved)
         found = self._angles.get(key)
         if found is None:
             dim = spec.rotary_dim
-            # Both halves of the step's table (interleaved: both of a pair) are the same angle.
+            # Both halves of the step's table (interleaved: both entries of a pair) hold the same angle.
             pick = slice(0, dim, 2) if spec.rotary_interleaved else slice(0, dim // 2)
             assert step.cos_TR is not None and step.sin_TR is not None
             found = self._angles[key] = torch.cat((step.cos_TR[:, pick], step.sin_TR[:, pick]), dim=-1).float()

@@ -1,12 +1,12 @@
-"""The scan by mamba-ssm's Triton kernels, with causal-conv1d's convolution where it is there and can, else torch's.
+"""The scan by mamba-ssm's Triton kernels, with causal-conv1d's convolution where it can run, else torch's.
 
-Rows of one token go to `selective_state_update`, which works on the state slots in place. Slices are laid side by side,
-padded to the longest (in groups of similar length), and go to `mamba_chunk_scan_combined` with their states as initial
-ones; its variable-length form rounds the states it returns to the inputs' dtype, this one keeps fp32. A capture cuts
-its slice: the scan is called once for the first pieces, once for the second, ...
+Rows of one token go to `selective_state_update`, which updates the state slots in place. Slices are padded to the
+longest (in groups of similar length) and go side by side to `mamba_chunk_scan_combined`, with their states as initial
+states; its variable-length form rounds the states it returns to the inputs' dtype, this one keeps fp32. A capture cuts
+its slice in segments: the scan is called once for the first segments, once for the second, ...
 
     round           0         1
-    slice a    |--------->|------|        captures end pieces; a padded token has a step size of 0:
+    slice a    |--------->|------|        a segment ends at a capture; a padding token has a step size of 0:
     slice b    |-----|                    it neither decays the state nor adds to it
 
 Legend: kernels/ssm.py, and Q slices of a group, L tokens of the longest.
@@ -30,15 +30,15 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 PACKAGE, MIN_VERSION = "mamba-ssm", (2, 2, 6)
 OPERATIONS = ("ops.triton.selective_state_update", "ops.triton.ssd_combined")
-"""Its own `__init__` needs CUDA extensions that these do without."""
+"""Modules that do not need the CUDA extensions that the package's own `__init__` imports."""
 CONV_PACKAGE, CONV_MODULE, CONV_MIN_VERSION = "causal-conv1d", "causal_conv1d", (1, 5, 3)
 CONV_WIDTHS = (2, 3, 4)
 CONV_CHANNELS = 8
-"""Channels come in multiples of it."""
+"""The number of channels is a multiple of it."""
 DTYPES = (torch.float16, torch.bfloat16)
 CHUNK = 128
 NO_STEP = -1e4
-"""Step size before bias and softplus of a token that is not there: softplus gives 0."""
+"""Step size of a padding token, before bias and softplus; softplus of it is 0."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -72,30 +72,30 @@ def make(device: torch.device, dtype: torch.dtype) -> MambaSsmScan:
 
 
 @dataclass(slots=True)
-class _Singles:
+class _SingleTokens:
     """Rows of one token."""
 
     token_R: Tensor
     slot_R: Tensor
     """int64."""
     fresh: Tensor | None
-    """Slots that begin with zeros; None: there are none."""
+    """Slots whose state begins as zeros; None: there are none."""
 
 
 @dataclass(slots=True)
-class _Round:
-    """Piece k of every slice that has one."""
+class _SegmentRound:
+    """Segment k of every slice that has one."""
 
     slice_Q: Tensor
     token_QL: Tensor
-    """Into the group's [Q * L] tokens."""
+    """Indices into the group's [Q * L] tokens."""
     absent_QL1: Tensor
-    """True where the piece has ended."""
+    """True behind the end of the segment."""
     present: Tensor
-    """Into [Q * L]: the piece's tokens; and of the step, which they are."""
+    """Indices of the segments' tokens in [Q * L], and in the step."""
     step_token: Tensor
     end_E: Tensor
-    """Pieces whose state behind them is kept; and the slots it goes to."""
+    """Segments whose final state is kept, and the slots that get it."""
     end_slot_E: Tensor
 
 
@@ -105,17 +105,17 @@ class _Group:
 
     slot_Q: Tensor
     fresh_Q: Tensor
-    """bool: the slice begins at position 0."""
+    """bool: the slice starts at position 0."""
     token_QL: Tensor
-    """Of the step; behind a slice's end some token of the same slice."""
+    """Tokens of the step; behind a slice's end some token of the same slice."""
     tail_EW: Tensor
-    """Into [Q * (W + L)]: the last W inputs of each end; and the slots they go to."""
+    """Indices into [Q * (W + L)] of the last W inputs of each end, and the slots that get them."""
     tail_slot_E: Tensor
-    rounds: list[_Round]
+    rounds: list[_SegmentRound]
 
 
 class MambaSsmScan:
-    """Where everything lies is worked out on the host once a step and shared by all layers."""
+    """The host computes all indices once per step; all layers share them."""
 
     name = "mamba_ssm"
     graph_safe = False
@@ -124,7 +124,7 @@ class MambaSsmScan:
         """update, chunk_scan: mamba-ssm's functions; conv: the module causal_conv1d, or None."""
         self._update, self._chunk_scan, self._conv = update, chunk_scan, conv
         self._step: StepMetadata | None = None
-        self._singles: _Singles | None = None
+        self._singles: _SingleTokens | None = None
         self._slices = np.empty(0, dtype=np.int64)
         self._groups: dict[int, list[_Group]] = {}
 
@@ -149,7 +149,7 @@ class MambaSsmScan:
         if len(rows):
             device, slots = step.q_len_R.device, step.table_row[rows].astype(np.int64)
             fresh = slots[step.kv_len[rows] == 1]
-            self._singles = _Singles(
+            self._singles = _SingleTokens(
                 _index(step.cu_q[rows], device), _index(slots, device), _index(fresh, device) if len(fresh) else None
             )
 
@@ -157,7 +157,7 @@ class MambaSsmScan:
         step = self._step
         assert step is not None, "run() before plan()"
         y_TM = xBC_TC.new_zeros(xBC_TC.shape[0], spec.inner_width)
-        layer = _Layer(self._update, self._chunk_scan, self._conv, xBC_TC, dt_TH, states, weights, spec)
+        layer = _ScanCall(self._update, self._chunk_scan, self._conv, xBC_TC, dt_TH, states, weights, spec)
         if self._singles is not None:
             layer.advance(self._singles, y_TM)
         if len(self._slices):
@@ -174,7 +174,7 @@ def _index(indices: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _group(step: StepMetadata, rows: np.ndarray, width: int) -> list[_Group]:
-    """Longest first; a group ends where a slice is shorter than half of its first, so padding is less than data."""
+    """Longest first; a group ends before a slice shorter than half of its first, so that padding is less than data."""
     order = rows[np.argsort(-step.q_len[rows], kind="stable")]
     groups, begin = [], 0
     while begin < len(order):
@@ -217,7 +217,7 @@ def _rounds(
     slots: np.ndarray,
     kept: list[tuple[int, int, int]],
     device: torch.device,
-) -> list[_Round]:
+) -> list[_SegmentRound]:
     """first: each slice's first token in the step; kept: (slice, tokens, slot) of each capture."""
     longest = int(lengths.max())
     stops: list[dict[int, list[int]]] = [{int(n): [int(slot)]} for n, slot in zip(lengths, slots, strict=True)]
@@ -237,7 +237,7 @@ def _rounds(
         targets = [(i, slot) for i, row in enumerate(having) for slot in stops[row][cuts[row][k]]]
         end, slot = np.array(targets, dtype=np.int64).T
         rounds.append(
-            _Round(
+            _SegmentRound(
                 slice_Q=_index(np.array(having), device),
                 token_QL=_index(owner * longest + at, device),
                 absent_QL1=upload(~inside, device).unsqueeze(-1),
@@ -251,7 +251,7 @@ def _rounds(
 
 
 @dataclass(slots=True)
-class _Layer:
+class _ScanCall:
     """One call of `MambaSsmScan.run`."""
 
     update: Any
@@ -263,7 +263,7 @@ class _Layer:
     weights: SsmWeights
     spec: SsmSpec
 
-    def advance(self, singles: _Singles, y_TM: Tensor) -> None:
+    def advance(self, singles: _SingleTokens, y_TM: Tensor) -> None:
         """One token of each row."""
         spec, weights, states = self.spec, self.weights, self.states
         if singles.fresh is not None:
@@ -288,7 +288,7 @@ class _Layer:
             mixed_RC = F.silu(mixed_RC).to(x_RC.dtype)
         x, b, c = self._split(mixed_RC)
         heads = (spec.num_heads, spec.head_dim)
-        # Strides of 0 tell the kernel that a head has one step size and one decay.
+        # Strides of 0 make the kernel use one step size and one decay per head.
         dt_RHP = self.dt_TH.index_select(0, singles.token_R).unsqueeze(-1).expand(-1, *heads)
         out_RHP = self.update(
             states.ssm_SHPN,
@@ -320,9 +320,9 @@ class _Layer:
         carry_QHPN = states.ssm_SHPN.index_select(0, group.slot_Q).float()
         carry_QHPN.masked_fill_(group.fresh_Q[:, None, None, None], 0.0)
         skip = weights.skip_H
-        for piece in group.rounds:
-            x, b, c = (part.contiguous() for part in self._split(mixed_XC[piece.token_QL]))
-            dt_QLH = dt_XH[piece.token_QL].masked_fill(piece.absent_QL1, NO_STEP)
+        for segment in group.rounds:
+            x, b, c = (part.contiguous() for part in self._split(mixed_XC[segment.token_QL]))
+            dt_QLH = dt_XH[segment.token_QL].masked_fill(segment.absent_QL1, NO_STEP)
             out_QLHP, behind_QHPN = self.chunk_scan(
                 x,
                 dt_QLH,
@@ -332,15 +332,15 @@ class _Layer:
                 CHUNK,
                 D=skip if len(skip) == spec.num_heads else skip.view(spec.num_heads, -1),
                 dt_bias=weights.dt_bias_H,
-                initial_states=carry_QHPN.index_select(0, piece.slice_Q),
+                initial_states=carry_QHPN.index_select(0, segment.slice_Q),
                 dt_softplus=True,
                 return_final_states=True,
             )
-            carry_QHPN.index_copy_(0, piece.slice_Q, behind_QHPN)
-            ends_EHPN = behind_QHPN.index_select(0, piece.end_E).to(states.ssm_SHPN.dtype)
-            states.ssm_SHPN.index_copy_(0, piece.end_slot_E, ends_EHPN)
-            out_XM = out_QLHP.flatten(0, 1).flatten(1).index_select(0, piece.present)
-            y_TM.index_copy_(0, piece.step_token, out_XM.to(y_TM.dtype))
+            carry_QHPN.index_copy_(0, segment.slice_Q, behind_QHPN)
+            ends_EHPN = behind_QHPN.index_select(0, segment.end_E).to(states.ssm_SHPN.dtype)
+            states.ssm_SHPN.index_copy_(0, segment.end_slot_E, ends_EHPN)
+            out_XM = out_QLHP.flatten(0, 1).flatten(1).index_select(0, segment.present)
+            y_TM.index_copy_(0, segment.step_token, out_XM.to(y_TM.dtype))
 
     def _fused_conv(self) -> bool:
         """Whether causal-conv1d can run this layer."""
@@ -352,10 +352,10 @@ class _Layer:
         )
 
     def _convolve(self, history_QXC: Tensor) -> Tensor:
-        """[Q, W + L, C], the first W inputs from the state -> [Q, L, C] behind silu."""
+        """[Q, W + L, C], the first W inputs from the state -> [Q, L, C] after silu."""
         width, weights = self.spec.conv_width, self.weights
         if self._fused_conv():
-            # Channels last, as the kernel wants them with initial states: it sees the W - 1 inputs before the first.
+            # With initial states (the W - 1 inputs before the first) the kernel needs channels last.
             return self.conv.causal_conv1d_fn(  # type: ignore[union-attr]
                 history_QXC[:, width:].transpose(1, 2),
                 weights.conv_CW,

@@ -1,6 +1,6 @@
-"""Compiles the C++ kernels once per machine into a user cache directory, and finds torch's OpenMP runtime for them.
+"""Compile the C++ kernels once per machine into a user cache directory, and find torch's OpenMP runtime for them.
 
-Nothing here fails hard: whatever is missing becomes the reason shown in the table of choices.
+A missing compiler or directory is no error: it becomes the reason in the table of choices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_compiler() -> str:
 
 
 def _cpu_identity() -> str:
-    """What -march=native depends on, so that a cache shared between machines never serves the wrong code."""
+    """What -march=native depends on: a cache shared between machines must not serve code for another CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -74,7 +74,7 @@ def cache_directory() -> Path:
             info = path.stat()
         except OSError:
             continue
-        # A library is code: never load one from a directory that somebody else can write.
+        # A library is code: never load one from a directory that other users can write to.
         if info.st_uid == uid and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(path, os.W_OK):
             return path
     raise NativeUnavailable(f"no private writable cache directory (tried {base} and the temp folder)")
@@ -82,7 +82,7 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an advisory lock on `path`; several ranks start at once and one of them builds."""
+    """Hold an advisory lock on `path`: ranks that start at once build the library once."""
     import fcntl
 
     with open(path, "w") as handle:
@@ -133,14 +133,14 @@ def build() -> Path:
     if library.exists():
         return library
     with _exclusive(library.with_suffix(".lock"), BUILD_TIMEOUT_S):
-        if not library.exists():  # the previous holder may have built it
+        if not library.exists():  # the previous holder of the lock may have built it
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as work:
                 os.replace(_compile(compiler, tune, folder, Path(work)), library)
     return library
 
 
 def _openmp_runtime() -> ctypes.CDLL | None:
-    """The OpenMP library torch has loaded: our regions then run on torch's own threads, never on a second pool."""
+    """The OpenMP library that torch has loaded: our regions then run on torch's threads, not on a second pool."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -167,10 +167,4 @@ def load() -> ctypes.CDLL:
     if runtime is not None:
         entries = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
         library.mi_init(*(ctypes.cast(entry, ctypes.c_void_p) for entry in entries))
-    library.mi_count_threads.argtypes = [ctypes.c_int]
     return library
-
-
-def num_usable_threads(library: ctypes.CDLL) -> int:
-    """Threads a parallel region gets when torch's count is asked for; 1 when no OpenMP runtime was found."""
-    return int(library.mi_count_threads(torch.get_num_threads()))

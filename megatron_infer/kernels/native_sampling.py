@@ -1,4 +1,4 @@
-"""Draws and log probabilities in C++ (native/sampling.cpp): one call for all rows, sorts only of what is needed."""
+"""Draws and log probabilities in C++ (native/sampling.cpp): one call for all rows, which sorts only what it needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeSampling:
-    """What `sampling.filters` and `sampling.logprobs` do, for fp32 and bf16 logits on a CPU: the same tokens."""
+    """`sampling.filters` and `sampling.logprobs` for fp32 and bf16 logits on a CPU; the tokens are the same."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw, self._score = {}, {}
@@ -26,7 +26,7 @@ class NativeSampling:
         """(token, largest logit, logit and id of the last candidate kept, mass) of each row; rows may be strided.
 
         columns_5M: float64 1 / temperature, top_k (V when off), top_p, min_p, uniform. A row without a finite largest
-        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `DrawResult`.
+        logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `filters.DrawResult`.
         """
         rows, vocab = logits_MV.shape
         assert logits_MV.stride(1) == 1 and columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
@@ -50,9 +50,9 @@ class NativeSampling:
     def score(
         self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(log probability, rank, `top` most likely ids, theirs) of each row's token; rows may be strided.
+        """(logprob and rank of each row's token, `top` most likely ids and their logprobs); rows may be strided.
 
-        known: mass and largest logit of the rows as `draw` gave them for these very logits; the same bits, sooner.
+        known: mass and largest logit of the rows from `draw` of the same logits; the same bits, faster.
         """
         rows, vocab = logits_AV.shape
         assert logits_AV.stride(1) == 1 and token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab

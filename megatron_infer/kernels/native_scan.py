@@ -1,4 +1,4 @@
-"""The scan in C++ (native/ssm.cpp): one call a layer for all rows, the same bits however a sequence is cut."""
+"""The scan in C++ (native/ssm.cpp): one call per layer for all rows, the same bits however a sequence is chunked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_TAPS = 8
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
-class _StepStruct(ctypes.Structure):
-    """native/ssm.cpp: ScanStep."""
+class _ScanStep(ctypes.Structure):
+    """ScanStep in native/ssm.cpp."""
 
     _fields_ = [
         *((name, _I) for name in ("num_rows", "threads")),
@@ -30,8 +30,8 @@ class _StepStruct(ctypes.Structure):
     ]
 
 
-class _SpecStruct(ctypes.Structure):
-    """native/ssm.cpp: ScanSpec."""
+class _ScanSpec(ctypes.Structure):
+    """ScanSpec in native/ssm.cpp."""
 
     _fields_ = [
         *((name, _I) for name in ("num_heads", "head_dim", "state_dim", "num_groups", "conv_width")),
@@ -40,22 +40,22 @@ class _SpecStruct(ctypes.Structure):
 
 
 _CALL = struct.Struct("17q")
-"""native/ssm.cpp: ScanCall; packed in one go because this happens in every layer of every step."""
+"""ScanCall in native/ssm.cpp; packed at once because every layer of every step does it."""
 
 
 @dataclass(slots=True)
-class _LayerKind:
+class _ScanKind:
     spec: SsmSpec
-    struct: _SpecStruct
+    struct: _ScanSpec
     address: int
 
 
 class NativeScan:
     """The recurrence token by token, with the state in registers.
 
-    A position's y, and the state behind it, have the same bits in a decode row, in a slice cut anywhere, in a whole
-    prompt, with any company and any number of threads; a capture holds what a cut there would have left. This takes
-    states that hold what they are given: fp32 for the SSM state, fp32 or the inputs' dtype for the convolution's.
+    A position's y and the state behind it have the same bits in a decode row, in any chunk, in a whole prompt, in any
+    batch and with any number of threads; a capture holds the state of a chunk that ends there. This needs states that
+    are stored without rounding: fp32 for the SSM state, fp32 or the inputs' dtype for the convolution's.
     """
 
     name = "native"
@@ -67,11 +67,11 @@ class NativeScan:
         self._context = bind(library, "mi_scan_context_new", [], _P)()
         weakref.finalize(self, bind(library, "mi_scan_context_free", [_P]), self._context)
         self._step: StepMetadata | None = None
-        self._step_struct = _StepStruct()
+        self._step_struct = _ScanStep()
         self._step_address = ctypes.addressof(self._step_struct)
         self._call = ctypes.create_string_buffer(_CALL.size)
         self._call_address = ctypes.addressof(self._call)
-        self._kinds: dict[int, _LayerKind] = {}
+        self._kinds: dict[int, _ScanKind] = {}
         self._num_used = 0
 
     def supports(
@@ -89,7 +89,7 @@ class NativeScan:
         return None
 
     def plan(self, step: StepMetadata) -> None:
-        self._step = step  # keeps every array alive whose address is taken below
+        self._step = step  # keeps the arrays alive whose addresses are taken below
         s = self._step_struct
         s.num_rows, s.threads, s.num_captures = step.num_rows, torch.get_num_threads(), len(step.captures.row)
         point_at(s, step, ("q_len", "kv_len", "cu_q", "table_row"))
@@ -135,8 +135,8 @@ class NativeScan:
             y_TM[self._num_used :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return y_TM
 
-    def _new_kind(self, spec: SsmSpec) -> _LayerKind:
-        packed = _SpecStruct(**{name: getattr(spec, name) for name, _ in _SpecStruct._fields_})
+    def _new_kind(self, spec: SsmSpec) -> _ScanKind:
+        packed = _ScanSpec(**{name: getattr(spec, name) for name, _ in _ScanSpec._fields_})
         # Keyed by identity: hashing the dataclass would cost more than the rest of the call. The entry holds spec.
-        kind = self._kinds[id(spec)] = _LayerKind(spec, packed, ctypes.addressof(packed))
+        kind = self._kinds[id(spec)] = _ScanKind(spec, packed, ctypes.addressof(packed))
         return kind

@@ -1,4 +1,4 @@
-"""Packages of others that a backend may run on: found, imported, and refused with the exact reason; never required."""
+"""Find and import the optional packages of backends, or give the exact reason why they cannot be used."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def not_on_gpu(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -
 def missing(modules: tuple[str, ...], distribution: str, at_least: tuple[int, ...] = ()) -> str | None:
     """Why these modules of one package cannot be used; None: all import, and the version is new enough.
 
-    A package that is there and broken (built against another torch, a CUDA library gone) gives its own error's words.
-    Asked of the machine once a process.
+    A broken package (built against another torch, a CUDA library missing) gives its own error message. Cached for the
+    process.
     """
     for name in modules:
         try:
@@ -48,7 +48,7 @@ def missing(modules: tuple[str, ...], distribution: str, at_least: tuple[int, ..
 
 
 def version(distribution: str, module: str) -> str | None:
-    """As installed; what an imported module says of itself where nothing is noted down; None: neither."""
+    """The installed version, else the imported module's own `__version__`; None: neither is known."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -74,15 +74,15 @@ def dotted(parts: Sequence[int]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, short enough for a table."""
+    """The first line of an error's message, short enough for a table."""
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
 
 
 def import_below(package: str, modules: Sequence[str]) -> list[ModuleType]:
-    """Import modules of a package whose own `__init__` may fail, without running it where it does.
+    """Import modules of a package; where its own `__init__` fails, without running that.
 
-    Nothing of the package stays in `sys.modules` then: for everybody else it is as broken as it was. Raises what the
-    modules themselves raise.
+    In that case nothing of the package stays in `sys.modules`: for other code it is as broken as before. Raises what
+    the modules themselves raise.
     """
     before = set(sys.modules)
     try:

@@ -1,8 +1,8 @@
-"""Prepacked copies of linear weights in the layout a GEMM wants (ours or oneDNN's), kept equal to the live weights.
+"""Prepacked copies of linear weights in the layout of a GEMM (ours or oneDNN's), kept equal to the live weights.
 
 A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow
-every update of the live weight and must never appear in a state dict, so it lives here, keyed by the weight object,
-and the model knows nothing of it.
+every update of the live weight and must not appear in a state dict. So it is kept here, keyed by the weight object, and
+the model has no reference to it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """How one kernel wants its weights."""
+    """The layout of one kernel's weights."""
 
     name: str
     takes: Callable[[Tensor], bool]
     """Whether a CPU matrix can be packed."""
     pack: Callable[[Tensor, Tensor | None], tuple[Tensor, int | None]]
-    """(weight, its present copy or None) -> its copy, that one where it can be written over; the weight's checksum (the
-    native one) where it is known on the way."""
+    """(weight, its present copy or None) -> (its copy, the present one overwritten where possible; the weight's native
+    checksum, None where packing does not compute it)."""
 
 
 ONEDNN = PackedLayout(
@@ -49,7 +49,7 @@ ONEDNN = PackedLayout(
 def unavailable(dtype: torch.dtype) -> str | None:
     """Why weights of `dtype` cannot be prepacked here; None when they can.
 
-    The operators are private to torch, so besides looking for them this runs them once against `F.linear`.
+    The operators are private to torch, so this not only looks for them but runs them once against `F.linear`.
     """
     if dtype not in PACKABLE_DTYPES:
         return f"no prepacked linear for {dtype}"
@@ -70,10 +70,10 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 class PackedLinears:
-    """Packed copies of a set of weights: `pack` takes them, `get` finds one on the hot path.
+    """Packed copies of a set of weights: `pack` makes them, `get` finds one on the hot path.
 
-    Whoever sees the weights change (forward.weights.WeightGuard) packs them again. A parameter object that is replaced
-    is unknown here and runs unpacked until then.
+    After a change of the weights (see weights/change_guard.py) they are packed again. A parameter object that replaces
+    another is unknown here and runs unpacked until then.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PackedLinears:
     ) -> None:
         self.layout = layout or ONEDNN
         self.reason = reason
-        """Why nothing is ever packed here (`pack` then keeps no weight and linears run plain); None: packing works."""
+        """Why nothing is packed here (`pack` keeps no weight and linears run plain); None: packing works."""
         self._weights: list[Tensor] = []
         self._packed: dict[int, Tensor] = {}
         self.get: Callable[[int], Tensor | None] = self._packed.get
@@ -93,13 +93,13 @@ class PackedLinears:
     def pack(self, weights: Iterable[Tensor]) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        Copies of weights that were packed before are written over where the layout can. -> checksums by id(weight), of
-        those that the layout took on the way.
+        Overwrites the copies of weights that were packed before where the layout can. -> id(weight) -> checksum, for
+        weights whose checksum packing computes.
         """
         unique = {id(weight): weight for weight in weights}
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
         for key in self._packed.keys() - {id(weight) for weight in self._weights}:
-            del self._packed[key]  # freed first: the peak stays at one extra set
+            del self._packed[key]  # freed first: the peak is one extra set
         sums = {}
         with torch.no_grad():
             for weight in self._weights:
@@ -110,7 +110,7 @@ class PackedLinears:
         return sums
 
     def clear(self) -> None:
-        """Give the copies back; linears run plain until the next `pack`."""
+        """Free the copies; linears run plain until the next `pack`."""
         self._weights = []
         self._packed.clear()
 
@@ -137,5 +137,5 @@ class PackedLinears:
 
     @property
     def num_bytes(self) -> int:
-        """Memory the packed copies take beside the live weights."""
+        """Memory of the packed copies, beside the live weights."""
         return sum(packed.numel() * packed.element_size() for packed in self._packed.values())

@@ -1,7 +1,8 @@
 """Weights that Transformer Engine keeps in 8 bits: a tensor around others, which hold the codes and their scales.
 
-Such a tensor says that its dtype is the one it gives back, has no memory of its own, and does not always count a change
-of what is within: whoever asks where a weight lies or what it holds asks its parts. Known by name, never imported.
+Such a tensor's dtype is that of the dequantised values, it has no memory of its own, and its version does not always
+count changes of the tensors inside. So the address and the content of a weight are read off its parts. The classes are
+known by name and never imported.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ BACKWARD = ("_transpose", "_columnwise_data", "_columnwise_scale_inv")
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """True for Transformer Engine's Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor and their like."""
+    """True for Transformer Engine's Float8Tensor, Float8BlockwiseQTensor, MXFP8Tensor and similar classes."""
     return type(tensor).__module__.partition(".")[0] == TE_PACKAGE
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a forward reads of a weight: codes and scales of a quantised one, else the tensor itself."""
+    """The tensors of a weight that a forward reads: codes and scales of a quantised one, else the weight itself."""
     return _held(tensor, FORWARD) if is_quantised(tensor) else (tensor,)
 
 
 def memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """As `parts_of`, with what only a backward reads."""
+    """`parts_of` and the tensors that only a backward reads."""
     return _held(tensor, FORWARD + BACKWARD) if is_quantised(tensor) else (tensor,)
 
 

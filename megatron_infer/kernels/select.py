@@ -1,13 +1,14 @@
-"""Which backend runs which operation, decided once at start-up and shown in one table."""
+"""Choose the backend of each operation, once at start-up, and show the choices in one table."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
 from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
-from megatron_infer.kernels.static_torch import StaticAttention, StaticScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
 
@@ -39,15 +39,30 @@ if TYPE_CHECKING:
     from megatron_infer.kernels.triton.sampling import TritonSampling
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
-"""For debugging only: forces a backend. `triton` on a CPU needs TRITON_INTERPRET=1."""
-STATIC = "static"
-"""Attention and scan of fixed shapes in plain torch, for tests of CUDA graphs where there is no GPU."""
-BACKENDS = ("native", "torch", "reference", STATIC, *backend_candidates.NAMES)
+"""For debugging only: forces one of `BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
+TRITON_INTERPRET=1."""
+BACKENDS = ("native", "torch", "reference", *backend_candidates.NAMES)
 SCAN = "selective scan"
 SAMPLING = "argmax, sampling"
 AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
-ROTATES_APART = ("flashinfer", "flash_attn", "torch")
+ROTATES_IN_TORCH = ("flashinfer", "flash_attn", "torch")
 """Attention backends whose own rotation is several torch calls."""
+
+
+class TorchKernels(Protocol):
+    """Attention and scan that run on any device, without a compiler or a library. Made without arguments."""
+
+    name: str
+
+    def attention(self) -> AttentionBackend: ...
+
+    def scan(self) -> ScanBackend: ...
+
+
+class _PlainTorch:
+    name = "torch"
+    attention = TorchPagedAttention
+    scan = TorchScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +72,33 @@ class BackendChoice:
     operation: str
     chosen: str
     reasons: dict[str, str]
-    """Backend that was not chosen -> why."""
+    """Backend that was not chosen -> the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenKernels:
     """The kernels of one engine."""
 
     ops: Ops
     attention: AttentionBackend
-    """Of a model without attention layers: it is never called."""
+    """Never called for a model without attention layers."""
     scan: ScanBackend | None
     """None for a model without Mamba layers."""
     packed: packing.PackedLinears
-    """Give it the model's weights with `pack`; `ops.linear` then uses the copies. Empty where packing fails."""
+    """`pack` takes the model's weights; `ops.linear` then uses the copies. Stays empty where packing fails."""
     argmax: Callable[[Tensor], Tensor]
     """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
     sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
-    """The same where it also draws inside a captured graph and masks on the device."""
+    """The same object where it also draws inside a captured graph and masks on the device."""
     search: flashinfer_topk.FlashInferSearch | None = None
-    """Finds candidates for the sampler's own torch path, which draws behind graphs then."""
+    """Finds the candidates for the sampler's own torch path, which then draws outside of graphs."""
     checksum: Callable[[Tensor], int | Tensor]
-    """Tells whether a weight's content changed; reads it once, at memory speed."""
+    """Changes with a weight's content; reads the weight once, at memory speed."""
     rows: list[BackendChoice]
     gather: Gather = torch_gather
-    """What a step's tokens are, from the device's own tables."""
+    """Gathers a step's token ids, positions and angles from the device's tables."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -91,7 +106,7 @@ class Chosen:
 
 
 def format_rows(rows: list[BackendChoice]) -> str:
-    """Aligned text, one line an operation."""
+    """Aligned text, one line per operation."""
     lines = [("operation", "chosen", "why not the others")]
     for row in rows:
         why = "; ".join(f"{name}: {reason}" for name, reason in row.reasons.items()) or "first choice"
@@ -105,11 +120,20 @@ def lowest_argmax(logits_SV: Tensor) -> Tensor:
     return logits_SV.argmax(-1)
 
 
-def _forced_backend() -> str | None:
+def _forced_backend() -> tuple[str | None, TorchKernels]:
+    """(the backend that the debugging variable forces, None: the best; attention and scan in torch)."""
     name = os.environ.get(BACKEND_VARIABLE) or None
-    if name is not None and name not in BACKENDS:
-        raise ConfigError(f"{BACKEND_VARIABLE} is {name!r}; it can be {', '.join(BACKENDS)}")
-    return name
+    if name is None or name in BACKENDS:
+        return name, _PlainTorch()
+    module, _, attribute = name.partition(":")
+    try:
+        kernels: TorchKernels = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{BACKEND_VARIABLE} is {name!r}: {error}; it can be {', '.join(BACKENDS)}, or module:class of "
+            "attention and scan"
+        ) from error
+    return kernels.name, kernels
 
 
 def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
@@ -121,7 +145,7 @@ def _native_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _library_if(wanted: bool, device: torch.device, dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
-    """(the native kernels or None, why there are none)."""
+    """(the native kernels, or None and the reason)."""
     try:
         return (_native_library(device, dtype) if wanted else None), ""
     except native_build.NativeUnavailable as error:
@@ -137,7 +161,7 @@ def _choose_linear(
         if layout is not None:
             return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
-    if forced in ("reference", STATIC):
+    if forced == "reference" or forced not in (None, *BACKENDS):
         reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
@@ -156,7 +180,7 @@ def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *
 
 
 def _named(option: str, asked: str, forced: str | None) -> tuple[str | None, str]:
-    """(the backend that is wanted and no other, None: the best; who wants it), of an option and the debug variable."""
+    """(the only backend that is allowed, None: the best; the option or the debugging variable that asks for it)."""
     if asked == AUTO:
         return forced, BACKEND_VARIABLE
     if forced not in (None, asked):
@@ -172,6 +196,7 @@ def _choose_attention(
     reasons: dict[str, str],
     forced: str | None,
     asked: str,
+    in_torch: TorchKernels,
 ) -> tuple[BackendChoice, AttentionBackend]:
     """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name.
 
@@ -194,7 +219,7 @@ def _choose_attention(
     candidates: list[AttentionBackend] = [] if best is None else [best]
     if library is not None:
         candidates.append(NativePagedAttention(library, dtype))
-    candidates.append(StaticAttention() if forced == STATIC else TorchPagedAttention())
+    candidates.append(in_torch.attention())
     if asked != AUTO:
         candidates = [backend for backend in candidates if backend.name == asked]
     chosen = _first_of(candidates, refuses, refused, best=best)
@@ -210,12 +235,12 @@ def _choose_attention(
 def _first_of(
     backends: Sequence[Any], refuses: Callable[[Any], str | None], refused: dict[str, str], *, best: Any | None
 ) -> Any | None:
-    """The first with nothing against it, which is known of `best`; notes in `refused` what is against the others."""
+    """The first that is not refused, which `best` is known not to be; puts the reasons of the others in `refused`."""
     for backend in backends:
-        against = None if backend is best else refuses(backend)
-        if against is None:
+        reason = None if backend is best else refuses(backend)
+        if reason is None:
             return backend
-        refused[backend.name] = against
+        refused[backend.name] = reason
     return None
 
 
@@ -226,12 +251,12 @@ def _add_rope(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[BackendChoice, AttentionBackend]:
-    """The attention with FlashInfer's rotation in front of it, where it is asked for and can; the row says why not."""
+    """The attention behind FlashInfer's rotation, where that is asked for and can run; else the row says why not."""
     refusals = (flashinfer_rope.refusal(spec, dtype) for spec in specs if spec.rotary_dim)
     reason = flashinfer_rope.unavailable(device, dtype) or next(filter(None, refusals), None)
     if fused and reason is not None:
         raise ConfigError(f"use_flashinfer_fused_rope=True, but FlashInfer {reason}; leave it False or None")
-    if reason is None and not fused and attention.name not in ROTATES_APART:
+    if reason is None and not fused and attention.name not in ROTATES_IN_TORCH:
         reason = f"{attention.name} attention rotates in its own kernels"
     if reason is not None:
         return BackendChoice("rotation", attention.name, {"flashinfer": reason}), attention
@@ -246,6 +271,7 @@ def _choose_scan(
     states: tuple[torch.dtype, torch.dtype],
     reasons: dict[str, str],
     forced: str | None,
+    in_torch: TorchKernels,
 ) -> tuple[BackendChoice, ScanBackend]:
     """The first backend that supports every spec with these (conv, SSM) states; the reference supports all."""
     reasons = dict(reasons)
@@ -264,7 +290,7 @@ def _choose_scan(
     candidates: list[ScanBackend] = [] if best is None else [best]
     if library is not None:
         candidates.append(NativeScan(library, dtype))
-    candidates.append(StaticScan() if forced == STATIC else TorchScan())
+    candidates.append(in_torch.scan())
     chosen = _first_of(candidates, refuses, refused, best=best)
     if forced in refused:
         raise ConfigError(f"{BACKEND_VARIABLE}={forced}, but the {SCAN} {refused[forced]}")
@@ -275,8 +301,8 @@ def _choose_scan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
-    """Who draws, as `Chosen` has it."""
+class _SamplingChoice:
+    """The fields of `ChosenKernels` that sampling fills."""
 
     row: BackendChoice
     kernels: NativeSampling | TritonSampling | None = None
@@ -291,32 +317,33 @@ def _choose_sampling(
     reasons: dict[str, str],
     forced: str | None,
     asked: str,
-) -> _Draws:
-    """asked: the option, "auto" or a name. STATIC is attention's and the scan's: it contradicts no name."""
-    forced, by = _named(SAMPLING_OPTION, asked, None if forced == STATIC and asked != AUTO else forced)
+) -> _SamplingChoice:
+    """asked: the option, "auto" or a name. A debugging variable that names attention and scan contradicts no name."""
+    forced, by = _named(SAMPLING_OPTION, asked, None if forced not in BACKENDS and asked != AUTO else forced)
     if asked == "flashinfer":
         if (reason := flashinfer_topk.unavailable(device)) is not None:
             raise ConfigError(f"{by}={asked}, but sampling: {reason}")
         others = {"others": f"{by}={asked}: it finds the candidates of rows with a top_k, torch does the rest"}
-        return _Draws(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
+        return _SamplingChoice(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
     samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
     if samplers:
-        return _Draws(BackendChoice(SAMPLING, "triton", why), samplers[0], on_device=samplers[0])
+        return _SamplingChoice(BackendChoice(SAMPLING, "triton", why), samplers[0], on_device=samplers[0])
     if library is not None and asked in (AUTO, "native"):
-        return _Draws(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
+        return _SamplingChoice(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
     assert asked in (AUTO, "torch"), f"no sampling backend is called {asked}"
-    return _Draws(BackendChoice(SAMPLING, "torch", why))
+    return _SamplingChoice(BackendChoice(SAMPLING, "torch", why))
 
 
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
-    """The native kernels for batch-invariant arithmetic; raises ConfigError with the reason where there are none."""
+    """The native kernels, for batch-invariant arithmetic; raises ConfigError with the reason where there are none."""
     if device.type != "cpu":
         raise ConfigError(
             f"batch_invariant=True: there are exact kernels for a CPU only, the model is on {device.type}"
         )
-    if (forced := _forced_backend()) not in (None, "native"):
+    forced, _ = _forced_backend()
+    if forced not in (None, "native"):
         raise ConfigError(f"batch_invariant=True needs the native kernels, but {BACKEND_VARIABLE}={forced}; unset it")
     try:
         return _native_library(device, dtype)
@@ -333,10 +360,10 @@ def choose_exact(
     ssm_specs: Sequence[SsmSpec] = (),
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
-) -> Chosen:
-    """As `choose`, of kernels whose bits are a function of a position's tokens and the weights alone.
+) -> ChosenKernels:
+    """As `choose`, but kernels whose bits are a function of a position's tokens and the weights alone.
 
-    Raises ConfigError with the reason where one of them is missing: nothing else would keep the promise.
+    Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
     """
     library = exact_library(torch.device(device), dtype)
     layout = panel_layout(library, dtype)
@@ -368,7 +395,7 @@ def choose_exact(
         BackendChoice(SAMPLING, "native", reasons),
         BackendChoice("linear", "native rows" if layout is None else layout.name, reasons),
     ]
-    return Chosen(
+    return ChosenKernels(
         ops=ops,
         attention=attention,
         scan=scan,
@@ -393,16 +420,16 @@ def choose(
     sampling: str = AUTO,
     fused_rope: bool | None = False,
     kv_dtype: torch.dtype | None = None,
-) -> Chosen:
+) -> ChosenKernels:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
-    conv_dtype and ssm_dtype: of the recurrent states; None: the activations' dtype, float32. kv_dtype: of the KV cache;
-    None: theirs. attention, sampling, fused_rope: options attention_backend, sampling_backend,
+    conv_dtype and ssm_dtype: of the recurrent states; None: `dtype` and float32. kv_dtype: of the KV cache; None:
+    `dtype`. attention, sampling, fused_rope: the options attention_backend, sampling_backend and
     use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or the
     debugging variable asks for what cannot run.
     """
     device = torch.device(device)
-    forced = _forced_backend()
+    forced, in_torch = _forced_backend()
     reasons: dict[str, str] = {}
     library, why_not = _library_if(forced in (None, "native"), device, dtype)
     if library is None:
@@ -422,7 +449,7 @@ def choose(
         ops = NativeOps(library, dtype, packed)
         argmax = ops.argmax
     of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
-    attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention)
+    attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention, in_torch)
     rows = [attends] if specs or not ssm_specs else []
     if specs and fused_rope is not False:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
@@ -430,7 +457,7 @@ def choose(
     scan: ScanBackend | None = None
     if ssm_specs:
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
-        row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced)
+        row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced, in_torch)
         rows.append(row)
     draws = _choose_sampling(library, device, dtype, reasons, forced, sampling)
     if draws.on_device is not None:
@@ -442,7 +469,7 @@ def choose(
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
-    return Chosen(
+    return ChosenKernels(
         ops=ops,
         attention=backend,
         scan=scan,

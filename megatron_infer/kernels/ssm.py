@@ -1,11 +1,11 @@
-"""The seam of Mamba-2 layers: one varlen call for the decode rows, chunks and whole prompts of a step.
+"""The protocol for Mamba-2 layers: one call for the decode rows and slices of a step.
 
 Shape legend: T tokens of the step, R rows, S state slots, C convolution channels (M + 2*G*N), W convolution taps,
 H heads, P head dim, M = H*P inner width, N state dim, G groups (heads of one group share B and C).
 
     xBC, dt --> causal conv + silu --> x, B, C --> h = exp(dt*A) h + dt x B;  y = C h + D x --> y
                     ^   |                               ^   |
-                 conv state                          SSM state         both by state slot, read and written in place
+                 conv state                          SSM state         both by state slot, updated in place
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_infer.kernels.base import StepMetadata
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsmSpec:
-    """How one Mamba-2 layer scans; built once at adoption."""
+    """The parameters of one Mamba-2 layer's scan; built once at adoption."""
 
     num_heads: int
     head_dim: int
@@ -44,14 +44,14 @@ class SsmSpec:
 
 @dataclass(slots=True, kw_only=True)
 class SsmWeights:
-    """What a layer's scan needs of its parameters, all fp32 and contiguous; derived from them, so it can go stale."""
+    """What a layer's scan needs, derived from its parameters: fp32, contiguous, and stale once they change."""
 
     conv_CW: Tensor
     conv_bias_C: Tensor | None
     decay_H: Tensor
     """A = -exp(A_log)."""
     skip_H: Tensor
-    """D: one factor a head; [M] where each channel has its own."""
+    """D: one factor per head; [M] where each channel has its own."""
     dt_bias_H: Tensor
 
 
@@ -59,7 +59,7 @@ class LayerStates(NamedTuple):
     """One layer's states, strided views: slot s is conv_SCW[s] and ssm_SHPN[s], each contiguous."""
 
     conv_SCW: Tensor
-    """The last W inputs of the convolution, oldest first; zeros before a sequence begins."""
+    """The last W inputs of the convolution, oldest first; zeros before the first token of a sequence."""
     ssm_SHPN: Tensor
 
 
@@ -68,25 +68,25 @@ class ScanBackend(Protocol):
 
     name: str
     graph_safe: bool
-    """As of `AttentionBackend`; a step with captures is never replayed."""
+    """See `AttentionBackend`; a step with captures is never replayed."""
 
     def supports(
         self, spec: SsmSpec, *, dtype: torch.dtype, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
     ) -> str | None:
-        """None when it can run the layer with states of these dtypes, else the reason it cannot."""
+        """None when it can run the layer with states of these dtypes, else the reason."""
         ...
 
     def plan(self, step: StepMetadata) -> None:
-        """Once a step, before the first layer."""
+        """Called once per step, before the first layer."""
         ...
 
     def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
-        """Convolve, scan -> y_TM contiguous in xBC's dtype, before gate and norm; zeros for tokens behind the rows.
+        """Convolve, scan -> y_TM contiguous in xBC's dtype, before gate and norm; zeros for padding tokens.
 
-        Row r's state is in slot step.table_row[r], which no other row of the step has; a row that starts at position 0
+        Row r's state is in slot step.table_row[r], which no other row of the step uses; a row that starts at position 0
         (kv_len == q_len) starts from zeros, whatever its slot holds. Afterwards the slot holds the state behind the
-        row's last token, and every capture of the step its own. xBC and dt may be strided views of one fused projection
-        (last dim contiguous). The arithmetic is fp32, whatever the dtypes of inputs and states.
+        row's last token, and the slot of every capture the state there. xBC and dt may be strided views of one fused
+        projection (last dim contiguous). The arithmetic is fp32, whatever the dtypes of inputs and states.
         Source: Mamba-2, arXiv:2405.21060.
         """
         ...

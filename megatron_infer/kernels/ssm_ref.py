@@ -1,4 +1,4 @@
-"""The oracle of the scan: one row and one token after the other, in float64, rounded where a state is stored."""
+"""The oracle of the scan: token by token, in float64, rounded where a state is stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 
 class ReferenceScan:
-    """The recurrence as it is defined. Legend: `kernels/ssm.py`."""
+    """The recurrence by definition. Legend: `kernels/ssm.py`."""
 
     name = "reference"
     graph_safe = False

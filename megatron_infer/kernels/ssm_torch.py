@@ -1,14 +1,14 @@
-"""The scan in plain torch: chunks become matrix products, single tokens one vectorised state update; any device.
+"""The scan in plain torch: chunks are matrix products, single tokens one vectorised state update; any device.
 
-A slice of several tokens is cut into chunks of CHUNK tokens, and at its captures. Inside a chunk the scan is a masked
-product of C and B; between chunks only states are passed on, one chunk of all rows at a time:
+A slice is cut into chunks of CHUNK tokens, and at its captures. Inside a chunk the scan is a masked product of C and B;
+from chunk to chunk only states are passed, for one chunk of all rows at a time:
 
-    round          0        1        2            rows by number of chunks, so those that have a chunk k come first
+    round          0        1        2            rows by number of chunks: those that have a chunk k come first
     row a       |------->|------->|---->          chunks are stored by round, then by row: 0a 0b 0c, 1a 1b, 2a
-    row b       |------->|--->                    a wave is a run of rounds whose states and masks fit the workspace
+    row b       |------->|--->                    a wave: rounds whose states and masks fit the workspace together
     row c       |-->
 
-Rows of one token (decode) never enter this: they share one update, or take turns at it where their states are large.
+Rows of one token (decode) are updated together, or one after the other where their states are large.
 Shape legend: `kernels/ssm.py`, and K chunks of a wave, L tokens of a chunk, Q slices of several tokens, E ends (of
 slices, then captures).
 """
@@ -27,18 +27,18 @@ from megatron_infer.kernels.host_uploads import upload
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
 CHUNK = 64
-"""Tokens of a chunk: short ones waste less in the masked products, long ones pass fewer states on."""
+"""Tokens of a chunk: shorter ones waste less in the masked products, longer ones pass fewer states."""
 WORKSPACE_BYTES = 32 << 20
-"""What the states, masks and inputs of one wave may take: about a last-level cache."""
+"""Most memory for the states, masks and inputs of one wave: about a last-level cache."""
 
 ROW_BYTES = 64 << 10
-"""States from this size on are updated one row after the other: reading them once outweighs the calls."""
+"""From this size on states are updated one row after the other: reading them once outweighs the calls."""
 
 FORGOTTEN = -128.0
-"""Where a token's log decay stops: e^-128 is zero in fp32 already, and sums of more would drown what is near them."""
+"""Lower limit of a token's log decay: e^-128 is zero in fp32, and larger sums would lose the digits of small ones."""
 
 Pick = slice | Tensor
-"""Rows of a tensor: a slice (a view, so updates are in place) where they follow each other, else int64 indices."""
+"""Rows of a tensor: a slice (a view, updated in place) where they follow each other, else int64 indices."""
 
 
 def _index(indices: np.ndarray, device: torch.device) -> Tensor:
@@ -53,25 +53,25 @@ def _pick(indices: np.ndarray, device: torch.device) -> Pick:
 
 
 class _Slots:
-    """The state slots of some rows, and which of those rows start from zeros."""
+    """The state slots of some rows, and the rows that start from zeros."""
 
     def __init__(self, slots: np.ndarray, fresh: np.ndarray, device: torch.device) -> None:
         self.slots = _pick(slots, device)
         self.fresh = _index(np.flatnonzero(fresh), device) if fresh.any() else None
 
     def load(self, states: Tensor) -> Tensor:
-        """fp32; a view of the states where it can be one."""
+        """fp32; a view of the states where possible."""
         loaded = states[self.slots].float()
         return loaded if self.fresh is None else loaded.index_fill_(0, self.fresh, 0.0)
 
     def save(self, states: Tensor, content: Tensor) -> None:
-        if not (isinstance(self.slots, slice) and states.dtype is torch.float32):  # else `load` gave the states
+        if not (isinstance(self.slots, slice) and states.dtype is torch.float32):  # else `load` returned a view
             states[self.slots] = content.to(states.dtype)
 
 
 @dataclass(slots=True)
 class _History:
-    """Inputs that come from the convolution's state instead of the step: target[:2] <- state[source]."""
+    """Inputs from the convolution's state instead of the step: target[at] <- state[row, :, column]."""
 
     at: tuple[Tensor, Tensor]
     row: Tensor
@@ -82,7 +82,7 @@ class _History:
 
 
 def _history(offsets: np.ndarray, rows: np.ndarray, width: int, device: torch.device) -> _History | None:
-    """offsets [X, Y] from the beginning of slice rows[X]: negative ones lie in its state, -1 in the last column."""
+    """offsets [X, Y] from the beginning of slice rows[X]: negative ones are in its state, -1 in the last column."""
     x, y = np.nonzero(offsets < 0)
     if not len(x):
         return None
@@ -91,29 +91,29 @@ def _history(offsets: np.ndarray, rows: np.ndarray, width: int, device: torch.de
 
 
 @dataclass(slots=True)
-class _Round:
-    """Chunks [chunk, chunk + rows) of a wave carry the first `rows` rows on."""
+class _ChunkRound:
+    """Chunks [chunk, chunk + rows) of a wave, which belong to the first `rows` rows."""
 
     chunk: int
     rows: int
     captured: Tensor | None
-    """Rows that end this round at a capture."""
+    """Rows with a capture at the end of this round."""
     slots: Tensor | None
-    """Where their states go."""
+    """The slots of their states."""
 
 
 @dataclass(slots=True)
 class _Wave:
-    rounds: list[_Round]
+    rounds: list[_ChunkRound]
     window_KX: Tensor
-    """Tokens of the step, W - 1 before each chunk and its L; out of reach: some token of the same row."""
+    """Tokens of the step: the W - 1 before each chunk and its L; behind its end some token of the same row."""
     history: _History | None
     dt_KL: Tensor
-    """The chunk's tokens; behind its end an extra row of zeros: such a token neither decays nor adds."""
+    """The chunk's tokens; behind its end an extra row of zeros, a token that neither decays the state nor adds."""
 
 
 class _Slices:
-    """Where the slices of several tokens lie, for one width of convolution."""
+    """The indices of the slices, for one width of convolution."""
 
     def __init__(self, step: StepMetadata, rows: np.ndarray, width: int, max_chunks: int, device: torch.device) -> None:
         captures: dict[int, dict[int, int]] = {int(row): {} for row in rows}
@@ -160,7 +160,7 @@ class _Slices:
             captured, slots = (
                 (_index(np.array(part), device) for part in zip(*kept, strict=True)) if kept else (None,) * 2
             )
-            made.append(_Round(done, len(chunks), captured, slots))
+            made.append(_ChunkRound(done, len(chunks), captured, slots))
             done += len(chunks)
         q, start, stop = np.array([chunk[:3] for chunks in rounds for chunk in chunks]).T
         longest = int((stop - start).max())
@@ -173,7 +173,7 @@ class _Slices:
         return _Wave(made, _index(window, device), history, _index(dt, device))
 
 
-class _Singles:
+class _DecodeRows:
     """Rows of one token."""
 
     def __init__(self, step: StepMetadata, rows: np.ndarray, device: torch.device) -> None:
@@ -185,14 +185,14 @@ class _Singles:
 
 
 class TorchScan:
-    """Vectorised over rows and chunks. Where everything lies is worked out once a step and shared by all layers."""
+    """Vectorised over rows and chunks. Indices are computed once per step; all layers share them."""
 
     name = "torch"
     graph_safe = False
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None
-        self._singles: _Singles | None = None
+        self._singles: _DecodeRows | None = None
         self._rows = np.empty(0, dtype=np.int64)
         self._slices: dict[tuple[int, int], _Slices] = {}
 
@@ -205,7 +205,7 @@ class TorchScan:
         q_len = step.q_len[: step.num_rows]
         singles = np.flatnonzero(q_len == 1)
         self._step, self._rows = step, np.flatnonzero(q_len > 1)
-        self._singles = _Singles(step, singles, step.q_len_R.device) if len(singles) else None
+        self._singles = _DecodeRows(step, singles, step.q_len_R.device) if len(singles) else None
         self._slices.clear()
 
     def run(self, xBC_TC: Tensor, dt_TH: Tensor, states: LayerStates, weights: SsmWeights, spec: SsmSpec) -> Tensor:
@@ -213,9 +213,9 @@ class TorchScan:
         assert step is not None, "run() before plan()"
         num_tokens = step.num_tokens
         dt = F.softplus(dt_TH.float() + weights.dt_bias_H).clamp_(spec.dt_min, spec.dt_max)
-        # One row more than tokens: what is computed behind the end of a chunk goes there.
+        # One row more than tokens, for what is computed behind the end of a chunk.
         y_TM = xBC_TC.new_empty(num_tokens + 1, spec.inner_width)
-        layer = _Layer(xBC_TC, dt, states, weights, spec)
+        layer = _LayerScan(xBC_TC, dt, states, weights, spec)
         if self._singles is not None:
             layer.advance(self._singles, y_TM)
         if len(self._rows):
@@ -235,8 +235,8 @@ class TorchScan:
 
 
 @dataclass(slots=True)
-class _Layer:
-    """One call: what `ScanBackend.run` is given, dt being the step sizes behind bias, softplus and clamp (fp32)."""
+class _LayerScan:
+    """The arguments of one `ScanBackend.run`; dt are the step sizes after bias, softplus and clamp (fp32)."""
 
     xBC_TC: Tensor
     dt_TH: Tensor
@@ -244,7 +244,7 @@ class _Layer:
     weights: SsmWeights
     spec: SsmSpec
 
-    def advance(self, singles: _Singles, y_TM: Tensor) -> None:
+    def advance(self, singles: _DecodeRows, y_TM: Tensor) -> None:
         """One token of each row."""
         spec, weights, where = self.spec, self.weights, singles.states
         conv = where.load(self.states.conv_SCW)
@@ -268,9 +268,9 @@ class _Layer:
         y_TM[singles.tokens] = y_RHP.flatten(1).to(y_TM.dtype)
 
     def _update_all(
-        self, singles: _Singles, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
+        self, singles: _DecodeRows, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
     ) -> Tensor:
-        """h = decay h + step B -> C h [R, G, I, P], I heads of a group; all rows at once."""
+        """h = decay h + step B -> C h [R, G, I, P], I heads of a group, for all rows at once."""
         state = singles.states.load(self.states.ssm_SHPN)
         state_RGIPN = state.view(*step_RGIP1.shape[:4], -1)
         state_RGIPN.mul_(decay_RGI11).addcmul_(step_RGIP1, b_RG11N)
@@ -278,9 +278,9 @@ class _Layer:
         return (state_RGIPN * c_RG11N).sum(-1)
 
     def _update_rows(
-        self, singles: _Singles, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
+        self, singles: _DecodeRows, decay_RGI11: Tensor, step_RGIP1: Tensor, b_RG11N: Tensor, c_RG11N: Tensor
     ) -> Tensor:
-        """The same in place: a row's state is worked on while it is in the cache, and never copied."""
+        """The same in place, row by row: a row's state stays in the CPU cache and is not copied."""
         y_RGX = step_RGIP1.new_empty(*decay_RGI11.shape[:2], step_RGIP1[0, 0].numel())
         if singles.states.fresh is not None:
             self.states.ssm_SHPN.index_fill_(0, singles.fresh_slots, 0.0)
@@ -320,14 +320,14 @@ class _Layer:
         return F.silu(mixed if bias is None else mixed.add_(bias), inplace=True)
 
     def _wave(self, wave: _Wave, mixed_KLC: Tensor, dt_KLH: Tensor, carry_QHPN: Tensor) -> Tensor:
-        """Scan a wave's chunks -> [K, L, M]; carry_QHPN goes on by as many tokens, captures are stored."""
+        """Scan a wave's chunks -> [K, L, M]; updates the states carry_QHPN and stores captures."""
         spec = self.spec
         chunks, length, heads, groups = *dt_KLH.shape, spec.num_groups
         width = groups * spec.state_dim
         x_KLM, b, c = mixed_KLC.split((spec.inner_width, width, width), dim=-1)
         x_KLHP = x_KLM.unflatten(-1, (heads, -1))
         b_KGLN, c_KGLN = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (b, c))
-        # Sums of decays reach hundreds: a rounded part and the rest, so differences of neighbours keep their digits.
+        # Sums of decays reach hundreds: a rounded part and the rest, so that differences keep their digits.
         sum_KLH = (dt_KLH * self.weights.decay_H).clamp_(min=FORGOTTEN).double().cumsum(1)
         high_KLH = sum_KLH.float()
         rest_KLH = (sum_KLH - high_KLH).float()
@@ -341,7 +341,7 @@ class _Layer:
         torch.mul(x_KLHP.transpose(1, 2), _column(dt_KLH * (-rest_KLH).exp_()).transpose(1, 2), out=scaled_KHLP)
         inside_KHLP = torch.bmm(mask_KHLL.flatten(0, 1), scaled_KHLP.flatten(0, 1)).view(scaled_KHLP.shape)
 
-        # What each chunk adds to the state; then the chunks in order turn that into the states they begin with.
+        # What each chunk adds to the state; then, chunk by chunk, the states that the chunks begin with.
         to_end_KLH = (sum_KLH[:, -1:] - sum_KLH).exp_().float().mul_(dt_KLH)
         scaled_KGLM = (x_KLHP * _column(to_end_KLH)).view(chunks, length, groups, -1).transpose(1, 2)
         state_KGMN = scaled_KGLM.transpose(2, 3) @ b_KGLN

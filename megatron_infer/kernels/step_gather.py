@@ -1,4 +1,4 @@
-"""What the layers need of a step's tokens, gathered on the device from each token's position and request row.
+"""Token ids, positions and angles of a step's tokens, gathered on the device by position and request row.
 
 Legend: T tokens, P positions, R rotary dim.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 class StepTokens(NamedTuple):
-    """See `StepMetadata` for what they mean."""
+    """See `StepMetadata` for the fields."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     kv_pos_T: Tensor
-    """int64, as the two before."""
+    """token_ids, positions and kv_pos are int64."""
     cos_TR: Tensor | None
     sin_TR: Tensor | None
 
 
 class StepTables(NamedTuple):
-    """Where it is gathered from."""
+    """The tables on the device."""
 
     block_table: Tensor
     """int32 [request rows + 1, blocks]."""
@@ -37,11 +37,11 @@ class StepTables(NamedTuple):
 
 
 Gather = Callable[[Tensor, Tensor, StepTables], StepTokens]
-"""gather(position_T, row_T, tables), int32 both: device work alone, of fixed shapes."""
+"""gather(position_T, row_T, tables) with int32 positions and rows: device work of fixed shapes only."""
 
 
 def torch_gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
-    """`Gather` in torch; any device."""
+    """`Gather` in torch, for any device."""
     block_table, token_pool, block_size, cos_PR, sin_PR = tables
     rows_T, positions_T = row_T.long(), position_T.long()
     entry_T = torch.add(positions_T // block_size, rows_T, alpha=block_table.shape[1])

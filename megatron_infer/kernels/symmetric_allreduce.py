@@ -1,8 +1,8 @@
-"""Sums of small tensors over the GPUs of one host through memory that all of them see (torch's symmetric memory).
+"""Sums of small tensors over the GPUs of one host through memory that all of them map (torch's symmetric memory).
 
-A decode step adds up a few KiB twice a layer: NCCL's ring takes one hop a rank for it, here every rank reads the parts
-of the others over NVLink in one kernel. They are added in order of rank, so that all ranks get the same bits; that is
-tried out before it is used. Larger tensors stay with NCCL. One stream at a time: a second one would wait for itself.
+A decode step sums a few KiB twice per layer. NCCL's ring takes one hop per rank for it; here every rank reads the parts
+of the others over NVLink in one kernel. Parts are added in order of rank, so that all ranks get the same bits, which is
+tested before the first use. Larger tensors go through NCCL. One stream at a time: a second one would deadlock.
 
 Not yet run on a GPU.
 """
@@ -21,15 +21,15 @@ from torch import Tensor
 log = logging.getLogger("megatron_infer")
 
 MAX_BYTES = 1 << 18
-"""Above it every rank would read more than a ring makes it read."""
+"""Above it every rank would read more than in a ring."""
 ALIGN_BYTES = 16
-"""What the kernel loads at a time."""
+"""Bytes that the kernel loads at a time."""
 DTYPES = (torch.bfloat16, torch.float32)
 PROBE_SIZES = (8, 1000, 4096)
 
 
 class SharedMemory(Protocol):
-    """What is asked of torch.distributed._symmetric_memory and torch.ops.symm_mem."""
+    """The functions used of torch.distributed._symmetric_memory and torch.ops.symm_mem."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
         """Memory that every rank of `group` maps; collective."""
@@ -41,7 +41,7 @@ class SharedMemory(Protocol):
 
 
 class TorchSharedMemory:
-    """torch's own (2.11 to 2.13)."""
+    """torch's symmetric memory (2.11 to 2.13)."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Tensor:
         import torch.distributed._symmetric_memory as symmetric
@@ -55,7 +55,7 @@ class TorchSharedMemory:
 
 
 class SymmetricSum:
-    """Small sums of one dtype over one group; made by all of its ranks at once (`connect`)."""
+    """Small sums of one dtype over one group; made on all of its ranks by `connect`."""
 
     __slots__ = ("_group", "_memory", "_shared")
 
@@ -63,7 +63,7 @@ class SymmetricSum:
         self._group, self._memory, self._shared = group, memory, shared
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `sum_of` can do it."""
+        """Whether `sum_of` can sum it."""
         return x.dtype is self._shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
 
     def sum_of(self, x: Tensor) -> Tensor:
@@ -78,11 +78,11 @@ class SymmetricSum:
 def connect(
     group: Any, dtype: torch.dtype, device: torch.device, *, memory: SharedMemory | None = None
 ) -> tuple[SymmetricSum | None, str]:
-    """Collective over `group`, which must be able to add up tensors of `device` by itself -> (the sum, or why not).
+    """Collective over `group`, which must be able to sum tensors of `device` -> (the sum, ""), or (None, the reason).
 
-    All ranks get one, or none: what one lacks is asked of all before anything is shared.
+    Either all ranks get one or none does: they compare their obstacles before memory is shared.
     """
-    reason = _obstacle(group, dtype, device, asked=memory is None)
+    reason = _obstacle(group, dtype, device, is_torch=memory is None)
     if (refused := _any_rank(group, device, reason)) is not None:
         return None, refused
     memory = TorchSharedMemory() if memory is None else memory
@@ -101,26 +101,26 @@ def connect(
     return connected, ""
 
 
-def _obstacle(group: Any, dtype: torch.dtype, device: torch.device, *, asked: bool) -> str | None:
-    """What this rank knows against it; the ranks' hosts are compared by all of them."""
+def _obstacle(group: Any, dtype: torch.dtype, device: torch.device, *, is_torch: bool) -> str | None:
+    """Why this rank cannot take part; every rank compares the hosts of all ranks."""
     host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
     hosts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(hosts, torch.tensor([host], dtype=torch.int64, device=device), group=group)
     if dtype not in DTYPES:
-        return f"{dtype} is not summed there"
+        return f"it has no sums of {dtype}"
     if any(int(other) != host for other in hosts):
         return "the ranks are on several hosts"
-    if not asked:
+    if not is_torch:
         return None
     if device.type != "cuda":
-        return f"it is a GPU's, the ranks are on {device.type}"
+        return f"runs on GPUs, the ranks are on {device.type}"
     if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
         return "this torch has none"
     return None
 
 
 def _any_rank(group: Any, device: torch.device, reason: str | None) -> str | None:
-    """The reason of this rank, or that another has one; None where nobody has."""
+    """This rank's reason, or that another rank has one; None: no rank has a reason."""
     ok = torch.tensor([int(reason is None)], device=device)
     dist.all_reduce(ok, op=dist.ReduceOp.MIN, group=group)
     if int(ok):
@@ -129,16 +129,16 @@ def _any_rank(group: Any, device: torch.device, reason: str | None) -> str | Non
 
 
 def _wrong(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Whether what it gives is not, to the last bit, what every other rank gets, or is no sum."""
+    """Why its results are wrong: they differ between ranks in some bit, or are no sums; None: they are right."""
     for size in PROBE_SIZES:
         generator = torch.Generator().manual_seed(size * group.size() + group.rank())
         part = torch.randn(size, generator=generator).to(dtype).to(device)
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part, group=group)
         mine = connected.sum_of(part.clone())
-        everyones = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyones, mine, group=group)
-        if not all(torch.equal(mine, other) for other in everyones):
+        results = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(results, mine, group=group)
+        if not all(torch.equal(mine, other) for other in results):
             return "ranks do not get the same bits"
         wanted = torch.stack([one.double() for one in parts]).sum(0)
         if not torch.allclose(mine.double(), wanted, rtol=0.02, atol=0.05):

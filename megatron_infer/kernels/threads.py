@@ -1,4 +1,4 @@
-"""How many CPU threads to compute with, and setting it."""
+"""The number of CPU threads: the default, and setting it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadAdvice:
-    """A thread count and where it comes from."""
+    """A thread count and its source."""
 
     num_threads: int
     reason: str
@@ -41,7 +41,7 @@ def _cgroup_cpus(cpu_max: Path) -> int | None:
 def default_threads(
     *, topology: Path = Path("/sys/devices/system/cpu"), cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")
 ) -> ThreadAdvice:
-    """Threads that use every core this process may run on once, and no more."""
+    """One thread for each physical core that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return ThreadAdvice(num_threads=int(asked), reason="OMP_NUM_THREADS")

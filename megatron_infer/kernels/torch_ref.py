@@ -1,6 +1,6 @@
-"""The oracle: every primitive written the slow, obvious way, on any device and in any dtype.
+"""The oracle: every operation in its slow, obvious form, on any device and in any dtype.
 
-All arithmetic is done in float64 and rounded once, so the other backends can be held against it. Legend: `base.py`.
+All arithmetic is float64 and rounded once; the other backends are compared with it. Legend: `base.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def rotate(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleav
 
 
 def weights(scores_KGP: Tensor, sinks_N: Tensor | None) -> Tensor:
-    """Softmax over P; a sink takes part in the sum and has no weight of its own."""
+    """Softmax over P; a sink takes part in the sum and gets no weight."""
     if sinks_N is None:
         return scores_KGP.softmax(-1)
     sinks_KG1 = sinks_N.to(scores_KGP).view(*scores_KGP.shape[:2], 1)

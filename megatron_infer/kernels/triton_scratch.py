@@ -1,7 +1,7 @@
-"""What kernels of `kernels.triton` take of memory while they run, by the shape of a step. Pure: needs no torch.
+"""The scratch memory of `kernels.triton` by the shape of a step, and the sizes of its splits. Pure: needs no torch.
 
-The kernels cut their work by these numbers and allocate by these formulas, and `graph_memory` estimates with the same:
-one place for both. Grids and scratch follow from upper bounds of a step's lengths, so a graph's are those of its shape.
+The kernels divide their work by these numbers and allocate by these formulas, and `config.graph_memory` estimates with
+the same. Grids and scratch follow from upper bounds of a step's lengths; for a graph they follow from its shape.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from collections.abc import Sequence
 FP32_BYTES = 4
 
 DECODE_CHUNK = 256
-"""Keys of a split of a decode row that is not very long."""
-DECODE_LANES = 256
-"""Splits of one row, times kv heads, that are worth having: two programs for each multiprocessor of a large GPU."""
+"""Keys per split of a decode row, unless it is very long."""
+DECODE_PROGRAMS = 256
+"""Most useful splits of one row, times kv heads: two programs for each multiprocessor of a large GPU."""
 SLICE_CHUNK = 512
-"""Least keys of a split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
-SLICE_LANES = 128
-"""Programs that a row is cut for: about one for each multiprocessor of a large GPU. A row of more is not cut."""
+"""Least keys per split of a slice: 1 MiB of keys and values for 64 KiB of partial sums, at H=128 in 16 bit."""
+SLICE_PROGRAMS = 128
+"""Programs that a slice is split for: about one for each multiprocessor of a large GPU. A slice with more tiles is not
+split."""
 SLICES_BYTES = 2**27
-"""Of partial sums of slices, unless one row takes more."""
+"""Most memory for partial sums of slices, unless one row needs more."""
 
 SCAN_SEGMENT = 256
-"""Tokens that one program of a slice walks through; a state's worth of fp32 scratch each."""
+"""Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""
 
 DRAW_CHUNK, DRAW_GROUP = 4096, 64
-"""Logits that a program of a draw reads, and of which it keeps a maximum."""
+"""Logits that a program of a draw reads, and logits per maximum that it keeps."""
 DRAW_HELD = 2048
-"""Candidates that a filtered row holds in registers at first; twice as many where these are not enough."""
+"""Candidates that a filtered row first holds in registers; twice as many where these are not enough."""
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two from `number` on."""
+    """The least power of two >= number."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Rounded up. Triton's own takes 4 us on the host, a quarter of a launch."""
+    """The quotient, rounded up. Triton's own function takes 4 us on the host, a quarter of a launch."""
     return -(-number // divisor)
 
 
@@ -46,7 +47,7 @@ MIN_DOT = 16
 
 
 def padded(head_dim: int) -> int:
-    """Dims of a tile that holds a head: a power of two that `tl.dot` takes."""
+    """Dims of a tile for one head: a power of two that `tl.dot` accepts."""
     return max(MIN_DOT, power_of_2(head_dim))
 
 
@@ -54,17 +55,17 @@ def padded(head_dim: int) -> int:
 
 
 def max_decode_splits(num_kv: int) -> int:
-    """Splits that a decode row may have."""
-    return min(128, max(16, power_of_2(max(1, DECODE_LANES // num_kv))))
+    """Most splits of a decode row."""
+    return min(128, max(16, power_of_2(max(1, DECODE_PROGRAMS // num_kv))))
 
 
 def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK) -> int:
-    """Splits that a decode row of so many keys has room for; 1: it needs no partial sums."""
+    """Splits of a decode row with up to `max_keys` keys; 1: it needs no partial sums."""
     return max(1, min(cdiv(max_keys, chunk), max_splits))
 
 
 def partial_bytes(num_parts: int, head_dim: int) -> int:
-    """Of so many lines of fp32 partial sums: H weighted values, the greatest score and the sum of weights each."""
+    """Bytes of `num_parts` lines of fp32 partial sums: H weighted values, greatest score, sum of weights."""
     return FP32_BYTES * num_parts * (head_dim + 2)
 
 
@@ -75,7 +76,7 @@ def decode_bytes(num_rows: int, *, num_kv: int, group: int, head_dim: int, max_k
 
 
 def query_lines(head_pad: int, element_bytes: int, *, large: bool = True) -> int:
-    """Queries times heads of a group in one tile of a slice; large: as devices of much shared memory take."""
+    """Queries times heads of a group in one tile of a slice; large: for devices with much shared memory."""
     if element_bytes > 2:
         return 32
     if head_pad <= 64:
@@ -83,30 +84,30 @@ def query_lines(head_pad: int, element_bytes: int, *, large: bool = True) -> int
     return 128 if head_pad <= 128 and large else 64
 
 
-def slice_items(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
-    """Pieces of work, tiles of queries times splits of keys, that one head's program may have of a row."""
-    return max(1, lanes // head_tiles(num_kv, group, lines))
+def slice_items(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
+    """Most items (tiles of queries times splits of keys) of one row for one tile of heads."""
+    return max(1, max_programs // head_tiles(num_kv, group, lines))
 
 
 def head_tiles(num_kv: int, group: int, lines: int) -> int:
-    """Tiles that the query heads of a token are in."""
+    """Tiles of the query heads of a token."""
     return num_kv * cdiv(group, min(group, lines))
 
 
-def slice_parts(num_kv: int, group: int, lines: int, lanes: int = SLICE_LANES) -> int:
-    """Lines of partial sums that a slice may need. Example: 8 x 4 heads, tiles of 128 -> 8 * 16 * 128."""
-    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, lanes) * lines
+def slice_parts(num_kv: int, group: int, lines: int, max_programs: int = SLICE_PROGRAMS) -> int:
+    """Most lines of partial sums of a slice. Example: 8 x 4 heads, tiles of 128 -> 8 * 16 * 128."""
+    return head_tiles(num_kv, group, lines) * slice_items(num_kv, group, lines, max_programs) * lines
 
 
 def slices_at_once(num_rows: int, num_parts: int, head_dim: int) -> int:
-    """How many of the rows are cut in one pair of launches; the others take their turn in the same memory."""
+    """Rows that are split in one pair of launches; the others follow in the same memory."""
     return min(num_rows, max(1, SLICES_BYTES // partial_bytes(num_parts, head_dim)))
 
 
 def slices_bytes(
     num_rows: int, *, num_kv: int, group: int, head_dim: int, element_bytes: int, max_queries: int, max_keys: int
 ) -> int:
-    """Partial sums of slices whose keys may be cut. Example: a row of 8 x 4 heads of 128 in 16 bit -> 8.1 MiB."""
+    """Partial sums of slices whose keys may be split. Example: a row of 8 x 4 heads of 128 in 16 bit -> 8.1 MiB."""
     lines = query_lines(padded(head_dim), element_bytes)
     can_cut = slice_items(num_kv, group, lines) > 1 and max_keys >= 2 * SLICE_CHUNK
     if not (num_rows and max_queries and can_cut):
@@ -119,7 +120,7 @@ def slices_bytes(
 
 
 def scan_chunk(element_bytes: int) -> int:
-    """Tokens whose products with each other are one matrix."""
+    """Tokens of a chunk, whose products with each other are one matrix."""
     return 64 if element_bytes == 2 else 16
 
 
@@ -133,10 +134,10 @@ def scan_shapes(
     chunk: int,
     segment: int = SCAN_SEGMENT,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes, all fp32, of sums of steps, segments' decays, C . B and segments' states, the last of no segment where
-    no slice is as long as one.
+    """Shapes, all fp32, of sums of steps, decays of segments, C . B, and states of segments (0 segments where no slice
+    is as long as one).
 
-    slice_tokens: those of the step's that slices may have. ssm_shape: [heads, head dim, state dim].
+    slice_tokens: most tokens of the step's slices. ssm_shape: [heads, head dim, state dim].
     """
     whole, num_heads = slice_tokens // segment, ssm_shape[0]
     sums, decay = (3, num_heads, num_tokens), (whole + 1, num_heads)
@@ -162,10 +163,10 @@ def scan_bytes(
 def expert_bytes(
     num_tokens: int, *, top_k: int, fc1_width: int, fc2_width: int, hidden: int, element_bytes: int
 ) -> int:
-    """A token's chosen experts: fc1's outputs and their activation, or that and the products; where each pair lies.
+    """For each pair (token, chosen expert): fc1's output and its activation, or the activation and fc2's product.
 
-    Six ints and floats of 4 bytes a pair: whose it is, its weight, its place, and three of a tile, of which there are
-    no more than pairs.
+    And six numbers of 4 bytes per pair: its token, its weight, its place, and three of a tile; there are no more tiles
+    than pairs.
     """
     pairs = num_tokens * top_k
     return pairs * (element_bytes * (fc2_width + max(fc1_width, hidden)) + 6 * 4)
@@ -175,16 +176,16 @@ def expert_bytes(
 
 
 def draw_chunks(vocab: int) -> tuple[int, int]:
-    """(chunks of a row of logits, groups that have a maximum kept, of a power of two of chunks)."""
+    """(chunks of a row of logits, groups whose maximum is kept, in a power of two of chunks)."""
     chunks = cdiv(vocab, DRAW_CHUNK)
     return chunks, power_of_2(chunks) * (DRAW_CHUNK // DRAW_GROUP)
 
 
 def draw_bytes(num_rows: int, vocab: int) -> int:
-    """What a captured draw of so many rows takes, most of it marks and fp32 logits of edited rows: 4 V bytes a row.
+    """Memory of a captured draw of `num_rows` rows, most of it marks and fp32 logits of edited rows: 4 V bytes per row.
 
-    A chunk has its best logit, where it is, and a sum; the first and the last again of the model's own logits; and the
-    maxima of its groups. A row lists groups and holds candidates, four numbers each.
+    A chunk has its best logit, its id and a sum; the best logit and the sum once more for the model's own logits; and
+    the maxima of its groups. A row has a list of groups, and candidates of four numbers each.
     """
     chunks, groups = draw_chunks(vocab)
     a_chunk = 4 + 4 + 8 + 4 + 8 + 4 * (DRAW_CHUNK // DRAW_GROUP)

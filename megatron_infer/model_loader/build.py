@@ -1,4 +1,4 @@
-"""A GPTModel or MambaModel from a plan, with the weights of its source."""
+"""Build a GPTModel or MambaModel from a description, with the weights of its source."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.model_loader.head_padding import divisible
 from megatron_infer.model_loader.hf_names import Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()  # megatron-core's own is compiled: seconds at the first call on a CPU
-
-
+# Not megatron-core's own squared_relu, which is compiled: seconds at the first call on a CPU.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -42,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": squared_relu,
 }
 
-# megatron-core's rope_scaling switch means Llama 3.1's numbers; any others are set on the built model.
+# megatron-core's rope_scaling switch means these numbers of Llama 3.1; others are set on the built model.
 _LLAMA3_NATIVE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 
 
@@ -58,22 +56,22 @@ def build_model(
     pg_collection: Any = None,
     **config_overrides: Any,
 ) -> GPTModel | MambaModel:
-    """The source's model in `dtype` on `device`, in eval mode, with its weights (none, uninitialised, for a plan).
+    """The source's model in `dtype` on `device`, in eval mode, with its weights (uninitialised for a description).
 
     Without torch.distributed a single-process gloo group is made (no port, no network). For several ranks the caller
-    has set up torch.distributed; each builds its pipeline stage and reads its own part only. Sizes come from
-    pg_collection where it is given. Stages are as even as megatron-core can have them, unless its own options
-    (num_layers_in_first_pipeline_stage, ...) say otherwise. The vocabulary is padded up to a multiple of
-    vocab_multiple * tensor_parallel, kv groups with zeros if they do not divide (see `head_padding`).
+    has set up torch.distributed; each rank builds its pipeline stage and reads only its own part of the weights. Sizes
+    come from pg_collection where it is given. Stages are as even as megatron-core allows, unless its own options
+    (num_layers_in_first_pipeline_stage, ...) divide the layers. The vocabulary is padded to a multiple of
+    vocab_multiple * tensor_parallel, and kv groups with zeros where they do not divide (see `head_padding`).
     `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
     """
-    plan = source if isinstance(source, ModelDescription) else source.config()
+    description = source if isinstance(source, ModelDescription) else source.config()
     dtype = _dtype(dtype)
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
-    true_groups, plan = plan.transformer.get("num_query_groups"), divisible(plan, tensor_parallel)
+    true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
     config = transformer_config(
-        plan,
+        description,
         dtype=dtype,
         device=device,
         tensor_parallel=tensor_parallel,
@@ -82,9 +80,9 @@ def build_model(
         **config_overrides,
     )
     multiple = vocab_multiple * tensor_parallel
-    padded_vocab = -(-plan.vocab_size // multiple) * multiple
-    model = _construct(plan, config, padded_vocab, groups)
-    if plan.transformer.get("num_query_groups") != true_groups:
+    padded_vocab = -(-description.vocab_size // multiple) * multiple
+    model = _construct(description, config, padded_vocab, groups)
+    if description.transformer.get("num_query_groups") != true_groups:
         model.true_kv_groups = true_groups  # checkpoint: the others are zeros
     model = model.to(device=device, dtype=dtype)
     _keep_routers_exact(model)
@@ -95,7 +93,7 @@ def build_model(
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
-    """The caller's groups, who need not give sizes then; else megatron-core's global ones, made if need be."""
+    """The caller's groups, which then give the sizes; else megatron-core's global ones, made if need be."""
     if given is None:
         init_process_groups(tensor, pipeline, expert)
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -108,7 +106,7 @@ def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:
 
 
 def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """torch.distributed and megatron-core's groups, for whichever of the two is not up yet."""
+    """Set up torch.distributed and megatron-core's groups where they are not set up yet."""
     from megatron_infer.models.mcore_compat import parallel_state
 
     asked = {
@@ -123,7 +121,7 @@ def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, ex
                 f"{several} needs torch.distributed; start with torchrun and call "
                 "torch.distributed.init_process_group first"
             )
-        # A HashStore lives in this process: no port that could be taken, nothing left behind.
+        # A HashStore lives in this process: no port that could be taken, no file left behind.
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -142,7 +140,7 @@ def init_process_groups(tensor_parallel: int = 1, pipeline_parallel: int = 1, ex
 
 
 def transformer_config(
-    plan: ModelDescription,
+    description: ModelDescription,
     *,
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
@@ -150,13 +148,13 @@ def transformer_config(
     pipeline_parallel: int = 1,
     **overrides: Any,
 ) -> TransformerConfig:
-    """megatron-core's config for a plan: no dropout, no weights drawn, no fusions.
+    """megatron-core's config for a description: no dropout, no initialisation of weights, no fusions.
 
-    Each fusion would cost a C++ compile of seconds on a CPU.
+    Each fusion would cost seconds of C++ compilation on a CPU.
     """
     from megatron_infer.models.mcore_compat import TransformerConfig
 
-    kwargs = dict(plan.transformer)
+    kwargs = dict(description.transformer)
     kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
     if "window_size" in kwargs:
         kwargs["window_size"] = tuple(kwargs["window_size"])
@@ -182,18 +180,18 @@ def transformer_config(
         "persist_layer_norm": False,
     }
     if "cuda_graph_scope" not in overrides and getattr(TransformerConfig, "cuda_graph_scope", None) == "full":
-        kwargs["cuda_graph_scope"] = []  # 0.16's own default, spelt in the way that it does not warn about
+        kwargs["cuda_graph_scope"] = []  # 0.16's own default, in the spelling that gives no warning
     return TransformerConfig(**(kwargs | overrides))
 
 
-def rotary_frequencies(plan: ModelDescription) -> Tensor:
-    """Inverse frequencies [rotary_dim / 2] in fp32, stretched as the plan says.
+def rotary_frequencies(description: ModelDescription) -> Tensor:
+    """Inverse frequencies [rotary_dim / 2] in fp32, scaled as the description says.
 
     Source: Llama 3.1's frequency scaling and linear position interpolation, as `transformers` computes them.
     """
-    dim = int(plan.transformer["kv_channels"] * plan.rotary_percent)
-    inverse = 1.0 / (plan.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    scaling = plan.rope_scaling
+    dim = int(description.transformer["kv_channels"] * description.rotary_percent)
+    inverse = 1.0 / (description.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = description.rope_scaling
     if scaling is None:
         return inverse
     if scaling.kind == "linear":
@@ -201,13 +199,15 @@ def rotary_frequencies(plan: ModelDescription) -> Tensor:
     if scaling.kind == "factors":
         factors = torch.tensor(scaling.factors, dtype=torch.float32)
         if factors.shape != inverse.shape:
-            raise ModelError(f"{plan.name}: {len(scaling.factors)} rope factors for {len(inverse)} rotary frequencies")
+            raise ModelError(
+                f"{description.name}: {len(scaling.factors)} rope factors for {len(inverse)} rotary frequencies"
+            )
         return inverse / factors
     return _llama3_frequencies(inverse, scaling)
 
 
 def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Short wavelengths stay, long ones are divided by the factor, those between are blended."""
+    """Short wavelengths stay, frequencies of long ones are divided by the factor, those between are blended."""
     wavelength = 2 * math.pi / inverse
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     longest, shortest = scaling.original_max_position / low, scaling.original_max_position / high
@@ -218,48 +218,48 @@ def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _construct(
-    plan: ModelDescription, config: TransformerConfig, padded_vocab: int, groups: Any
+    description: ModelDescription, config: TransformerConfig, padded_vocab: int, groups: Any
 ) -> GPTModel | MambaModel:
     from megatron_infer.models.rotary import cpu_rotary
 
-    # A tied last stage gets its embedding with the other weights, so building it sends nothing between stages (in
-    # megatron-core that needs CUDA). Training finds the group that keeps both copies alike in its place afterwards.
-    apart = copy.copy(groups)
-    apart.embd = None
-    make, stage = (_gpt if plan.hybrid is None else _hybrid), group_rank(groups.pp)
+    # A tied last stage loads its embedding with the other weights, so that building it sends nothing between stages
+    # (which needs CUDA in megatron-core). Training finds the group that keeps both copies equal set afterwards.
+    without_embedding = copy.copy(groups)
+    without_embedding.embd = None
+    make, stage = (_gpt if description.hybrid is None else _hybrid), group_rank(groups.pp)
     model = make(
-        plan,
+        description,
         config,
         vocab_size=padded_vocab,
-        max_sequence_length=plan.max_sequence_length,
-        position_embedding_type=plan.position_embedding,
-        rotary_percent=plan.rotary_percent,
-        share_embeddings_and_output_weights=plan.tied_embeddings,
+        max_sequence_length=description.max_sequence_length,
+        position_embedding_type=description.position_embedding,
+        rotary_percent=description.rotary_percent,
+        share_embeddings_and_output_weights=description.tied_embeddings,
         pre_process=stage == 0,
         post_process=stage == group_size(groups.pp) - 1,
-        pg_collection=apart,
+        pg_collection=without_embedding,
     )
-    model.true_vocab_size = plan.vocab_size  # adopt: what lies beyond is padding, and never drawn
+    model.true_vocab_size = description.vocab_size  # for adopt: what lies beyond is padding, and never drawn
     model.pg_collection, model.embd_group = groups, getattr(groups, "embd", None)
     return cpu_rotary(model)
 
 
-def _gpt(plan: ModelDescription, config: TransformerConfig, **arguments: Any) -> GPTModel:
+def _gpt(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> GPTModel:
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec
 
     spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp))
-    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(plan))
-    if plan.position_embedding == "rope" and not _native_rope(plan.rope_scaling):
-        _set_frequencies(model, plan)
+    model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
+    if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):
+        _set_frequencies(model, description)
     return model
 
 
-def _hybrid(plan: ModelDescription, config: TransformerConfig, **arguments: Any) -> MambaModel:
+def _hybrid(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> MambaModel:
     from megatron_infer.models.hybrid import hybrid_spec
     from megatron_infer.models.mcore_compat import MambaModel
 
-    hybrid = plan.hybrid
+    hybrid = description.hybrid
     assert hybrid is not None
     spec = hybrid_spec(
         config,
@@ -270,22 +270,22 @@ def _hybrid(plan: ModelDescription, config: TransformerConfig, **arguments: Any)
         bias=hybrid.projection_bias,
         dt_limit=(hybrid.dt_min, math.inf if hybrid.dt_max is None else hybrid.dt_max),
     )
-    rotary = _rope_arguments(plan)
-    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # a MambaModel has neither
+    rotary = _rope_arguments(description)
+    scaled = rotary.pop("rope_scaling", False) and rotary.pop("rope_scaling_factor")  # MambaModel takes neither
     model = MambaModel(config, spec, hybrid_override_pattern=hybrid.pattern, **arguments, **rotary)
-    if plan.position_embedding == "rope" and (scaled or not _native_rope(plan.rope_scaling)):
-        _set_frequencies(model, plan)
+    if description.position_embedding == "rope" and (scaled or not _native_rope(description.rope_scaling)):
+        _set_frequencies(model, description)
     return model
 
 
-def _set_frequencies(model: GPTModel | MambaModel, plan: ModelDescription) -> None:
+def _set_frequencies(model: GPTModel | MambaModel, description: ModelDescription) -> None:
     inverse = model.rotary_pos_emb.inv_freq
-    model.rotary_pos_emb.inv_freq = rotary_frequencies(plan).to(inverse.device)
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(description).to(inverse.device)
 
 
 def _mark_parts(model: torch.nn.Module) -> None:
-    """Say which parameters are parts of larger ones, as megatron-core's initialisation would: without it its optimizer
-    takes them for copies that every rank has, and its gradient norm counts those of the first rank alone."""
+    """Mark the parameters that are parts of larger ones, as megatron-core's initialisation would. Its optimizer takes
+    unmarked ones for copies that every rank has, and its gradient norm then counts only those of the first rank."""
     from megatron_infer.models.mcore_compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
     for module in model.modules():
@@ -301,15 +301,15 @@ def _mark_parts(model: torch.nn.Module) -> None:
 
 
 def _keep_routers_exact(model: torch.nn.Module) -> None:
-    """Correction biases of routers back to fp32, where megatron-core keeps them whatever the weights' dtype."""
+    """Routers' correction biases back to fp32, in which megatron-core keeps them whatever the weights' dtype."""
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias = module.expert_bias.float()
 
 
-def _rope_arguments(plan: ModelDescription) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"rotary_base": plan.rotary_base}
-    scaling = plan.rope_scaling
+def _rope_arguments(description: ModelDescription) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"rotary_base": description.rotary_base}
+    scaling = description.rope_scaling
     if scaling is None or not _native_rope(scaling):
         return arguments
     if scaling.kind == "linear":
@@ -318,7 +318,7 @@ def _rope_arguments(plan: ModelDescription) -> dict[str, Any]:
 
 
 def _native_rope(scaling: RopeScaling | None) -> bool:
-    """True when GPTModel's own arguments can say it."""
+    """True when GPTModel's own arguments can express it."""
     if scaling is None or scaling.kind == "linear":
         return True
     return scaling.kind == "llama3" and all(getattr(scaling, key) == value for key, value in _LLAMA3_NATIVE.items())

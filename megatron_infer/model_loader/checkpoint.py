@@ -1,11 +1,11 @@
-"""megatron-core `torch_dist` checkpoints: save, load, and as a model source of their own.
+"""megatron-core `torch_dist` checkpoints: save, load, and use as a model source.
 
     directory/
-      metadata.json, common.pt, .metadata, *.distcp     megatron-core's, any parallel layout reads them
-      megatron_infer.json                               the model plan, so that the directory stands alone
+      metadata.json, common.pt, .metadata, *.distcp     megatron-core's; readable with any parallel layout
+      megatron_infer.json                               the model description: the directory needs no other source
       tokenizer.json, tokenizer_config.json             when a tokenizer was given
 
-A Megatron-LM checkpoint has no megatron_infer.json: its plan comes from the training arguments in common.pt.
+A Megatron-LM checkpoint has no megatron_infer.json: its description comes from the training arguments in common.pt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.mamba import MambaModel
 
-PLAN_FILE = "megatron_infer.json"
+DESCRIPTION_FILE = "megatron_infer.json"
 _FORMAT = 1
 _MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
 
@@ -44,36 +44,41 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def save_checkpoint(
-    model: nn.Module, directory: str | Path, *, tokenizer: Tokenizer | None = None, plan: ModelDescription | None = None
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    description: ModelDescription | None = None,
 ) -> None:
     """Write the model (every rank calls this) so that `open_source(directory)` and Megatron can load it.
 
-    Without `plan` the model describes itself. Works on a CPU: no CUDA call, no helper process.
+    description: None reads it off the model. Works on a CPU: no CUDA call, no helper process.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(model)
-    plan = unpadded(plan or _plan_of_stages(model), model)
+    description = unpadded(description or _description_of_stages(model), model)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     first = torch.distributed.get_rank() == 0
     if first:
-        (directory / PLAN_FILE).unlink(missing_ok=True)
+        (directory / DESCRIPTION_FILE).unlink(missing_ok=True)
     dist_checkpointing.save(_sharded(model), str(directory), sharded_strategy=_sync_strategy())
     if not first:
         return
     if tokenizer is not None:
         tokenizer.save(directory)
-    content = {"format": _FORMAT, "versions": _versions(), "plan": plan.to_json()}
+    content = {"format": _FORMAT, "versions": _versions(), "plan": description.to_json()}
     if hasattr(model, "true_kv_groups"):
-        content["saved_kv_groups"] = model.config.num_query_groups  # more than the plan's: see head_padding
+        content["saved_kv_groups"] = model.config.num_query_groups  # more than the description's: see head_padding
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    (directory / PLAN_FILE).write_text(text + "\n", encoding="utf-8")  # last: it says that the rest is complete
+    # Last: its presence says that the rest is complete.
+    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel | MambaModel:
-    """A model with a checkpoint's weights; options as in `build_model` (dtype, device, tensor_parallel, ...)."""
+    """A model with a checkpoint's weights; options of `build_model` (dtype, device, tensor_parallel, ...)."""
     return build_model(CheckpointSource(directory), **build_options)
 
 
@@ -85,40 +90,40 @@ class CheckpointSource:
         self.name = name or str(directory)
         if not (self.path / "metadata.json").is_file():
             raise ModelError(f"{self.path}: no metadata.json: not a torch_dist checkpoint, or one that was cut short")
-        plan_path = self.path / PLAN_FILE
+        path = self.path / DESCRIPTION_FILE
         self._saved_groups: int | None = None
-        """Of its tensors, where it was saved with padding."""
-        if plan_path.is_file():
-            self._plan, self._saved_groups = _read_plan(plan_path)
+        """kv groups of its tensors, where it was saved with padding; None: those of the description."""
+        if path.is_file():
+            self._description, self._saved_groups = _read_description(path)
         else:
-            self._plan = plan_from_arguments(_training_arguments(self.path), name=self.name)
+            self._description = description_from_arguments(_training_arguments(self.path), name=self.name)
 
     def config(self) -> ModelDescription:
-        return self._plan
+        return self._description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
         from megatron.core.dist_checkpointing import load_plain_tensors
 
         with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # as in load_into
+            warnings.filterwarnings("ignore", category=FutureWarning)  # as in _read
             tensors = load_plain_tensors(str(self.path))
         yield from tensors.items()
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        """Load this rank's part; the model itself knows which (`shard` only has to agree with it)."""
+        """Load this rank's part, which the model knows (`shard` only has to agree with it)."""
         model.load_state_dict(self._read(model, _sharded(model)), strict=False)
 
     def part_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's part under the model's own names, beside the model, which is not written to."""
+        """This rank's part in new tensors under the model's own names; the model is not written to."""
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 
-        def apart(leaf: Any) -> Any:
+        def with_new_memory(leaf: Any) -> Any:
             if isinstance(getattr(leaf, "data", None), Tensor):
                 leaf.data = torch.empty_like(leaf.data)
             return leaf
 
-        return self._read(model, dict_list_map_inplace(apart, _sharded(model)))
+        return self._read(model, dict_list_map_inplace(with_new_memory, _sharded(model)))
 
     def _read(self, model: nn.Module, wanted: Any) -> dict[str, Tensor]:
         from megatron.core import dist_checkpointing
@@ -126,17 +131,17 @@ class CheckpointSource:
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-        own = self._plan.transformer.get("num_query_groups")
+        own = self._description.transformer.get("num_query_groups")
         if getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
             allow_padding(wanted)
         try:
             with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
-                # megatron-core calls parts of torch that torch has renamed; nothing a user could act on
+                # megatron-core calls functions that torch has renamed; a user can do nothing about it
                 warnings.filterwarnings("ignore", category=FutureWarning)
                 state, missing, unexpected = dist_checkpointing.load(
                     wanted, str(self.path), strict=StrictHandling.RETURN_ALL
                 )
-        except TorchCheckpointException as error:  # a BaseException that carries the ranks' own errors
+        except TorchCheckpointException as error:  # a BaseException with the errors of the ranks
             reason = next((str(failure[0]) for failure in error.failures.values()), str(error))
             raise ModelError(f"{self.path}: the checkpoint cannot be loaded: {reason}") from error
         except (CheckpointingException, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
@@ -149,31 +154,31 @@ class CheckpointSource:
             if keys
         ]
         if problems:
-            raise ModelError(f"{self.path}: tensors do not fit the plan; {'; '.join(problems)}")
+            raise ModelError(f"{self.path}: tensors do not fit the model description; {'; '.join(problems)}")
         names = set(model.state_dict())
         return {key: value for key, value in state.items() if key in names and isinstance(value, Tensor)}
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_directory(self.path, eos_ids=self._plan.eos_ids, name=self.name)
+        return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
 
 
 def _sharded(model: nn.Module) -> Any:
-    """megatron-core's sharded state dict, by the model's own groups where it has all that takes."""
+    """megatron-core's sharded state dict, over the model's own groups where it has the one for replicas."""
     groups = getattr(model, "pg_collection", None)
     replicas = getattr(groups, "dp_cp", None)
     return model.sharded_state_dict(metadata=None if replicas is None else {"dp_cp_group": replicas})
 
 
-def _plan_of_stages(model: nn.Module) -> ModelDescription:
-    """The plan of a model over all its pipeline stages; every rank calls this.
+def _description_of_stages(model: nn.Module) -> ModelDescription:
+    """The description of a model over all its pipeline stages; every rank calls this.
 
-    Only a stage with Mamba layers knows what its mixers are, and the first rank may hold one without.
+    Only a stage with Mamba layers knows the mixers' sizes, and the first rank may hold a stage without.
     """
-    plan, stages = plan_from_model(model), getattr(model.pg_collection, "pp", None)
-    if plan.hybrid is None or group_size(stages) == 1:
-        return plan
+    description, stages = description_from_model(model), getattr(model.pg_collection, "pp", None)
+    if description.hybrid is None or group_size(stages) == 1:
+        return description
     knows = any(hasattr(layer, "mixer") for layer in model.decoder.layers)
-    own = json.dumps(plan.to_json() if knows else None).encode()
+    own = json.dumps(description.to_json() if knows else None).encode()
     length = torch.tensor([len(own)])
     torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX, group=stages)
     padded = torch.frombuffer(bytearray(own.ljust(int(length))), dtype=torch.uint8)
@@ -182,22 +187,23 @@ def _plan_of_stages(model: nn.Module) -> ModelDescription:
     for text in found:
         if (value := json.loads(bytes(text.tolist()))) is not None:
             return ModelDescription.from_json(value)
-    return plan
+    return description
 
 
-# What a training checkpoint holds beside the model.
+# Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
 
-def plan_from_model(model: nn.Module) -> ModelDescription:
-    """The plan of a live GPTModel or MambaModel. Raises ModelError for parts that a plan cannot describe."""
+def description_from_model(model: nn.Module) -> ModelDescription:
+    """The description of a live GPTModel or MambaModel. Raises ModelError for what a description cannot express."""
     from megatron_infer.models.mcore_compat import squared_relu
 
     config = model.config
     hybrid, fields = hybrid_of_model(model) if hasattr(model.decoder, "layer_type_list") else (None, {})
     for key in ("num_moe_experts", "multi_latent_attention", "layernorm_zero_centered_gamma"):
         if getattr(config, key, None) and key not in fields:
-            raise ModelError(f"this model has {key}={getattr(config, key)!r}, which a model plan cannot describe yet")
+            value = getattr(config, key)
+            raise ModelError(f"this model has {key}={value!r}, which a model description cannot express yet")
     activations = {function: name for name, function in ACTIVATIONS.items()} | {squared_relu: "relu2"}
     if config.activation_func not in activations:
         raise ModelError(f"activation {config.activation_func} is not one of {', '.join(sorted(ACTIVATIONS))}")
@@ -226,7 +232,7 @@ def plan_from_model(model: nn.Module) -> ModelDescription:
 
 
 def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
-    """Rotary fields of a plan. A GPTModel keeps its base and percent, a MambaModel leaves the frequencies only."""
+    """Rotary fields of a description. A GPTModel keeps its base and percent, a MambaModel only the frequencies."""
     if rope is None:
         return {}
     inverse, dim = rope.inv_freq.float().cpu(), 2 * rope.inv_freq.numel()
@@ -247,13 +253,13 @@ def _rope_of(rope: nn.Module | None, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelDescription:
-    """The plan of a Megatron-LM training run's arguments. Raises ModelError naming what is missing or not supported."""
+def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> ModelDescription:
+    """The description in a Megatron-LM run's arguments. Raises ModelError naming what is missing or not supported."""
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
     absent = [key for key in needed if arguments.get(key) is None]
     if absent:
         raise ModelError(
-            f"{name}: the checkpoint has no {PLAN_FILE}, and its training arguments lack {', '.join(absent)}; "
+            f"{name}: the checkpoint has no {DESCRIPTION_FILE}, and its training arguments lack {', '.join(absent)}; "
             "save it with megatron_infer.model_loader.checkpoint.save_checkpoint, or build the model and load it "
             "yourself"
         )
@@ -261,7 +267,7 @@ def plan_from_arguments(arguments: Mapping[str, Any], *, name: str = "") -> Mode
     experts = () if "num_moe_experts" in fields else ("num_experts",)
     refused = [key for key in (*experts, *_UNSUPPORTED_ARGUMENTS) if arguments.get(key)]
     if refused:
-        raise ModelError(f"{name}: trained with {', '.join(refused)}, which a model plan cannot describe yet")
+        raise ModelError(f"{name}: trained with {', '.join(refused)}, which a model description cannot express yet")
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else heads
     activation = "silu" if arguments.get("swiglu") else "relu2" if arguments.get("squared_relu") else "gelu"
@@ -318,7 +324,7 @@ def _rope_from_arguments(arguments: Mapping[str, Any]) -> RopeScaling | None:
 def _training_arguments(directory: Path) -> dict[str, Any]:
     path = directory / "common.pt"
     if not path.is_file():
-        raise ModelError(f"{directory}: neither {PLAN_FILE} nor common.pt: nothing says what the model is")
+        raise ModelError(f"{directory}: neither {DESCRIPTION_FILE} nor common.pt: nothing describes the model")
     try:
         with torch.serialization.safe_globals(_safe_classes()):
             common = torch.load(path, map_location="cpu", weights_only=True)
@@ -326,12 +332,12 @@ def _training_arguments(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: cannot be read safely: {error}") from error
     arguments = common.get("args") if isinstance(common, Mapping) else None
     if arguments is None:
-        raise ModelError(f"{directory}: no {PLAN_FILE}, and common.pt holds no training arguments")
+        raise ModelError(f"{directory}: no {DESCRIPTION_FILE}, and common.pt holds no training arguments")
     return dict(vars(arguments)) if isinstance(arguments, argparse.Namespace) else dict(arguments)
 
 
 def _safe_classes() -> list[Any]:
-    """Plain value classes that Megatron-LM's common.pt holds: a namespace and megatron-core's enums."""
+    """The value classes in Megatron-LM's common.pt: a namespace and megatron-core's enums."""
     import enum
     import pathlib
 
@@ -342,7 +348,7 @@ def _safe_classes() -> list[Any]:
 
 
 def _latest(directory: Path) -> Path:
-    """Megatron-LM keeps iterations in folders and the latest one's number in a file."""
+    """The folder of the latest iteration, whose number Megatron-LM keeps in a file; else the directory itself."""
     marker = directory / "latest_checkpointed_iteration.txt"
     if not marker.is_file():
         return directory
@@ -353,8 +359,8 @@ def _latest(directory: Path) -> Path:
     return directory / folder
 
 
-def _read_plan(path: Path) -> tuple[ModelDescription, int | None]:
-    """(plan, kv groups of the tensors where they are more than the plan's)."""
+def _read_description(path: Path) -> tuple[ModelDescription, int | None]:
+    """(description, kv groups of the tensors where they are more than the description's)."""
     content = read_json(path)
     if content.get("format") != _FORMAT or not isinstance(content.get("plan"), Mapping):
         raise ModelError(f"{path}: format {content.get('format')!r}, this version reads format {_FORMAT}")
@@ -374,8 +380,8 @@ def _versions() -> dict[str, str]:
 def _sync_strategy() -> Any:
     """megatron-core's torch_dist format, written by this process.
 
-    The stock strategy forks writers and spawns a manager for them even when it saves synchronously: that needs CUDA
-    calls, psutil and a guarded main script, and hangs without the latter two. The translation and the planner are
+    The stock strategy forks writers and spawns a manager for them even when it saves synchronously. That needs CUDA
+    calls, psutil and a guarded main script, and hangs without the latter two. The translation and the planner here are
     megatron-core's own; only the file writer is torch's.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies

@@ -1,4 +1,4 @@
-"""The hybrid part of a plan, from a live MambaModel or from the arguments of a Megatron-LM training run."""
+"""The hybrid part of a model description, from a live MambaModel or the arguments of a Megatron-LM training run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOE_REFUSED = (
     "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased", "moe_layer_recompute_only",
 )  # fmt: skip
 _MEGATRON_EXPAND = 2
-"""Inner width over hidden size of megatron-core's mixer, where the number of heads is not given."""
+"""Inner width / hidden size of megatron-core's mixer where the number of heads is not given."""
 
 
 def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
-    """(hybrid part, TransformerConfig fields) of a live MambaModel. Raises ModelError for what a plan cannot say."""
+    """(hybrid part, TransformerConfig fields) of a live MambaModel. Raises ModelError for the rest."""
     config, pattern = model.config, _whole_pattern(model)
     fields = {"is_hybrid_model": True} | {key: getattr(config, key) for key in _MAMBA_FIELDS}
     if "E" in pattern:
@@ -35,7 +35,7 @@ def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
         )
     found = {_mixer_of(mixer) for mixer in mixers}
     if len(found) > 1:
-        raise ModelError("the model's Mamba mixers differ, which a model plan cannot describe")
+        raise ModelError("the model's Mamba mixers differ, which a model description cannot express")
     groups, epsilon, width, conv_bias, bias, (low, high) = found.pop()
     hybrid = HybridDescription(
         pattern=pattern,
@@ -51,7 +51,7 @@ def hybrid_of_model(model: Any) -> tuple[HybridDescription, dict[str, Any]]:
 
 
 def _whole_pattern(model: Any) -> str:
-    """What each layer is, over all pipeline stages."""
+    """The symbol of each layer, over all pipeline stages."""
     given = getattr(model, "hybrid_override_pattern", None) or getattr(model, "hybrid_layer_pattern", None)
     if given:
         return "".join(given).replace("|", "")
@@ -63,7 +63,7 @@ def _whole_pattern(model: Any) -> str:
 
 
 def _mixer_of(mixer: Any) -> tuple[Any, ...]:
-    """What a plan says of a mixer beyond the config."""
+    """A mixer's fields of a description beyond the config's."""
     from megatron_infer.models.mcore_compat import conv_parameters
 
     for wrong, what in (
@@ -72,7 +72,7 @@ def _mixer_of(mixer: Any) -> tuple[Any, ...]:
         (getattr(mixer, "norm_before_gate", False), "its norm before the gate (norm_before_gate)"),
     ):
         if wrong:
-            raise ModelError(f"the model's Mamba mixers have {what}, which a model plan cannot describe")
+            raise ModelError(f"the model's Mamba mixers have {what}, which a model description cannot express")
     norm, (conv, _, conv_bias) = mixer.norm, conv_parameters(mixer)
     width = norm.weight.shape[0]
     return (
@@ -114,7 +114,7 @@ def _is_mamba(arguments: Mapping[str, Any]) -> bool:
 
 
 def _allocated(arguments: Mapping[str, Any]) -> str:
-    """The pattern that megatron-core makes of the ratios of attention and MLP layers."""
+    """The pattern that megatron-core derives from the ratios of attention and MLP layers."""
     try:
         from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
     except ImportError as error:
@@ -129,7 +129,7 @@ def _allocated(arguments: Mapping[str, Any]) -> str:
 def _experts(get: Any) -> dict[str, Any]:
     refused = [f"{key}={get(key)!r}" for key in _MOE_REFUSED if get(key)]
     if refused:
-        raise ModelError(f"experts with {', '.join(refused)}: a model plan cannot describe them yet")
+        raise ModelError(f"experts with {', '.join(refused)}: a model description cannot express them yet")
     fields = {key: get(key) for key in _MOE_FIELDS if get(key) is not None}
     return fields | {
         "moe_router_load_balancing_type": "none",

@@ -1,4 +1,4 @@
-"""What sizes depend on, read off a model's description: nothing is built."""
+"""The sizes of a model from its description, without building it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megatron_infer.models.stage_layers import stage_span
 
 
 def shape_of(
-    plan: ModelDescription,
+    description: ModelDescription,
     *,
     dtype: str,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     stage: int = 0,
 ) -> ModelShape:
-    """The share of one rank in a model that has not been built; parameters are those of its whole pipeline stage,
-    without what `build_model` adds where kv groups do not divide over the ranks."""
-    parameters = num_parameters(plan, num_stages=pipeline_parallel_size, stage=stage)
-    plan = divisible(plan, tensor_parallel_size)
-    begin, end = stage_span(plan.transformer["num_layers"], pipeline_parallel_size, stage)
-    layers = plan.transformer
+    """One rank's share of a model that has not been built; parameters are those of its whole pipeline stage, without
+    what `build_model` adds where kv groups do not divide over the ranks."""
+    parameters = num_parameters(description, num_stages=pipeline_parallel_size, stage=stage)
+    description = divisible(description, tensor_parallel_size)
+    begin, end = stage_span(description.transformer["num_layers"], pipeline_parallel_size, stage)
+    layers = description.transformer
     heads = layers["num_attention_heads"]
     kv_heads = layers.get("num_query_groups") or heads
-    padded = -(-plan.vocab_size // tensor_parallel_size) * tensor_parallel_size
-    attends = _pattern(plan)[begin:end].count("*") if plan.hybrid is not None else end - begin
+    padded = -(-description.vocab_size // tensor_parallel_size) * tensor_parallel_size
+    attends = _pattern(description)[begin:end].count("*") if description.hybrid is not None else end - begin
     if attends and heads % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel-size is {tensor_parallel_size}, it must divide the {heads} attention heads of the model"
         )
-    # One head of nothing where no layer attends, as for a live model.
+    # Without attention layers: one head of width 1, as for a live model; no key is ever stored.
     per_rank = (heads // tensor_parallel_size, heads_per_rank(kv_heads, tensor_parallel_size), layers["kv_channels"])
     query, kv, width = per_rank if attends else (1, 1, 1)
     return ModelShape(
@@ -44,28 +44,33 @@ def shape_of(
         num_kv_heads=kv,
         head_dim=width,
         hidden_size=layers["hidden_size"],
-        vocab_size=plan.vocab_size,
+        vocab_size=description.vocab_size,
         padded_vocab_size=padded,
-        max_position=plan.max_sequence_length,
+        max_position=description.max_sequence_length,
         kv_dtype_bytes=DTYPE_BYTES[dtype],
         dtype=dtype,
         num_parameters=parameters,
         state=_state_of(
-            plan, _pattern(plan)[begin:end].count("M"), dtype=dtype, tensor_parallel_size=tensor_parallel_size
+            description,
+            _pattern(description)[begin:end].count("M"),
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
         ),
         experts=ExpertShape.of(layers.get, tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
     )
 
 
-def _pattern(plan: ModelDescription) -> str:
-    return plan.hybrid.pattern if plan.hybrid is not None else ""
+def _pattern(description: ModelDescription) -> str:
+    return description.hybrid.pattern if description.hybrid is not None else ""
 
 
-def _state_of(plan: ModelDescription, num_mixers: int, *, dtype: str, tensor_parallel_size: int) -> StateShape | None:
-    """What one request keeps in the Mamba layers of one rank."""
-    layers = plan.transformer
-    if plan.hybrid is None or not num_mixers:
+def _state_of(
+    description: ModelDescription, num_mixers: int, *, dtype: str, tensor_parallel_size: int
+) -> StateShape | None:
+    """The state of one request in the Mamba layers of one rank."""
+    layers = description.transformer
+    if description.hybrid is None or not num_mixers:
         return None
     heads, groups = layers["mamba_num_heads"], layers["mamba_num_groups"]
     for count, what in ((heads, "Mamba heads"), (groups, "Mamba groups")):
@@ -77,40 +82,40 @@ def _state_of(plan: ModelDescription, num_mixers: int, *, dtype: str, tensor_par
     head_dim, state_dim = layers["mamba_head_dim"], layers["mamba_state_dim"]
     return StateShape(
         num_layers=num_mixers,
-        conv_shape=(heads * head_dim + 2 * groups * state_dim, plan.hybrid.conv_width),
+        conv_shape=(heads * head_dim + 2 * groups * state_dim, description.hybrid.conv_width),
         ssm_shape=(heads, head_dim, state_dim),
         conv_dtype=dtype,
         ssm_dtype="float32",
     )
 
 
-def num_parameters(plan: ModelDescription, *, num_stages: int = 1, stage: int = 0) -> int:
+def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage: int = 0) -> int:
     """Parameters of the whole model or of a pipeline stage, counted from its description.
 
     Example: SmolLM2-135M -> 134,515,008. Two stages of a tied model hold the embedding once each.
     """
-    layers = plan.transformer
-    hidden, kinds = layers["hidden_size"], _block_parameters(plan)
+    layers = description.transformer
+    hidden, kinds = layers["hidden_size"], _block_parameters(description)
     norm = kinds["norm"]
     is_first, is_last = stage == 0, stage == num_stages - 1
     begin, end = stage_span(layers["num_layers"], num_stages, stage)
-    pattern = _pattern(plan)[begin:end] if plan.hybrid is not None else "*-" * (end - begin)
+    pattern = _pattern(description)[begin:end] if description.hybrid is not None else "*-" * (end - begin)
     total = sum((kinds[symbol] + norm) * pattern.count(symbol) for symbol in "M*-E")
     if is_first:
-        positions = plan.max_sequence_length if plan.position_embedding == "learned_absolute" else 0
-        total += (plan.vocab_size + positions) * hidden
+        positions = description.max_sequence_length if description.position_embedding == "learned_absolute" else 0
+        total += (description.vocab_size + positions) * hidden
     if is_last:
-        total += norm + (0 if is_first and plan.tied_embeddings else plan.vocab_size * hidden)
+        total += norm + (0 if is_first and description.tied_embeddings else description.vocab_size * hidden)
     return total
 
 
-def _block_parameters(plan: ModelDescription) -> dict[str, int]:
-    """Parameters of one body by its symbol, and of one norm."""
-    layers = plan.transformer
+def _block_parameters(description: ModelDescription) -> dict[str, int]:
+    """Symbol -> parameters of one body; "norm" -> of one norm."""
+    layers = description.transformer
     hidden, ffn, heads = layers["hidden_size"], layers["ffn_hidden_size"], layers["num_attention_heads"]
     head_dim, kv_heads = layers["kv_channels"], layers.get("num_query_groups") or heads
     gates = 2 if layers.get("gated_linear_unit") else 1
-    qkv, biases = (heads + 2 * kv_heads) * head_dim, _biases(layers, plan)
+    qkv, biases = (heads + 2 * kv_heads) * head_dim, _biases(layers, description)
     kinds = {"norm": hidden * (2 if layers.get("normalization", "LayerNorm") == "LayerNorm" else 1)}
     kinds["*"] = qkv * hidden + heads * head_dim * hidden + 2 * head_dim * bool(layers.get("qk_layernorm"))
     kinds["*"] += qkv * ("qkv" in biases) + hidden * ("proj" in biases)
@@ -118,7 +123,7 @@ def _block_parameters(plan: ModelDescription) -> dict[str, int]:
     expert = (gates + 1) * hidden * (layers.get("moe_ffn_hidden_size") or 0)
     kinds["E"] = (layers.get("num_moe_experts") or 0) * (hidden + expert)
     kinds["E"] += (gates + 1) * hidden * (layers.get("moe_shared_expert_intermediate_size") or 0)
-    kinds["M"] = 0 if plan.hybrid is None else _mixer_parameters(layers, plan.hybrid)
+    kinds["M"] = 0 if description.hybrid is None else _mixer_parameters(layers, description.hybrid)
     return kinds
 
 
@@ -132,8 +137,8 @@ def _mixer_parameters(layers: Mapping[str, Any], hybrid: HybridDescription) -> i
     return projected * hidden + inner * hidden + biases + conv + 3 * heads + inner
 
 
-def _biases(layers: Mapping[str, Any], plan: ModelDescription) -> tuple[str, ...]:
-    """Linears that hold a bias once built: megatron-core gives one to all of them or to qkv alone."""
+def _biases(layers: Mapping[str, Any], description: ModelDescription) -> tuple[str, ...]:
+    """Linears that have a bias once built: megatron-core gives one to all of them or to qkv alone."""
     if layers.get("add_bias_linear"):
         return ("qkv", "proj", "fc1", "fc2")
-    return ("qkv",) if layers.get("add_qkv_bias") or "qkv" in plan.linear_biases else ()
+    return ("qkv",) if layers.get("add_qkv_bias") or "qkv" in description.linear_biases else ()

@@ -1,4 +1,4 @@
-"""GGUF files as a model source: the same ModelDescription, and tensors under their Hugging Face names, dequantised."""
+"""GGUF files as a model source: a ModelDescription, and dequantised tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Metadata under "<architecture>." that this module reads or that does not change the arithmetic.
+# Keys under "<architecture>." that this module reads or that do not change the arithmetic.
 # fmt: off
 _KNOWN = frozenset({
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
@@ -48,7 +48,7 @@ _KNOWN = frozenset({
 
 
 class GGUFWeights:
-    """Plan and tensors of an open GGUF file (a `TensorReader`)."""
+    """Description and tensors of an open GGUF file (a `TensorReader`)."""
 
     def __init__(self, path: str | Path, *, name: str = "") -> None:
         self.file = GGUFFile(path)
@@ -62,7 +62,7 @@ class GGUFWeights:
             )
         self.architecture: str = architecture
         self._source = {hf_name(name): name for name in self.file.tensors if name != "rope_freqs.weight"}
-        self.plan = self._plan()
+        self.description = self._describe()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self.file.tensors[source].shape for name, source in self._source.items()}
@@ -76,12 +76,12 @@ class GGUFWeights:
 
     def _unpermute(self, tensor: Tensor) -> Tensor:
         """Undo llama.cpp's reordering of each q / k head: pairs (2i, 2i + 1) -> (i, H/2 + i), as RoPE here wants."""
-        head_dim = self.plan.transformer["kv_channels"]
+        head_dim = self.description.transformer["kv_channels"]
         heads = tensor.shape[0] // head_dim
         pairs = tensor.reshape(heads, head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
-    def _plan(self) -> ModelDescription:
+    def _describe(self) -> ModelDescription:
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._get("attention.key_length") or self._get("rope.dimension_count") or hidden // heads
         self._refuse_unknown(head_dim)
@@ -139,7 +139,7 @@ class GGUFWeights:
         return value
 
     def _epsilon(self) -> float:
-        # Stored as float32: 1e-05 comes back as 9.999999747e-06. The short decimal is what the model was trained with.
+        # Stored as float32: 1e-05 is read as 9.999999747e-06. The model was trained with the short decimal.
         value = self._get("attention.layer_norm_rms_epsilon", 1e-6)
         return float(np.format_float_positional(np.float32(value), unique=True))
 
@@ -163,7 +163,7 @@ class GGUFWeights:
         kind = self._get("rope.scaling.type", "none")
         if kind not in ("none", "linear"):
             raise ModelError(f"{self.name}: rope scaling {kind!r} is not supported (supported: none, linear)")
-        if "rope_freqs.weight" in self.file.tensors:  # Llama 3.1 and later: one divisor per frequency
+        if "rope_freqs.weight" in self.file.tensors:  # Llama 3.1 and later: a divisor for each frequency
             return RopeScaling(kind="factors", factors=tuple(self.file.read("rope_freqs.weight").tolist()))
         factor = float(self._get("rope.scaling.factor") or self._get("rope.scale_linear") or 1.0)
         return RopeScaling(kind="linear", factor=factor) if kind == "linear" and factor != 1.0 else None

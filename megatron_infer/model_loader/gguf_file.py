@@ -1,7 +1,8 @@
 """The GGUF container: metadata and tensors of a file, read through a memory map.
 
-The `gguf` package's reader takes two seconds to index a 49k-token vocabulary, one array object a string; this one walks
-the bytes once. Dequantisation is the package's. Format: the GGUF specification, versions 2 and 3, little-endian.
+The `gguf` package's reader takes two seconds to index a vocabulary of 49k tokens, with an array object for each string;
+this one reads the bytes once. Dequantisation is the package's. Format: the GGUF specification, versions 2 and 3,
+little-endian.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SCALARS: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
-    """Where one tensor lies. `shape` is row-major, as torch has it (GGUF stores the fastest dimension first)."""
+    """Place and type of one tensor. `shape` is row-major as in torch (GGUF stores the fastest dimension first)."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` by key, `tensors` by name, `read` dequantises.
+    """An open GGUF file: `metadata` by key, `tensors` by name, and `read`, which dequantises.
 
     Raises ModelError naming the file when it is no GGUF file, is cut short or has a type that cannot be read.
     """

@@ -1,11 +1,11 @@
-"""kv groups that do not divide over tensor-parallel ranks, made to: groups of zeros follow the model's own.
+"""Pad kv groups that do not divide over tensor-parallel ranks: groups of zeros follow the model's own.
 
-A group of zeros attends evenly and gives zeros, which the output projection's zeros pass on as nothing: the answers are
-the model's own. It costs memory and time of its share, a quarter where 3 groups become 4.
+A group of zeros attends evenly to values of zero, and the output projection has zeros for it: the answers are those of
+the model without padding. It takes its share of memory and time, a quarter where 3 groups become 4.
 
-A torch_dist checkpoint of a padded model holds the padding, and the plan of the model without it; we load it for any
-number of ranks: megatron-core cuts what is too long and fills up with zeros. Megatron itself has to be told of the
-padded heads: its own arguments decide.
+A torch_dist checkpoint of a padded model holds the padding, and the description of the model without it. It loads for
+any number of ranks: megatron-core cuts what is too long and fills with zeros. Megatron-LM loads it only if its own
+arguments give the padded numbers of heads.
 """
 
 from __future__ import annotations
@@ -21,47 +21,52 @@ from megatron_infer.model_loader.hf_names import Span, TensorReader
 from megatron_infer.model_loader.model_description import ModelDescription
 
 _UNPADDED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
-"""Keep q, k and v in one tensor."""
+"""Architectures that keep q, k and v in one tensor."""
 _PADDED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight")
-"""megatron-core's parameters that have a group's part: all groups one behind the other."""
+"""megatron-core's parameters that consist of parts of groups, one group behind the other."""
 
 
-def pad_groups(plan: ModelDescription, num_groups: int) -> ModelDescription:
-    """The plan with so many kv groups, each with as many query heads as before."""
-    layers = plan.transformer
+def pad_groups(description: ModelDescription, num_groups: int) -> ModelDescription:
+    """The description with `num_groups` kv groups, each with as many query heads as before."""
+    layers = description.transformer
     heads = layers["num_attention_heads"] // (layers.get("num_query_groups") or layers["num_attention_heads"])
     heads *= num_groups
-    return replace(plan, transformer={**layers, "num_attention_heads": heads, "num_query_groups": num_groups})
+    return replace(description, transformer={**layers, "num_attention_heads": heads, "num_query_groups": num_groups})
 
 
-def divisible(plan: ModelDescription, ranks: int) -> ModelDescription:
-    """The plan with the fewest kv groups that divide over `ranks`; the same where they do, or cannot be padded."""
-    groups = plan.transformer.get("num_query_groups") or plan.transformer["num_attention_heads"]
-    if plan.hybrid is not None or plan.architecture in _UNPADDED or groups % ranks == 0 or groups < ranks:
-        return plan
-    return pad_groups(plan, -(-groups // ranks) * ranks)
+def divisible(description: ModelDescription, ranks: int) -> ModelDescription:
+    """The description with the fewest kv groups that divide over `ranks`; unchanged where they divide, or cannot be
+    padded."""
+    groups = description.transformer.get("num_query_groups") or description.transformer["num_attention_heads"]
+    if description.hybrid is not None or description.architecture in _UNPADDED or groups % ranks == 0 or groups < ranks:
+        return description
+    return pad_groups(description, -(-groups // ranks) * ranks)
 
 
-def unpadded(plan: ModelDescription, model: Any) -> ModelDescription:
-    """The plan of a live model without the groups that `build_model` added to it."""
+def unpadded(description: ModelDescription, model: Any) -> ModelDescription:
+    """The description of a live model without the groups that `build_model` added."""
     groups = getattr(model, "true_kv_groups", None)
-    return plan if groups in (None, plan.transformer["num_query_groups"]) else pad_groups(plan, groups)
+    return (
+        description
+        if groups in (None, description.transformer["num_query_groups"])
+        else pad_groups(description, groups)
+    )
 
 
 def allow_padding(sharded: Any) -> None:
-    """Let a sharded state dict's attention be loaded from tensors with more groups, or fewer, behind its own."""
+    """Let the attention of a sharded state dict be loaded from tensors with more or fewer groups at the end."""
     for key, value in sharded.items():
         if key.endswith(_PADDED):
             value.allow_shape_mismatch = True
 
 
 class PaddedReader:
-    """A model's tensors, those of attention as large as `padded` says, with zeros at their ends."""
+    """A model's tensors, those of attention with zeros at the end, in the sizes of `padded`."""
 
-    def __init__(self, reader: TensorReader, plan: ModelDescription, padded: ModelDescription) -> None:
+    def __init__(self, reader: TensorReader, description: ModelDescription, padded: ModelDescription) -> None:
         self._reader = reader
         self._shapes: dict[str, tuple[int, ...]] = {}
-        own, new = plan.transformer, padded.transformer
+        own, new = description.transformer, padded.transformer
         width = own["kv_channels"]
         queries = (own["num_attention_heads"] * width, new["num_attention_heads"] * width)
         keys = (own["num_query_groups"] * width, new["num_query_groups"] * width)
@@ -85,7 +90,7 @@ class PaddedReader:
 
 
 def _grown(name: str, shape: tuple[int, ...], queries: Span, keys: Span) -> tuple[int, ...]:
-    """The shape a tensor is shown with."""
+    """The padded shape of a tensor."""
     part = name.split(".")[-2] if "." in name else ""
     if part == "o_proj" and len(shape) == 2 and shape[1] == queries[0]:
         return shape[0], queries[1]

@@ -1,7 +1,7 @@
-"""Hugging Face config.json -> a plain description of the model for megatron-core; no transformers, no torch.
+"""Hugging Face config.json -> the model's description for megatron-core; no transformers, no torch.
 
-A config key that changes the arithmetic either acts or is refused by name; a key that is not known here is named in one
-warning. Source of the semantics: the models' own config and modelling files in `transformers`.
+A config key that changes the arithmetic has its effect or is refused by name; unknown keys are named in one warning.
+Source of the semantics: the models' own config and modelling files in `transformers`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_infer.model_loader.hf_keys import ACTIVATIONS, Keys, biases, check
 from megatron_infer.model_loader.model_description import ModelDescription
 
 
-def plan_from_config(
+def description_from_config(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
 ) -> ModelDescription:
-    """The plan of a Hugging Face config.json. Raises ModelError for what is unknown or cannot be done exactly."""
+    """The description in a Hugging Face config.json. Raises ModelError for what is unknown or cannot be exact."""
     names = config.get("architectures") or []
     architecture = names[0] if names else _by_model_type(config)
     family = FAMILIES.get(architecture)
@@ -99,7 +99,7 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
         rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if len(rotates) < num_layers:
         raise ModelError(f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
-    # A 1 in the config means "rotates"; in megatron-core it means "does not".
+    # 1 means "rotates" in the config and "does not rotate" in megatron-core.
     parts["transformer"]["no_rope_freq"] = [int(not rotate) for rotate in rotates[:num_layers]]
     window = keys.get("sliding_window")
     if not keys.get("use_sliding_window", False):
@@ -111,7 +111,7 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
-    keys.read.add("original_max_position_embeddings")  # only the longrope type uses it, and that type is refused
+    keys.read.add("original_max_position_embeddings")  # used by the longrope type only, which is refused
     parts = decoder(keys, eps_default=1e-5, partial_rotary=True)
     windows(keys, parts, window=keys.get("sliding_window"), layers=None)
     return biases(parts)

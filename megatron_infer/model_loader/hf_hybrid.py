@@ -1,7 +1,7 @@
 """Hugging Face configs of Mamba-2 and hybrid models -> parts of a ModelDescription.
 
-Every layer of a plan is one (norm, body) block with a residual stream around it. Mamba2 and NemotronH are written that
-way; a layer of Bamba or GraniteMoeHybrid is two of them, mixer or attention and then its MLP.
+Every layer of a description is one block, a norm and a body, added to the residual stream. Mamba2 and NemotronH have
+such layers; a layer of Bamba or GraniteMoeHybrid is two blocks, a mixer or attention and then an MLP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_infer.model_loader.hf_keys import ACTIVATIONS, Keys, biases, decod
 from megatron_infer.model_loader.model_description import HybridDescription, WeightScales
 
 _UNBOUNDED_POSITIONS = 1 << 20
-"""For models without attention, whose configs name no limit: a state has no positions."""
+"""For models without attention, whose configs give no limit: a state has no positions."""
 
 _SYMBOLS = {
     "linear_attention": "M",
@@ -27,8 +27,8 @@ _SYMBOLS = {
 }
 """Layer type in a config, with the names of older versions of transformers -> megatron-core's symbol."""
 
-# What these configs carry for initialisation, training or other implementations of the same arithmetic. The paged path
-# keeps the residual stream in fp32 whatever residual_in_fp32 says.
+# Keys for initialisation, training or other implementations of the same arithmetic. The paged path keeps the residual
+# stream in fp32 whatever residual_in_fp32 is.
 _HARMLESS = (
     "residual_in_fp32",
     "rescale_prenorm_residual",
@@ -49,7 +49,7 @@ _HARMLESS = (
 
 def _mamba2(keys: Keys) -> dict[str, Any]:
     keys.read.update(_HARMLESS)
-    # The modelling file never read norm_before_gate, which Codestral's config sets: it gates first.
+    # The modelling file does not read norm_before_gate, which Codestral's config sets: it gates first.
     keys.read.update(("time_step_min", "time_step_scale", "time_step_init_scheme", "norm_before_gate"))
     keys.require("rms_norm", None, True, why="mixers without their norm are not mapped")
     hidden, heads, head_dim = keys.number("hidden_size"), keys.number("num_heads", 128), keys.number("head_dim", 64)
@@ -109,13 +109,13 @@ _NEMOTRON_RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
-"""Key of an older NemotronH config -> what it is called now."""
+"""Key of an older NemotronH config -> its name now."""
 
 
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
     keys.rename(_NEMOTRON_RENAMED)
     keys.read.update((*_HARMLESS, "expand", "num_nextn_predict_layers", "moe_shared_expert_overlap"))
-    keys.read.update(("n_shared_experts", "rms_norm_eps"))  # neither is read: the sizes and layer_norm_epsilon are
+    keys.read.update(("n_shared_experts", "rms_norm_eps"))  # the modelling file reads sizes and layer_norm_epsilon
     _refuse_nemotron(keys)
     pattern = _nemotron_pattern(keys)
     hidden, heads = keys.number("hidden_size", 4096), keys.number("num_attention_heads", 32)
@@ -203,7 +203,7 @@ def _nemotron_pattern(keys: Keys) -> str:
 
 
 def _nemotron_experts(keys: Keys, *, used: bool, mlp_bias: bool) -> dict[str, Any]:
-    """Sigmoid scores, chosen with a correction bias, normalised and scaled: as megatron-core's router does it."""
+    """Sigmoid scores, chosen with a correction bias, normalised and scaled: what megatron-core's router computes."""
     num_experts, top_k = keys.get("n_routed_experts", 8), keys.get("num_experts_per_tok", 2)
     ffn, shared = keys.get("moe_intermediate_size", 7688), keys.get("moe_shared_expert_intermediate_size", 7688)
     scaling, normalised = float(keys.get("routed_scaling_factor", 1.0)), bool(keys.get("norm_topk_prob", True))
@@ -288,7 +288,7 @@ def _granite_moe_hybrid(keys: Keys) -> dict[str, Any]:
 
 
 def _two_blocks(keys: Keys, parts: dict[str, Any], layers: list[str], *, mlp_bias: bool) -> dict[str, Any]:
-    """The Mamba part of configs in Bamba's spelling; `layers` holds both symbols of each layer."""
+    """The Mamba part of configs with Bamba's keys; `layers` holds both symbols of each layer."""
     transformer = parts["transformer"]
     hidden, heads = transformer["hidden_size"], keys.number("mamba_n_heads", 128)
     inner = int(keys.get("mamba_expand", 2) * hidden)
@@ -338,7 +338,7 @@ def _mixer(
     width: str,
     chunk: str,
 ) -> dict[str, Any]:
-    """TransformerConfig's fields of a Mamba mixer."""
+    """The fields of TransformerConfig for a Mamba mixer."""
     if keys.get(activation, "silu") not in ("silu", "swish"):
         raise ModelError(f"config.json: {activation}={keys.get(activation)!r} is not supported: Mamba mixers use silu")
     keys.get(chunk)  # how a scan is cut changes its rounding, not its result
@@ -356,9 +356,9 @@ def _mixer(
 
 
 def _without_attention(mixer: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """Fields that TransformerConfig wants of every model; no layer of a pure Mamba model reads them.
+    """Fields that TransformerConfig requires; no layer of a pure Mamba model reads them.
 
-    Heads and widths are the mixers', so that they divide by tensor-parallel ranks where the mixers do.
+    Heads and widths are those of the mixers, so that they divide over tensor-parallel ranks where the mixers do.
     """
     heads, head_dim = mixer["mamba_num_heads"], mixer["mamba_head_dim"]
     return {
@@ -407,10 +407,10 @@ def _activation(keys: Keys, key: str, default: str) -> str:
 
 
 def _limits(keys: Keys, key: str) -> tuple[float, float | None]:
-    """A range for the time step; infinity is a JSON extension, a float or {"__float__": "Infinity"}.
+    """The range of the time step; infinity is a float (a JSON extension) or {"__float__": "Infinity"}.
 
-    Every token is clamped, as in the modelling files' forward over a sequence. Their cached one-token form clamps none,
-    so that their own decode departs from their own forward where a step is out of range.
+    Every token's step is clamped, as in the modelling files' forward over a sequence. Their cached forward of one token
+    clamps none, so that their own decode differs from their own forward where a step is out of range.
     """
     value = keys.get(key)
     if value is None:

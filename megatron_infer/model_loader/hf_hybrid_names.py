@@ -1,4 +1,4 @@
-"""How each parameter of a MambaModel is made of Hugging Face tensors, by the naming of each family.
+"""How each parameter of a MambaModel is made from Hugging Face tensors, with the names of each family.
 
 in_proj's rows are [z | x | B | C | dt] and the convolution's channels [x | B | C] in both worlds. A tensor-parallel
 rank holds its heads of z, x and dt and its groups of B and C, laid out the same way.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_infer.model_loader.hf_names import ExpertPlace, LlamaNames, Recipe, Shard, TensorReader, whole
 from megatron_infer.model_loader.model_description import ModelDescription
 
-# Specs with Transformer Engine keep the norm inside the linear behind it.
+# Transformer Engine specs have the norm inside the linear behind it.
 _NORMS = {
     "norm.weight": "M",
     "mixer.in_proj.layer_norm_weight": "M",
@@ -26,22 +26,22 @@ _NORMS = {
     "pre_mlp_layernorm.weight": "-E",
     "mlp.linear_fc1.layer_norm_weight": "-",
 }
-"""The norm before a layer's body, by its name in the layer -> symbols of layers that have it."""
+"""Name of the norm before a layer's body -> symbols of the layers that have it."""
 
 
 class HybridNames(LlamaNames):
-    """Mamba2 and NemotronH: one block a layer, its norm `norm`, its body `mixer`."""
+    """Mamba2 and NemotronH: one block per layer, its norm `norm`, its body `mixer`."""
 
     base = "backbone"
     embedding, final_norm, positions, head = "backbone.embeddings", "backbone.norm_f", "", "lm_head"
     prefix = "backbone.layers"
     attention = mlp = mixer = "mixer"
 
-    def __init__(self, plan: ModelDescription, model: nn.Module) -> None:
-        super().__init__(plan, model)
-        config = plan.transformer
-        assert plan.hybrid is not None
-        self.hybrid = plan.hybrid
+    def __init__(self, description: ModelDescription, model: nn.Module) -> None:
+        super().__init__(description, model)
+        config = description.transformer
+        assert description.hybrid is not None
+        self.hybrid = description.hybrid
         self.mamba_heads: int = config["mamba_num_heads"]
         self.inner: int = self.mamba_heads * config["mamba_head_dim"]
         self.shared_width: int = config["mamba_num_groups"] * config["mamba_state_dim"]
@@ -51,13 +51,13 @@ class HybridNames(LlamaNames):
         self.place = ExpertPlace.of(model)
 
     def block(self, index: int) -> tuple[str, str]:
-        """Names of a block: what its tensors begin with, and its norm."""
+        """(prefix of a block's tensors, name of its norm)."""
         prefix = f"{self.prefix}.{index}"
         return prefix, f"{prefix}.norm"
 
     def outer(self, name: str) -> Recipe | None:
         recipe = super().outer(name)
-        scales = self.plan.scales
+        scales = self.description.scales
         if recipe is None or scales is None:
             return recipe
         if name == "embedding.word_embeddings.weight":
@@ -89,10 +89,10 @@ class HybridNames(LlamaNames):
             if symbol + module not in linears or kind not in ("weight", "bias"):
                 return None
             short, make = linears[symbol + module]
-            recipe = Recipe() if kind == "bias" and short not in self.plan.linear_biases else make(prefix, kind)
+            recipe = Recipe() if kind == "bias" and short not in self.description.linear_biases else make(prefix, kind)
             last = short in ("proj", "fc2")
-        if recipe is not None and last and self.plan.scales is not None:
-            return scaled(recipe, self.plan.scales.residual)
+        if recipe is not None and last and self.description.scales is not None:
+            return scaled(recipe, self.description.scales.residual)
         return recipe
 
     def _mixer(self, prefix: str, part: str) -> Recipe | None:
@@ -114,7 +114,7 @@ class HybridNames(LlamaNames):
         return None
 
     def _experts(self, prefix: str, part: str) -> Recipe | None:
-        """Parts of a mixture of experts: router, expert i, the expert that every token visits."""
+        """A part of a mixture of experts: the router, expert i, or the shared experts."""
         body = f"{prefix}.{self.mlp}"
         if part == "router.weight":
             return whole(f"{body}.gate.weight", (self.num_experts, self.hidden))
@@ -141,13 +141,13 @@ class HybridNames(LlamaNames):
         return Recipe(dict.fromkeys(names, shape), make)
 
     def _at_local(self, local: int) -> range:
-        """The experts that are number `local` on their ranks, by rank. All are named as sources, so that every rank
-        holds the whole file against the config; it reads its own."""
+        """The experts with number `local` on their ranks, by rank. Each rank names all of them as sources, so that it
+        checks the whole file against the config, and reads its own."""
         return range(local, self.num_experts, self.num_experts // self.place.size)
 
 
 class BambaNames(HybridNames):
-    """Bamba: two blocks a layer."""
+    """Bamba: two blocks per layer."""
 
     base = "model"
     embedding, final_norm, positions, head = "model.embed_tokens", "model.final_layernorm", "", "lm_head"
@@ -161,7 +161,7 @@ class BambaNames(HybridNames):
 
 
 class GraniteNames(BambaNames):
-    """GraniteMoeHybrid: as Bamba, with gate and up in one tensor, of all experts together."""
+    """GraniteMoeHybrid: Bamba's layers with gate and up in one tensor, and all experts in one tensor."""
 
     final_norm = "model.norm"
     block_norms: ClassVar = ("input_layernorm", "post_attention_layernorm")
@@ -206,7 +206,7 @@ def _local_expert(part: str) -> tuple[int, str] | None:
 
 
 def _split(name: str, widths: tuple[int, ...], tail: tuple[int, ...] = ()) -> Recipe:
-    """Rows in several parts, each of which is divided over the ranks."""
+    """Rows in several parts, each divided over the ranks."""
 
     def make(reader: TensorReader, shard: Shard) -> Tensor:
         parts, at = [], 0
@@ -220,7 +220,7 @@ def _split(name: str, widths: tuple[int, ...], tail: tuple[int, ...] = ()) -> Re
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """The recipe times `factor`, in fp32 at least."""
+    """The recipe's result times `factor`, in fp32 at least."""
     make = recipe.make
     if make is None or factor == 1.0:
         return recipe

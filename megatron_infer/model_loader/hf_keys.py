@@ -1,7 +1,7 @@
 """What the families of Hugging Face configs share: keys that are harmless or refused, and the parts of a decoder.
 
-A config key that changes the arithmetic either acts or is refused by name; a key that is not known here is named in one
-warning. Source of the semantics: the models' own config and modelling files in `transformers`.
+A config key that changes the arithmetic has its effect or is refused by name; unknown keys are named in one warning.
+Source of the semantics: the models' own config and modelling files in `transformers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_infer.model_loader.model_description import RopeScaling
 
 ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"})
 
-# Keys that say nothing about the arithmetic of inference.
+# Keys without effect on the arithmetic of inference.
 # fmt: off
 _HARMLESS = frozenset({
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
@@ -33,7 +33,7 @@ _HARMLESS = frozenset({
 })
 # fmt: on
 
-# Keys of other models that change the arithmetic, with the value at which they do not. Any other value is refused.
+# Keys of other models that change the arithmetic -> values at which they do not. Other values are refused.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "residual_multiplier": (None, 1, 1.0),
@@ -99,14 +99,12 @@ class Keys:
             raise ModelError(f"config.json: {key}={value!r} is not supported: {why}")
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Read older spellings of keys as what they became; where a config has both, the older wins as it does in
-        transformers.
-        """
+        """Read older names of keys as the new ones; where a config has both, the older wins as in transformers."""
         self.config = {**self.config, **{new: self.config[old] for old, new in names.items() if old in self.config}}
         self.read.update(names)
 
     def number(self, key: str, default: Any = None, *, kind: type = int, null: Any = None) -> Any:
-        """A positive number. default: where there is no such key; null: what a null in its place means."""
+        """A positive number. default: the value without the key; null: the value for a null."""
         value = self.get(key, default)
         value = null if value is None else value
         if value is None:
@@ -117,6 +115,7 @@ class Keys:
 
 
 def check_rest(keys: Keys, architecture: str) -> None:
+    """Raise ModelError for keys that change the arithmetic and were not read; warn of unknown ones."""
     refused = [
         f"{key}={keys.config[key]!r}"
         for key, neutral in _MUST_BE_NEUTRAL.items()
@@ -142,7 +141,7 @@ def decoder(
     partial_rotary: bool = False,
     rotary_percent_default: float = 1.0,
 ) -> dict[str, Any]:
-    """The part that all Llama-like decoders share."""
+    """The part that Llama-like decoders have in common."""
     heads = keys.number("num_attention_heads")
     hidden = keys.number("hidden_size")
     kv_heads = keys.number("num_key_value_heads", kv_heads_default or heads, null=heads)
@@ -220,7 +219,7 @@ def _need(parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def windows(keys: Keys, parts: dict[str, Any], *, window: int | None, layers: list[bool] | None) -> None:
-    """Sliding windows of W keys, the query's own included; megatron-core counts those left of it.
+    """Sliding windows of W keys, the query's own included; megatron-core counts the keys before it.
 
     layers: which layers slide (None: all).
     """
@@ -243,7 +242,7 @@ def windows(keys: Keys, parts: dict[str, Any], *, window: int | None, layers: li
 
 
 def biases(parts: dict[str, Any], *kinds: str) -> dict[str, Any]:
-    """Record which linears have biases, and ask megatron-core for the least that covers them."""
+    """Note which linears have biases, and ask megatron-core for the fewest that cover them."""
     parts["linear_biases"] = kinds
     parts["transformer"]["add_bias_linear"] = bool(set(kinds) - {"qkv"})
     parts["transformer"]["add_qkv_bias"] = "qkv" in kinds

@@ -1,4 +1,4 @@
-"""How each parameter of a GPTModel is made of Hugging Face tensors, by the naming of each family.
+"""How each parameter of a GPTModel is made from Hugging Face tensors, with the names of each family.
 
 megatron-core keeps Q, K and V fused and interleaved per kv group ([q of group 0, k0, v0, q of group 1, ...]), and gate
 and up stacked in fc1.
@@ -52,13 +52,13 @@ class ExpertPlace:
 
     rank: int = 0
     size: int = 1
-    """Of expert parallelism."""
+    """rank and size: in expert parallelism."""
     shard: Shard = WHOLE
-    """Of the tensor parallelism inside experts."""
+    """This rank's part in the tensor parallelism inside experts."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ExpertPlace:
-        """As the model was built; everything here where it has no experts."""
+        """The place in the groups of the model's experts; a single rank where it has none."""
         for module in model.modules():
             ep, tp = getattr(module, "ep_group", None), getattr(module, "tp_group", None)
             if hasattr(module, "local_experts") and ep is not None and tp is not None:
@@ -68,14 +68,14 @@ class ExpertPlace:
 
 @dataclass(slots=True)
 class Recipe:
-    """How one megatron-core parameter is made: the tensors it needs, with their full shapes, and the code."""
+    """How one megatron-core parameter is made: the tensors it needs, with their full shapes, and a function."""
 
     sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     make: Callable[[TensorReader, Shard], Tensor] | None = None
     """None: zeros (a bias the source does not have)."""
 
 
-# Transformer Engine specs keep the norm inside the linear that follows it; the local spec keeps it apart.
+# Transformer Engine specs have the norm inside the linear behind it, the local spec as a module of its own.
 NORM_ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
@@ -85,34 +85,34 @@ NORM_ALIASES = {
 
 
 class LlamaNames:
-    """Recipes for the naming that Llama set: model.layers.N.self_attn.q_proj and so on."""
+    """Recipes for Llama's names: model.layers.N.self_attn.q_proj and so on."""
 
     base = "model"
-    """What the names of all tensors but the head begin with."""
+    """Prefix of all tensors but the head."""
     embedding, final_norm, positions, head = "model.embed_tokens", "model.norm", "", "lm_head"
     prefix = "model.layers"
     attention, mlp = "self_attn", "mlp"
     norms: ClassVar = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
-    def __init__(self, plan: ModelDescription, model: nn.Module) -> None:
-        config = plan.transformer
-        self.plan = plan
+    def __init__(self, description: ModelDescription, model: nn.Module) -> None:
+        config = description.transformer
+        self.description = description
         self.hidden: int = config["hidden_size"]
         self.ffn: int = config["ffn_hidden_size"]
         self.gated: bool = config["gated_linear_unit"]
         self.heads: int = config["num_attention_heads"]
         self.kv_heads: int = config["num_query_groups"]
         self.head_dim: int = config["kv_channels"]
-        self.model_vocab: int = getattr(model, "vocab_size", plan.vocab_size)
+        self.model_vocab: int = getattr(model, "vocab_size", description.vocab_size)
 
     def outer(self, name: str) -> Recipe | None:
         """A parameter outside the layers."""
         if name == "embedding.word_embeddings.weight":
             return self._vocabulary(f"{self.embedding}.weight")
         if name == "output_layer.weight":
-            return self._vocabulary(f"{self.embedding if self.plan.tied_embeddings else self.head}.weight")
+            return self._vocabulary(f"{self.embedding if self.description.tied_embeddings else self.head}.weight")
         if name == "embedding.position_embeddings.weight" and self.positions:
-            return whole(f"{self.positions}.weight", (self.plan.max_sequence_length, self.hidden))
+            return whole(f"{self.positions}.weight", (self.description.max_sequence_length, self.hidden))
         if name in ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight"):
             return whole(f"{self.final_norm}.{name.rsplit('.', 1)[1]}", (self.hidden,))
         return None
@@ -136,12 +136,12 @@ class LlamaNames:
         if module not in linears or kind not in ("weight", "bias"):
             return None
         short, recipe = linears[module]
-        if kind == "bias" and short not in self.plan.linear_biases:
+        if kind == "bias" and short not in self.description.linear_biases:
             return Recipe()
         return recipe(prefix, kind)
 
     def _vocabulary(self, source: str) -> Recipe:
-        true = self.plan.vocab_size
+        true = self.description.vocab_size
 
         def make(reader: TensorReader, shard: Shard) -> Tensor:
             start, stop = shard.span(self.model_vocab)
@@ -162,7 +162,7 @@ class LlamaNames:
         return Recipe({name: (count, *tail) for name, count in zip(names, rows, strict=True)}, make)
 
     def _groups(self, shard: Shard) -> Shard:
-        """The kv groups that this rank's part of the fused projection is made of, as a part of all groups."""
+        """The kv groups in this rank's part of the fused projection, as a part of all groups."""
         if shard.size <= self.kv_heads:
             return shard
         return Shard(rank=shard.rank // (shard.size // self.kv_heads), size=self.kv_heads)
@@ -170,7 +170,7 @@ class LlamaNames:
     def _interleave(self, parts: list[Tensor], shard: Shard) -> Tensor:
         """[N*H, ...], [K*H, ...], [K*H, ...] -> [K * (N/K + 2) * H, ...], group by group.
 
-        The parts are those of `_groups`. With fewer kv heads than ranks this gives one rank's piece of its group.
+        The parts are those of `_groups`. With fewer kv heads than ranks the result is this rank's piece of its group.
         """
         groups = self.kv_heads // self._groups(shard).size
         fused = torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
@@ -199,14 +199,14 @@ class LlamaNames:
         return Recipe(dict.fromkeys(names, (self.ffn, *tail)), make)
 
     def _row_parallel(self, name: str, width: int) -> Recipe:
-        """A linear split over its inputs; its bias is whole on every rank."""
+        """A linear split over its inputs; every rank has the whole bias."""
         if name.endswith(".bias"):
             return whole(name, (self.hidden,))
         return Recipe({name: (self.hidden, width)}, lambda reader, shard: reader.read(name, columns=shard.span(width)))
 
 
 class Phi3Names(LlamaNames):
-    """Phi-3 keeps q, k, v in one tensor (whole blocks, not interleaved) and gate, up in one."""
+    """Phi-3: q, k, v in one tensor (whole blocks, not interleaved), gate and up in another."""
 
     def _qkv(self, prefix: str, kind: str) -> Recipe:
         name = f"{prefix}.self_attn.qkv_proj.{kind}"

@@ -1,7 +1,7 @@
-"""Weights into a live model, in place, one tensor at a time and only this rank's part of it.
+"""Load weights into a live model, in place, one tensor at a time and only this rank's part of each.
 
-Tensors come under their Hugging Face names from any `TensorReader` (safetensors here, GGUF in gguf.py); `hf_names` and
-`hf_hybrid_names` know which of them make which parameter.
+Any `TensorReader` (safetensors here, GGUF in gguf.py) gives tensors by their Hugging Face names; `hf_names` and
+`hf_hybrid_names` know which tensors make which parameter.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.tokenizer import read_json
 
 
-def load_weights(model: nn.Module, reader: TensorReader, plan: ModelDescription, shard: Shard = WHOLE) -> None:
+def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescription, shard: Shard = WHOLE) -> None:
     """Copy every parameter of `model` (a GPTModel, a MambaModel or one pipeline stage of it) from `reader`.
 
-    Nothing is written unless everything fits: missing, unexpected and mis-shaped tensors are one ModelError that lists
-    them all. The model's dtype decides what is stored; rounding from fp32 to bf16 is to nearest even.
+    Nothing is written unless everything fits: one ModelError lists all missing, unexpected and mis-shaped tensors.
+    Tensors are stored in the model's dtype; rounding from fp32 to bf16 is to nearest even.
     """
-    reader, recipes = fitted(model, reader, plan, shard)
+    reader, recipes = fitted(model, reader, description, shard)
     with torch.no_grad():
         for name, parameter in _targets(model):
             parameter.copy_(made(name, parameter, recipes[name], reader, shard))
 
 
 def fitted(
-    model: nn.Module, reader: TensorReader, plan: ModelDescription, shard: Shard = WHOLE
+    model: nn.Module, reader: TensorReader, description: ModelDescription, shard: Shard = WHOLE
 ) -> tuple[TensorReader, dict[str, Recipe]]:
-    """(reader, recipe of every parameter) once all tensors fit; ModelError as in `load_weights`. Reads next to none."""
-    recipes, padded = recipes_of(model, plan)
-    if padded is not plan:
-        reader, plan = PaddedReader(reader, plan, padded), padded
+    """(reader, recipe of every parameter); raises as `load_weights` does. Reads shapes, and a tied head's tensors."""
+    recipes, padded = recipes_of(model, description)
+    if padded is not description:
+        reader, description = PaddedReader(reader, description, padded), padded
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
-    _check(plan, shapes, needed, whole=_is_whole(model))
-    _check_split(plan, shard, ExpertPlace.of(model))
+    _check(description, shapes, needed, whole=_is_whole(model))
+    _check_split(description, shard, ExpertPlace.of(model))
     if getattr(model, "post_process", True):
-        _check_tied(plan, reader)
+        _check_tied(description, reader)
     return reader, recipes
 
 
-def recipes_of(model: nn.Module, plan: ModelDescription) -> tuple[dict[str, Recipe], ModelDescription]:
-    """(recipe of every parameter of this rank, the plan with as many kv groups as the model has)."""
+def recipes_of(model: nn.Module, description: ModelDescription) -> tuple[dict[str, Recipe], ModelDescription]:
+    """(recipe of every parameter of this rank, the description with as many kv groups as the model has)."""
     groups = getattr(model.config, "num_query_groups", None)
-    if groups is not None and groups > plan.transformer["num_query_groups"]:
-        plan = pad_groups(plan, groups)
-    return dict(_recipes(model, plan)), plan
+    if groups is not None and groups > description.transformer["num_query_groups"]:
+        description = pad_groups(description, groups)
+    return dict(_recipes(model, description)), description
 
 
-def source_shapes(model: nn.Module, plan: ModelDescription) -> dict[str, tuple[int, ...]]:
+def source_shapes(model: nn.Module, description: ModelDescription) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that this rank's parameters are made of."""
-    return {source: shape for _, recipe in _recipes(model, plan) for source, shape in recipe.sources.items()}
+    return {source: shape for _, recipe in _recipes(model, description) for source, shape in recipe.sources.items()}
 
 
 def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, shard: Shard) -> Tensor:
-    """The value of one parameter, in its shape; ModelError where the tensors make another."""
+    """The value of one parameter; raises ModelError where it has another shape than the parameter."""
     if recipe.make is None:
         return torch.zeros_like(parameter)
     value = recipe.make(reader, shard)
@@ -87,7 +87,7 @@ def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, sha
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffer of a router that belongs to the model rather than to its training."""
+    """Parameters, and routers' correction biases, buffers that belong to the model."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
 
@@ -97,7 +97,11 @@ def _is_whole(model: nn.Module) -> bool:
 
 
 def _check(
-    plan: ModelDescription, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]], *, whole: bool
+    description: ModelDescription,
+    shapes: Mapping[str, tuple[int, ...]],
+    needed: Mapping[str, tuple[int, ...]],
+    *,
+    whole: bool,
 ) -> None:
     missing = sorted(set(needed) - set(shapes))
     misshaped = [
@@ -105,7 +109,7 @@ def _check(
         for name, shape in sorted(needed.items())
         if name in shapes and tuple(shapes[name]) != shape
     ]
-    unexpected = sorted(name for name in set(shapes) - set(needed) if not ignorable(name, plan)) if whole else []
+    unexpected = sorted(name for name in set(shapes) - set(needed) if not ignorable(name, description)) if whole else []
     problems = []
     if missing:
         problems.append(f"missing ({len(missing)}): {', '.join(missing)}")
@@ -114,53 +118,55 @@ def _check(
     if unexpected:
         problems.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
     if problems:
-        raise ModelError(f"{plan.name or plan.architecture}: tensors do not fit the config; " + "; ".join(problems))
-
-
-def ignorable(name: str, plan: ModelDescription) -> bool:
-    """Buffers that old checkpoints carry, and the copy of the embedding that tied models may hold."""
-    if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
-        return True
-    if plan.architecture == "NemotronHForCausalLM" and name.startswith("mtp."):
-        return True  # multi-token prediction: transformers does not read it either
-    return _head_from_embedding(plan) and name == "lm_head.weight"
-
-
-def _head_from_embedding(plan: ModelDescription) -> bool:
-    return plan.tied_embeddings or (plan.scales is not None and plan.scales.head_from_embedding)
-
-
-def _check_tied(plan: ModelDescription, reader: TensorReader) -> None:
-    """A tied model's file may hold its head again, but not another one: transformers would take that."""
-    embedding = f"{_NAMES.get(plan.architecture, LlamaNames).embedding}.weight"
-    if not _head_from_embedding(plan) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
-        return
-    if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
         raise ModelError(
-            f"{plan.name}: tie_word_embeddings is true, but lm_head.weight is not {embedding}; set it to false to use "
-            "the former, or remove the former"
+            f"{description.name or description.architecture}: tensors do not fit the config; " + "; ".join(problems)
         )
 
 
-def _check_split(plan: ModelDescription, shard: Shard, experts: ExpertPlace) -> None:
-    config = plan.transformer
+def ignorable(name: str, description: ModelDescription) -> bool:
+    """True for buffers in old checkpoints and for a tied model's copy of the embedding."""
+    if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
+        return True
+    if description.architecture == "NemotronHForCausalLM" and name.startswith("mtp."):
+        return True  # multi-token prediction, which transformers does not read either
+    return _head_from_embedding(description) and name == "lm_head.weight"
+
+
+def _head_from_embedding(description: ModelDescription) -> bool:
+    return description.tied_embeddings or (description.scales is not None and description.scales.head_from_embedding)
+
+
+def _check_tied(description: ModelDescription, reader: TensorReader) -> None:
+    """Raise ModelError if a tied model's file holds a head with other values: transformers would use that head."""
+    embedding = f"{_NAMES.get(description.architecture, LlamaNames).embedding}.weight"
+    if not _head_from_embedding(description) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
+        return
+    if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
+        raise ModelError(
+            f"{description.name}: tie_word_embeddings is true, but lm_head.weight is not {embedding}; set it to false "
+            "to use the former, or remove the former"
+        )
+
+
+def _check_split(description: ModelDescription, shard: Shard, experts: ExpertPlace) -> None:
+    config = description.transformer
     keys = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
-    if plan.hybrid is not None:
-        layers = plan.hybrid.pattern
+    if description.hybrid is not None:
+        layers = description.hybrid.pattern
         keys = [*(keys[:2] if "*" in layers else ()), *(keys[2:] if "-" in layers else ())]
         keys += ["mamba_num_heads", "mamba_num_groups"] if "M" in layers else []
     if config.get("moe_shared_expert_intermediate_size"):
         keys.append("moe_shared_expert_intermediate_size")
     for key in keys:
-        # ranks may share a kv head, if each has one
+        # ranks may share kv heads, where each rank has one
         shared = key == "num_query_groups" and shard.size % config[key] == 0
         if config[key] % shard.size and not shared:
             raise ModelError(
-                f"{plan.name}: {key} {config[key]} cannot be split over {shard.size} tensor-parallel ranks"
+                f"{description.name}: {key} {config[key]} cannot be split over {shard.size} tensor-parallel ranks"
             )
-    if plan.hybrid is not None and shard.size > 1 and plan.hybrid.norm_groups % shard.size:
+    if description.hybrid is not None and shard.size > 1 and description.hybrid.norm_groups % shard.size:
         raise ModelError(
-            f"{plan.name}: the gated norm runs over {plan.hybrid.norm_groups} groups of channels, "
+            f"{description.name}: the gated norm runs over {description.hybrid.norm_groups} groups of channels, "
             f"which cannot be split over {shard.size} tensor-parallel ranks"
         )
     for key, size, what in (
@@ -168,7 +174,7 @@ def _check_split(plan: ModelDescription, shard: Shard, experts: ExpertPlace) -> 
         ("moe_ffn_hidden_size", experts.shard.size, "expert-tensor-parallel"),
     ):
         if (config.get(key) or 0) % size:
-            raise ModelError(f"{plan.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
+            raise ModelError(f"{description.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
 
 
 _NAMES: Mapping[str, type[LlamaNames]] = {
@@ -178,10 +184,10 @@ _NAMES: Mapping[str, type[LlamaNames]] = {
 }
 
 
-def _recipes(model: nn.Module, plan: ModelDescription) -> Iterator[tuple[str, Recipe]]:
-    names = _NAMES.get(plan.architecture, LlamaNames)(plan, model)
+def _recipes(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Recipe]]:
+    names = _NAMES.get(description.architecture, LlamaNames)(description, model)
     layers = getattr(getattr(model, "decoder", None), "layers", ())
-    # layer_number counts from 1 over the whole model: right for a pipeline stage too.
+    # layer_number counts from 1 over the whole model, in a pipeline stage too.
     numbers = [layer.layer_number - 1 for layer in layers]
     unknown = []
     for name, _ in _targets(model):
@@ -196,24 +202,24 @@ def _recipes(model: nn.Module, plan: ModelDescription) -> Iterator[tuple[str, Re
             yield name, recipe
     if unknown:
         raise ModelError(
-            f"{plan.architecture}: no weights are known for these parameters of the model: {', '.join(unknown)}"
+            f"{description.architecture}: no weights are known for these parameters of the model: {', '.join(unknown)}"
         )
 
 
-def base_prefix(plan: ModelDescription) -> str:
-    """What the names of all tensors but the head begin with."""
-    return _NAMES.get(plan.architecture, LlamaNames).base
+def base_prefix(description: ModelDescription) -> str:
+    """Prefix of all tensors but the head."""
+    return _NAMES.get(description.architecture, LlamaNames).base
 
 
 class SafetensorsReader:
-    """Tensors of a Hugging Face directory: *.safetensors files, memory-mapped; the index says which, when there is one.
+    """Tensors of a Hugging Face directory: its *.safetensors files, or those that its index names, memory-mapped.
 
     A directory with pytorch_model*.bin only is read with torch.load(weights_only=True): no code from the file runs.
     """
 
     def __init__(self, directory: str | Path, *, base: str = "") -> None:
-        """directory: or one .safetensors file. base: prefix of the tensors within the model; files saved from the bare
-        body lack it, and it is put back."""
+        """directory: or one .safetensors file. base: prefix of the model's tensors, added to the names in files that
+        were saved without it, from the model without its head."""
         self.directory = Path(directory)
         self._handles: dict[str, Any] = {}
         self._home: dict[str, Any] = {}

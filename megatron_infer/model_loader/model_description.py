@@ -1,4 +1,4 @@
-"""A plain description of a model: what to build and how to find its weights; JSON in and out, no torch."""
+"""A model's description: what to build and how to find its weights. To and from JSON, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_infer.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: kind "linear" (factor only), "llama3", or "factors" (one per frequency)."""
+    """How rotary frequencies are scaled: kind "linear" (factor only), "llama3", or "factors" (one per frequency)."""
 
     kind: str
     factor: float = 1.0
@@ -23,14 +23,14 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridDescription:
-    """What makes a decoder a hybrid one: what each layer is, and the Mamba mixers beyond TransformerConfig's fields."""
+    """A hybrid decoder: the kind of each layer, and the fields of its mixers that TransformerConfig does not have."""
 
     pattern: str
-    """One symbol a layer, as megatron-core spells them: M Mamba, * attention, - MLP, E mixture of experts."""
+    """megatron-core's symbol of each layer: M Mamba, * attention, - MLP, E mixture of experts."""
     norm_groups: int
-    """Runs of channels that the mixer's gated norm takes apart."""
+    """Groups of channels that the mixer's gated norm normalises separately, over all ranks."""
     norm_epsilon: float = 1e-5
-    """Of the gated norm; that of all others is in the TransformerConfig."""
+    """The gated norm's; TransformerConfig has that of the other norms."""
     conv_width: int = 4
     conv_bias: bool = True
     projection_bias: bool = False
@@ -42,7 +42,7 @@ class HybridDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScales:
-    """Factors of the source's forward that are multiplied into its weights when they are loaded.
+    """Factors in the source's forward that loading multiplies into its weights.
 
     Example: x + m * (W h + b) = x + ((m W) h + m b), so `residual` goes into the last linear of each block.
     """
@@ -51,22 +51,19 @@ class WeightScales:
     residual: float = 1.0
     logits: float = 1.0
     head_from_embedding: bool = False
-    """The source ties head and embedding; here each has its own factor, so they are two tensors."""
+    """The source ties head and embedding, which have different factors here and so are two tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """Everything that is needed to build a model and to find its weights; JSON in and out.
-
-    Without `hybrid` it is a GPTModel, with it a MambaModel.
-    """
+    """What is needed to build a model and to find its weights: a GPTModel, or a MambaModel where `hybrid` is set."""
 
     architecture: str
-    """Class name in the Hugging Face config, e.g. LlamaForCausalLM: decides how tensors are named."""
+    """Class name in the Hugging Face config, e.g. LlamaForCausalLM; decides the names of the tensors."""
     transformer: Mapping[str, Any]
-    """TransformerConfig keyword arguments that describe the model; the activation by its Hugging Face name."""
+    """Keyword arguments of TransformerConfig; the activation by its Hugging Face name."""
     vocab_size: int
-    """True vocabulary size; the model may be built with padding beyond it."""
+    """True vocabulary size; the built model may have padding beyond it."""
     max_sequence_length: int
     position_embedding: str = "rope"
     """rope, learned_absolute or none."""
@@ -76,15 +73,15 @@ class ModelDescription:
     tied_embeddings: bool = False
     linear_biases: tuple[str, ...] = ()
     """Which of qkv, proj, fc1, fc2 have a bias in the source. megatron-core gives biases to all or to qkv alone; those
-    that the source does not have are zeros, which changes nothing."""
+    that the source does not have are zeros."""
     hybrid: HybridDescription | None = None
     scales: WeightScales | None = None
-    """None: weights are loaded as they are."""
+    """None: weights are loaded unscaled."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
     dtype: str = "float32"
-    """What the weights are stored in."""
+    """The dtype in which the source stores the weights."""
     name: str = field(default="", compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +92,7 @@ class ModelDescription:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(value) - known)
         if unknown:
-            raise ModelError(f"model plan: unknown fields {', '.join(unknown)} (written by a newer version?)")
+            raise ModelError(f"model description: unknown fields {', '.join(unknown)} (written by a newer version?)")
         data = dict(value)
         for key in ("linear_biases", "eos_ids"):
             data[key] = tuple(data.get(key, ()))
@@ -108,4 +105,4 @@ class ModelDescription:
                     data[key] = kind(**data[key])
             return cls(**data)
         except TypeError as error:
-            raise ModelError(f"model plan: {error}") from error
+            raise ModelError(f"model description: {error}") from error

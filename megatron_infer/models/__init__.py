@@ -1,1 +1,1 @@
-"""Live megatron-core models adopted in place: layers that serve from the cache and train as before."""
+"""Live megatron-core models adopted in place: their layers generate from the paged cache and train as before."""

@@ -1,7 +1,7 @@
-"""Activations of an MLP exactly as `MLP.forward` applies them, as plain torch calls.
+"""The activation of a megatron-core MLP as plain torch calls, exactly as `MLP.forward` applies it.
 
-megatron-core's own functions are compiled: on a CPU the first call of each would cost seconds, and a batch of another
-length seconds again.
+megatron-core's own functions are compiled: on a CPU the first call of each costs seconds, and so does another batch
+size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN: dict[Any, Activation] = {
 
 
 def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activation | None:
-    """What stands between fc1 and fc2; None is plain SwiGLU, `ops.silu_mul`. weighted: an expert, scaled per token.
+    """The activation between fc1 and fc2; None is plain SwiGLU, `ops.silu_mul`. weighted: an expert, scaled per token.
 
     `bias_activation_fusion` selects megatron-core's fused kernels, whose GELU is the tanh approximation.
     """

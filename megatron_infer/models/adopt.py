@@ -1,8 +1,7 @@
-"""A live megatron-core model becomes a paged one, in place: same parameters, same state dict, same training path.
+"""Make a live megatron-core model paged, in place: same parameters, same state dict, same training path.
 
-Adoption has two halves. The first looks at every module and either knows what it computes or refuses by name; nothing
-has changed then. The second gives each stock attention, mixer and layer our subclass and binds it to its place in the
-cache.
+Adoption has two halves. The first reads every module and refuses by name what it does not know; nothing has changed
+then. The second gives each stock attention, mixer and layer our subclass and its operations.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import check_config, check_model, final_norm_of, unwrap
-from megatron_infer.models.compiled_layers import Compiled, compiled_layer, warm_up
-from megatron_infer.models.compiled_pieces import PieceCompiler
+from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
-from megatron_infer.models.fused_layers import FusedBlock, FusedLayer, FusedNorm
-from megatron_infer.models.layer_plan import LayerPlan
+from megatron_infer.models.fused_layers import FusedLayer, FusedNorm
+from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import routing_shape
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
+from megatron_infer.models.piece_compiler import PieceCompiler
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -39,34 +38,37 @@ def adopt(
     vocab_size: int | None = None,
     state_config: MambaInferenceStateConfig | None = None,
 ) -> AdoptedModel:
-    """Make a live GPTModel, MambaModel or HybridModel paged, in place, and give it as what the runner drives.
+    """Make a live GPTModel, MambaModel or HybridModel paged, in place, and return it as what the runner drives.
 
     It may be one stage of a pipeline, with or without embedding, output layer, attention or Mamba layers.
     `model` may be wrapped (DDP, Float16Module) and may be Megatron's one-element list of chunks. `vocab_size` is the
-    true size where the model's own is padded; None: what `build_model` has noted, else the padded one. `state_config`
-    says in which dtypes recurrent states are kept. Adopting twice is fine. Raises AdoptionError, with nothing changed,
-    naming the module and the reason if any part of the model is not known to compute what the paged path computes.
+    true size where the model's own is padded; None: the size that `build_model` noted, else the padded one.
+    `state_config` gives the dtypes of recurrent states. A model may be adopted again. Raises AdoptionError, naming the
+    module and the reason, with nothing changed, if some part of the model is not known to compute what the paged path
+    computes.
     """
     live = unwrap(model)
     check_config(live.config)
     check_model(live)
     tp = Reducer.of(live.pg_collection.tp)
-    layers: list[LayerPlan] = []
+    layers: list[LayerAdoption] = []
     num_attention = num_mamba = 0
-    for i, layer in enumerate(live.decoder.layers):
-        plan = LayerPlan(
-            layer,
+    for i, module in enumerate(live.decoder.layers):
+        layer = LayerAdoption(
+            module,
             f"decoder.layers.{i}",
             model=live,
             tp=tp,
             num_attention=num_attention,
             num_mamba=num_mamba,
         )
-        num_attention += plan.attention is not None
-        num_mamba += plan.mixer is not None
-        layers.append(plan)
-        if plan.lean is None and live.config.sequence_parallel:
-            raise AdoptionError(plan.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+        num_attention += layer.attention is not None
+        num_mamba += layer.mixer is not None
+        layers.append(layer)
+        if layer.fused is None and live.config.sequence_parallel:
+            raise AdoptionError(
+                layer.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}"
+            )
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)
@@ -74,24 +76,24 @@ def adopt(
         raise AdoptionError(where, "missing; a decoder without it is not supported")
     if final_norm is not None and not live.post_process:
         raise AdoptionError(where, "in a pipeline stage that is not the last")
-    lean_norm = None if final_norm is None else FusedNorm(final_norm, where)
+    norm = None if final_norm is None else FusedNorm(final_norm, where)
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
     fp8 = bind_fp8(live.config, layers)
-    for plan in layers:
-        plan.apply()
+    for layer in layers:
+        layer.apply()
     cpu_rotary(live)
-    return AdoptedModel(live, shape, layers, lean_norm, tp=tp, name=name, fp8=fp8)
+    return AdoptedModel(live, shape, layers, norm, tp=tp, name=name, fp8=fp8)
 
 
 class AdoptedModel:
-    """kernels.base.PagedModel over a live model. Of tensors it holds only the scan weights derived from parameters."""
+    """kernels.base.PagedModel over a live model. The only tensors it holds are scan weights derived from parameters."""
 
     def __init__(
         self,
         live: Any,
         shape: ModelShape,
-        layers: list[LayerPlan],
+        layers: list[LayerAdoption],
         norm: FusedNorm | None,
         *,
         tp: Reducer | None,
@@ -100,28 +102,29 @@ class AdoptedModel:
     ) -> None:
         self.live, self.shape, self.name = live, shape, name
         """live: the model itself, without wrappers."""
-        self.specs: list[AttendSpec] = [plan.attention.spec for plan in layers if plan.attention is not None]
-        """Attention layers of this rank, in order."""
-        self._mixers = [(f"{plan.name}.mixer", plan.mixer) for plan in layers if plan.mixer is not None]
+        self.specs: list[AttendSpec] = [layer.attention.attend.spec for layer in layers if layer.attention is not None]
+        """One for each of this rank's attention layers, in order."""
+        self._mixers = [(f"{layer.name}.mixer", layer.mixer) for layer in layers if layer.mixer is not None]
         self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
-        """Mamba layers of this rank, in order."""
-        kinds = [("blocks", plan.attention) for plan in layers], [("states", plan.mixer) for plan in layers]
+        """One for each of this rank's Mamba layers, in order."""
+        kinds = [("blocks", layer.attention) for layer in layers], [("states", layer.mixer) for layer in layers]
         self.cache_order = [kind for both in zip(*kinds, strict=True) for kind, part in both if part is not None]
-        """What the layers that keep something keep, in the order in which a step comes to them."""
+        """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
         self.is_first_stage: bool = live.pre_process
-        """It embeds tokens; the others take in what the stage before hands on."""
+        """It embeds tokens; the other stages receive the residual stream of the stage before."""
         self.is_last_stage: bool = live.post_process
         """It has the final norm and the output layer."""
         self.fp8 = fp8
-        """What multiplies in FP8; None: nothing does. Its `refresh` comes before the first step."""
+        """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
         self.device: torch.device = next(live.parameters()).device
-        self._whole: list[FusedLayer | FusedBlock | None] = [layer.lean for layer in layers]
-        self._lean: list[FusedLayer | FusedBlock | Compiled | None] = list(self._whole)
-        self.pieces: PieceCompiler | None = None
-        """What of the layers is compiled; None: nothing."""
-        self._drives_itself = all(lean is not None for lean in self._lean)
-        self._experts = experts = [plan.experts for plan in layers if plan.experts is not None]
-        self.routing = routing_shape(experts) if self._drives_itself else None
+        self._fused: list[FusedLayer | None] = [layer.fused for layer in layers]
+        self.layers: list[FusedLayer | CompiledLayer | None] = list(self._fused)
+        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        self._runs_layers = None not in self._fused
+        self.compiler: PieceCompiler | None = None
+        """What compiled the layers; None: they are not compiled."""
+        self._experts = experts = [layer.experts for layer in layers if layer.experts is not None]
+        self.routing = routing_shape(experts) if self._runs_layers else None
         self._norm = norm
         self._dtype = getattr(torch, shape.dtype)
         self._tp = tp
@@ -131,9 +134,9 @@ class AdoptedModel:
         return self._embed(step).unsqueeze(1)
 
     def hidden(self, step: StepInputs, received_TD: Tensor | None = None) -> Tensor:
-        """Final normed hidden states [T, D]; of a stage that is not the last, its residual stream in fp32.
+        """Final normed hidden states [T, D]; on a stage that is not the last, its residual stream in fp32.
 
-        received_TD: what the stage before returned, for all but the first; it may be overwritten.
+        received_TD: what the stage before returned, on all stages but the first; it may be overwritten.
         Runs under torch.inference_mode() (no_grad too), in eval mode.
         """
         require_inference(self.live)
@@ -142,31 +145,31 @@ class AdoptedModel:
     def decode(
         self, step: StepInputs, received_TD: Tensor | None = None, *, around: Callable[..., Any] | None = None
     ) -> Tensor:
-        """`hidden` in any mode: what autograd and dropout make of it is up to the step's kernels and the caller.
+        """`hidden` in any mode: the step's kernels and the caller decide about autograd and dropout.
 
-        around(run, *arguments) calls each layer's run; None: it is called.
+        around(run, *arguments) calls each layer's run in the place of a plain call.
         """
         if self.fp8 is not None:
-            self.fp8.nobody_T1 = step.nobody_T1 if self.fp8.company_counts and step.is_padded else None
+            self.fp8.padding_T1 = step.padding_T1 if self.fp8.scale_is_shared and step.is_padded else None
         if received_TD is None:
             x_TD, residual_TD = self._embed(step), None
         else:
             # The stage before has added its last product; zeros in its place give the bits of an undivided decoder.
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
-        if not self._drives_itself:
+        if not self._runs_layers:
             return self._stock_decoder(step, x_TD, residual_TD)
-        for layer in self._lean:
+        for layer in self.layers:
             assert layer is not None
             if around is None:
                 x_TD, residual_TD = layer.run(step, x_TD, residual_TD)
             else:
                 x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
         if self._norm is not None:
-            return self._norm.run_added(step.ops, x_TD, residual_TD)[0]
+            return self._norm.run(step, x_TD, residual_TD)[0]
         return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
 
     def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
-        """As `hidden`, through megatron-core's own decoder: some layer is the user's."""
+        """`hidden` through megatron-core's own decoder, for models with a layer class of the user's."""
         decoder = self.live.decoder
         if received_TD is not None:
             x_TD = received_TD.to(self._dtype)
@@ -175,25 +178,27 @@ class AdoptedModel:
         return out_TD if self.is_last_stage else out_TD.float()
 
     def compile_layers(self) -> PieceCompiler:
-        """Compile what lies between the layers' kernels (see `models.compiled_layers`), now, whatever steps will come.
+        """Compile what lies between the layers' kernels (see `models.compiled_layers`), now, for all later steps.
 
-        Layers of the user's own stay as they are. Raises what torch.compile raises; nothing has changed then.
+        For models without layer classes of the user's. Raises what torch.compile raises; nothing has changed then.
         """
-        pieces, dtype = PieceCompiler(), self._dtype
-        made = [None if lean is None else compiled_layer(pieces, lean) for lean in self._whole]
-        warm_up(made, width=self.shape.hidden_size, dtype=dtype, device=self.device, is_first=self.is_first_stage)
-        self._lean = [one or lean for one, lean in zip(made, self._whole, strict=True)]
-        self.pieces, pieces.expects_more = pieces, False
-        return pieces
+        compiler = PieceCompiler()
+        layers = [CompiledLayer(compiler, layer) for layer in self._fused if layer is not None]
+        assert self._runs_layers, f"{self.foreign_layer()} is a layer class of the user's"
+        is_first = self.is_first_stage
+        warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
+        compiler.expects_more = False
+        self.layers, self.compiler = list(layers), compiler
+        return compiler
 
-    def keep_layers(self) -> None:
-        """Take `compile_layers` back."""
-        self._lean, self.pieces = list(self._whole), None
+    def undo_compile(self) -> None:
+        """Run the layers without compiled code again."""
+        self.layers, self.compiler = list(self._fused), None
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
-        """The norm behind the last layer, by itself."""
+        """The norm behind the last layer, without the residual."""
         assert self._norm is not None, "a pipeline stage that is not the last"
-        return self._norm.run(step.ops, x_TD)
+        return self._norm.norm(step.ops, x_TD)
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
@@ -202,12 +207,12 @@ class AdoptedModel:
         return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
 
     def whole_logits(self, logits_SW: Tensor) -> Tensor:
-        """[S, V] on every rank from each one's part; all go on alike with them."""
+        """[S, V] on every rank, from the part of each; all ranks then compute the same from them."""
         return logits_SW if self._tp is None else self._tp.whole(logits_SW)
 
     @property
     def tp_group(self) -> Any:
-        """The ranks that the vocabulary (and every layer) is split over; None: this process alone."""
+        """The ranks that the vocabulary and every layer are split over; None: this rank has all of them."""
         return None if self._tp is None else self._tp.group
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
@@ -217,43 +222,43 @@ class AdoptedModel:
         return rotary_table(self.live.rotary_pos_emb, num_positions, self.device)
 
     def packable_weights(self) -> Iterable[Tensor]:
-        """Weights of this rank that go through `ops.linear`, the output layer's included."""
+        """This rank's weights that go through `ops.linear`, the output layer's included."""
         if self.is_last_stage:
             yield self._output_weight()
-        for layer in self._lean:
+        for layer in self.layers:
             if layer is not None:
                 yield from layer.weights()
 
     def refresh_scan_weights(self) -> None:
-        """Derive the weights of the Mamba scans again; after every change of the model's parameters."""
+        """Derive the weights of the Mamba scans again; needed after every change of the model's parameters."""
         for _, mixer in self._mixers:
-            mixer.scan.refresh()
+            mixer.scan_weights.refresh()
 
     def live_scan_weights(self, layer: int) -> SsmWeights:
-        """Weights of Mamba layer number `layer` of this rank, derived from its parameters now, for autograd too."""
-        return self._mixers[layer][1].scan.live()
+        """Weights of this rank's Mamba layer number `layer`, derived from its parameters now, with gradients."""
+        return self._mixers[layer][1].scan_weights.live()
 
     def foreign_layer(self) -> str | None:
-        """The first layer of the user's own, which our kernels do not run whole; None: there is none."""
-        return next((f"decoder.layers.{i}" for i, lean in enumerate(self._lean) if lean is None), None)
+        """The first layer of a class of the user's, which our kernels do not run whole; None: there is none."""
+        return next((f"decoder.layers.{i}" for i, layer in enumerate(self.layers) if layer is None), None)
 
-    def asks_host(self, ops: Ops, num_tokens: int) -> bool:
-        """Whether a padded step of so many tokens asks the device for something on its way through the layers."""
-        return any(experts.asks_host(ops, num_tokens) for experts in self._experts)
+    def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
+        """Whether the layers of a padded step of so many tokens wait for a value of the device."""
+        return any(experts.waits_for_device(ops, num_tokens) for experts in self._experts)
 
     def token_counts(self, ops: Ops) -> list[int]:
-        """The least tokens of steps whose layers run other kernels than smaller steps do, ascending."""
+        """Numbers of tokens from which on a step's layers run other kernels than a smaller step's, ascending."""
         return sorted({count for experts in self._experts for count in experts.token_counts(ops)})
 
     def groups(self) -> list[Any]:
-        """Process groups that a step's layers talk over."""
+        """Process groups of the collectives in a step's layers."""
         reducers = [self._tp, *(experts.reduce for experts in self._experts)]
         return list({id(one.group): one.group for one in reducers if one is not None}.values())
 
     def scan_weights_differ(self) -> str | None:
-        """The first parameter that the scans do not see as it is now, by name; None when they are up to date."""
+        """The name of the first parameter that changed since the scans' weights were derived; None: none did."""
         for name, mixer in self._mixers:
-            if (parameter := mixer.scan.differs()) is not None:
+            if (parameter := mixer.scan_weights.differs()) is not None:
                 return f"{name}.{parameter}"
         return None
 
@@ -263,7 +268,7 @@ class AdoptedModel:
         if self._tp is None:
             x_TD = F.embedding(step.token_ids_T, words.weight)
         else:
-            # Every token's row is on one rank: the others add zeros, which changes no bit of it.
+            # The row of each token is on one rank: the others add zeros, which changes no bit.
             local_T = step.token_ids_T - words.vocab_start_index
             elsewhere_T = (local_T < 0) | (local_T >= len(words.weight))
             x_TD = F.embedding(local_T.masked_fill_(elsewhere_T, 0), words.weight)

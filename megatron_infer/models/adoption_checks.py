@@ -1,4 +1,4 @@
-"""What of a model can be adopted at all: wrappers, configuration, the model around the decoder, hooks."""
+"""Checks whether a model can be adopted: wrappers, configuration, the modules around the decoder, hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED_SETTINGS: dict[str, str] = {
     "fp32_residual_connection": "a residual stream in another dtype than the weights is not supported",
     "fp4": "quantised linears are not supported",
     "quant_recipe": "linears with recipes of their own are not supported",
-    "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder under us; set it to 'none'",
+    "cuda_graph_impl": "megatron-core's CUDA graphs would capture the decoder too; set it to 'none'",
     "heterogeneous_block_specs": "layers of different shapes are not supported",
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
     "batch_invariant_mode": "it is for megatron-core's CUDA kernels; ours: InferenceConfig(batch_invariant=True)",
@@ -31,11 +31,11 @@ REFUSED_SETTINGS: dict[str, str] = {
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
     "context_parallel_size": "context parallelism splits a sequence over ranks; generate without it",
 }
-"""Config field -> why a value other than off cannot be adopted. Fields that a version lacks are off."""
+"""Config field -> why no other value than off can be adopted. A field that a version lacks is off."""
 
 
 def check_config(config: Any) -> None:
-    """Raise AdoptionError for a setting whose effect the paged path would not have."""
+    """Raise AdoptionError for a setting that has no effect in the paged path."""
     for field, reason in REFUSED_SETTINGS.items():
         value = getattr(config, field, None)
         if not _is_off(field, getattr(value, "value", value)):
@@ -119,7 +119,7 @@ def check_model(model: Any) -> None:
 
 
 def check_hooks(module: torch.nn.Module, name: str) -> None:
-    """Raise AdoptionError for forward hooks: the lean path reads weights and calls no module, so they would not run."""
+    """Raise AdoptionError for forward hooks: the paged path reads weights and calls no module, so no hook would run."""
     for child, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks:
             where = f"{name}.{child}" if child else name

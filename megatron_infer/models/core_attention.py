@@ -1,4 +1,4 @@
-"""Core attention and norms of specs that must run anywhere torch runs: the training forward on a CPU."""
+"""Core attention and norms for specs that run on any device of torch, for the training forward on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchCoreAttention(MegatronModule):
     """Spec slot `core_attention` through torch's SDPA: dense [s, b, n, h] or packed (thd) [t, n, h] queries.
 
     Stock `DotProductAttention` takes its score buffer and its dropout generator from CUDA and cannot run on a CPU.
-    Of softmax sinks it has megatron-core's two kinds. Raises NotImplementedError for attention biases.
+    Supports both of megatron-core's kinds of softmax sinks. Raises NotImplementedError for attention biases.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class TorchCoreAttention(MegatronModule):
             config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
         )
         self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
-        # Without it a sharded state dict would ask parallel_state for the group.
+        # Without it a sharded state dict would take the group from parallel_state.
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_offset: Tensor | None = None
         if config.softmax_type != "vanilla":
             self._make_sinks()
 
     def _make_sinks(self) -> None:
-        """As DotProductAttention: zeros, or a parameter of that name, one for each query head of this rank."""
+        """Zeros or a parameter of DotProductAttention's name, one for each query head of this rank."""
         config = self.config
         ranks = self.tp_group.size() if self.tp_group is not None else config.tensor_model_parallel_size
         num_heads = config.num_attention_heads // ranks
@@ -72,7 +72,7 @@ class TorchCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Of learnable sinks, split over tensor-parallel ranks as the heads are."""
+        """Learnable sinks, split over tensor-parallel ranks with the heads."""
         axes = {"softmax_offset": 0}
         return sharded_tensors(self, prefix, axes, sharded_offsets, metadata, self.tp_group)
 
@@ -97,11 +97,11 @@ class TorchCoreAttention(MegatronModule):
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
         """Sequences laid end to end; each attends to itself only."""
         starts = packed_seq_params.cu_seqlens_q.tolist()
-        pieces = [
+        parts = [
             self._attend(*(x[a:b].unsqueeze(1) for x in (query, key, value)), None, AttnMaskType.causal).squeeze(1)
             for a, b in itertools.pairwise(starts)
         ]
-        return torch.cat(pieces).flatten(1)
+        return torch.cat(parts).flatten(1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
@@ -131,7 +131,7 @@ class TorchCoreAttention(MegatronModule):
         return mixed.permute(2, 0, 1, 3)
 
     def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, n, s, h] queries, some of their heads to a kv head -> [b, n, s, h]; softmax and its sink in fp32."""
+        """[b, n, s, h] queries, several heads per kv head -> [b, n, s, h]; softmax and its sink in fp32."""
         assert self.softmax_offset is not None
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -153,14 +153,14 @@ def _window_mask(num_queries: int, num_keys: int, window: tuple[int, int], devic
 class TorchNorm(torch.nn.Module):
     """Layer norm or RMS norm by `config.normalization`, with stock parameter names.
 
-    Also sequence parallel and zero-centred, both of which megatron-core's wrapper of torch's norms refuses.
+    Supports sequence parallelism and zero-centred weights, which megatron-core's wrapper of torch's norms refuses.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any) -> None:
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
             raise NotImplementedError(f"normalization={config.normalization!r}: TorchNorm does RMSNorm and LayerNorm")
-        # Mamba layers of 0.16 do not pass it
+        # Mamba layers of megatron-core 0.16 do not pass eps
         self.eps: float = config.layernorm_epsilon if eps is None else eps
         self.shape = (hidden_size,)
         self.rms = config.normalization == "RMSNorm"

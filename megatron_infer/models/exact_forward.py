@@ -3,9 +3,9 @@
     with exact_math(model) as exact:                              # inside, model(...) is exact and trains
         logits = model(tokens, positions, None)
         logprobs = exact.token_logprobs(logits[:, :-1], tokens[:, 1:])
-    old = exact_logprobs(model, [prompt + answer])                # by itself, without gradients
+    old = exact_logprobs(model, [prompt + answer])                # a function of its own, without gradients
 
-An engine with batch_invariant=True gives those bits for every token, prompt and output, however it was scheduled.
+An engine with batch_invariant=True gives the same bits for every prompt and output token, however it was scheduled.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_infer.models.mcore_compat import MoELayer
 from megatron_infer.models.moe import expert_ranks
 
 LOGPROB_ROWS = 256
-"""Positions whose logits exist at once when nobody wants gradients."""
+"""Positions whose logits exist at once where no gradients are needed."""
 
 
 @contextlib.contextmanager
 def exact_math(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[ExactForward]:
-    """Inside, the model's forward runs on exact kernels, in training and in eval mode, with gradients; then as before.
+    """Inside, the model's forward runs on exact kernels, in training and in eval mode, with gradients.
 
     `model` is a GPTModel, MambaModel or HybridModel on a CPU, bare or in DDP or Float16Module, whole or one of several
-    tensor-parallel ranks (an engine of as many ranks has its bits, other numbers have others). Its forward takes
-    [b, s] tokens, causal, padded on the right if at all, or packed sequences, and gives logits, or losses where there
-    are labels (over the true vocabulary, whatever the padding). It differs from the stock forward by rounding: bf16
-    models keep their residual stream in fp32, as in the engine. Layers run as functions: forward hooks of inner modules
-    are refused. What is not known to be exact is refused by name: AdoptionError, ModelError, ConfigError.
-    The model stays adopted (`models.adopt`), which changes nothing outside of an engine.
+    tensor-parallel ranks (an engine has the same bits if it has as many ranks). Its forward takes [b, s] tokens, causal
+    and padded on the right if at all, or packed sequences, and returns logits, or losses where there are labels (over
+    the true vocabulary, without padding). It differs from the stock forward by rounding: the residual stream of bf16
+    models is fp32, as in the engine. Layers run as functions: forward hooks of inner modules are refused. What is not
+    known to be exact is refused by name: AdoptionError, ModelError, ConfigError.
+    The model stays adopted (`models.adopt`), which has no effect outside of an engine.
     """
     forward = ExactForward(adopt(model))
     live = forward.live
@@ -69,7 +69,7 @@ def exact_logprobs(
     """fp32 [n - 1] for each sequence of n tokens: log probability of each token but the first, given those before it.
 
     The bits of an engine with batch_invariant=True: its raw log probabilities at temperature 1, its processed ones at
-    the temperature drawn with (where no filter, penalty or bias acts). grad: they take part in autograd.
+    the request's temperature (without filters, penalties and biases). grad: with gradients.
     """
     return ExactForward(adopt(model)).logprobs(sequences, temperature=temperature, grad=grad)
 
@@ -100,17 +100,17 @@ def token_logprobs(
 ) -> Tensor:
     """fp32 log probability of each token under its row of logits [..., V], with the engine's bits, and gradients.
 
-    vocab_size: entries behind it are padding of the vocabulary, which nobody draws; None: there is none.
+    vocab_size: entries behind it are padding of the vocabulary, which is never drawn; None: there is none.
     """
     vocab = logits.shape[-1] if vocab_size is None else vocab_size
     flat_TV, ids_T = logits.reshape(-1, logits.shape[-1])[:, :vocab], tokens.reshape(-1).to(torch.int64)
-    # As the sampler divides: a column, elementwise.
+    # A column, divided elementwise as in the sampler.
     warm = None if temperature == 1.0 else torch.full((len(ids_T), 1), temperature, dtype=torch.float64).float()
     return _TokenLogprobs.apply(flat_TV, ids_T, warm).view(tokens.shape)
 
 
 class ExactForward:
-    """Stands in for a live model's forward. Weights are read when it is called; it keeps no copy of any."""
+    """Replaces a live model's forward. Reads the weights in every call and keeps no copy."""
 
     def __init__(self, adopted: AdoptedModel) -> None:
         self._adopted = adopted
@@ -120,7 +120,7 @@ class ExactForward:
         if (reason := inexact_part(adopted)) is not None:
             raise ModelError(f"exact_math: {reason}")
         self.vocab_size = adopted.shape.vocab_size
-        """True size; what logits have beyond is padding."""
+        """True size; entries of logits beyond are padding."""
         self._chosen: tuple[Tensor, Tensor] | None = None
         chosen = select.choose_exact(
             adopted.device, self._dtype, specs=adopted.specs, block_size=256, ssm_specs=adopted.ssm_specs
@@ -130,10 +130,10 @@ class ExactForward:
         self._attention = ExactAttention(library, self._dtype)
         self._scan = NativeScan(library, self._dtype) if adopted.ssm_specs else None
         self.rows = chosen.rows
-        """Operation and backend, as in the engine's start-up table."""
+        """Operations and backends, as in the engine's start-up table."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the model's own forward."""
+        """The arguments and result of the model's own forward."""
         stock = type(self.live).forward
         given = inspect.signature(stock).bind(self.live, *args, **kwargs).arguments
         if given.get("inference_context") is not None or given.get("inference_params") is not None:
@@ -159,7 +159,7 @@ class ExactForward:
 
     @contextlib.contextmanager
     def logits_at(self, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
-        """As `models.selected_logits.logits_at`: inside, this forward gives logits [1, P, V]."""
+        """Inside, this forward gives logits [1, P, V] (see `models.selected_logits.logits_at`)."""
         self._chosen = rows_P, positions_P
         try:
             yield
@@ -167,7 +167,7 @@ class ExactForward:
             self._chosen = None
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """`token_logprobs` of what this forward gave: over the true vocabulary, and over all tensor-parallel ranks'."""
+        """`token_logprobs` of this forward's logits, over the true vocabulary of all tensor-parallel ranks."""
         whole_TV = self._adopted.whole_logits(logits.reshape(-1, logits.shape[-1]))
         whole = whole_TV.view(*logits.shape[:-1], whole_TV.shape[-1])
         return token_logprobs(whole, tokens, temperature=temperature, vocab_size=self.vocab_size)
@@ -230,7 +230,7 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: Tensor) -> None:
-    """Raise ModelError unless each entry is one sequence from position 0, seen causally; padding comes behind."""
+    """Raise ModelError unless each entry is one causal sequence from position 0, with padding behind it."""
     length = tokens_bs.shape[1]
     if positions_bs is not None and not bool((positions_bs == torch.arange(length)).all()):
         raise ModelError(
@@ -247,7 +247,7 @@ def _check_causal(mask: Tensor | None, positions_bs: Tensor | None, tokens_bs: T
 
 
 def inexact_part(adopted: AdoptedModel) -> str | None:
-    """Why a model's answers cannot be exact: ranks to sum over, parts that our kernels do not run; None: they can."""
+    """Why a model's answers cannot be exact: sums over ranks, modules that our kernels do not run; None: they can."""
     live = adopted.live
     if not (live.pre_process and live.post_process):
         return "the model is one stage of a pipeline: exact arithmetic needs all of it on one rank yet"
@@ -269,7 +269,7 @@ def inexact_part(adopted: AdoptedModel) -> str | None:
 
 
 def _refuse_training(config: Any) -> None:
-    """Raise ModelError for what a training-mode forward adds and this one has not."""
+    """Raise ModelError for what a training-mode forward computes and this one does not."""
     reasons = {
         "hidden_dropout": "dropout is random",
         "attention_dropout": "dropout is random",

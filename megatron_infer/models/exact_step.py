@@ -1,7 +1,7 @@
-"""A training batch as a step of the lean path, on exact kernels that autograd can go back through.
+"""A training batch as one step of the engine's layers, on exact kernels with gradients.
 
-Forward runs the engine's own kernels, so that the bits are the engine's. Backward recomputes the operation with torch's
-differentiable code and goes back through that: gradients are those of the same formula, within rounding.
+The forward runs the engine's own kernels and so has the engine's bits. The backward recomputes the operation with
+differentiable torch code and differentiates that: gradients are those of the same formula, within rounding.
 
 Legend: kernels/base.py and kernels/ssm.py; L length of a sequence, b sequences of one length.
 """
@@ -24,14 +24,14 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
 
 BLOCK = 256
-"""Keys of a block of the scratch cache; no bit depends on it."""
+"""Keys per block of the scratch cache; no bit depends on it."""
 SCAN_CHUNK = 128
-"""Positions that the differentiable scan takes together."""
+"""Positions of a chunk in the differentiable scan."""
 Formula = Callable[..., Any]
 
 
 class _Exact(torch.autograd.Function):
-    """kernel(*tensors) forwards, the gradients of formula(*tensors) backwards."""
+    """Forward: kernel(*tensors). Backward: the gradients of formula(*tensors)."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Formula, formula: Formula, *tensors: Tensor | None) -> Any:
@@ -58,7 +58,7 @@ class _Exact(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias by the exact kernel; backwards two products."""
+    """Forward: x @ weight.T + bias by the exact kernel. Backward: two products."""
 
     @staticmethod
     def forward(ctx: Any, ops: ExactOps, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
 
 
 class DifferentiableOps:
-    """kernels.base.Ops: the bits of `ExactOps`, and gradients. Never writes into what it is given."""
+    """kernels.base.Ops with the bits of `ExactOps` and with gradients. Never writes into its arguments."""
 
     name = "native, exact, differentiable"
     experts = None
@@ -139,7 +139,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tens
 
 
 class TrainingStep:
-    """kernels.base.StepInputs over whole sequences laid end to end, each from its own first position."""
+    """kernels.base.StepInputs over whole sequences end to end, each from position 0."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class TrainingStep:
         dtype: torch.dtype,
         live_scan_weights: Callable[[int], SsmWeights],
     ) -> None:
-        """rotary: cos and sin up to the longest length. live_scan_weights(layer) takes part in autograd."""
+        """rotary: cos and sin up to the longest length. live_scan_weights(layer) gives tensors with gradients."""
         assert sum(lengths) == len(token_ids_T), f"{len(token_ids_T)} tokens, lengths add up to {sum(lengths)}"
         self.num_tokens, self.lengths = len(token_ids_T), list(lengths)
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
-        self.is_padded, self.nobody_T1 = False, None
+        self.is_padded, self.padding_T1 = False, None
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
         self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights
         self._step = self._metadata(rotary)
@@ -174,7 +174,7 @@ class TrainingStep:
         return _Exact.apply(kernel, lambda q, k, v: self._attend(q, k, v, spec), q_TKGH, k_TKH, v_TKH)
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
-        """`weights` are the engine's, and may be of before the last optimizer step: the parameters are asked."""
+        """Ignores `weights`, which may date from before the last optimizer step, and reads the parameters."""
         live = self._live_scan_weights(layer)
 
         def kernel(x: Tensor, dt: Tensor, *own: Tensor | None) -> Tensor:
@@ -250,8 +250,8 @@ class TrainingStep:
             shape = (len(self.lengths), self.lengths[0])
             y_bLM = _recur(*(x.unflatten(0, shape).transpose(0, 1) for x in (xBC_TC, dt_TH)), weights, spec)
             return y_bLM.transpose(0, 1).flatten(0, 1)
-        pieces = zip(xBC_TC.split(self.lengths), dt_TH.split(self.lengths), strict=True)
-        return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in pieces])
+        sequences = zip(xBC_TC.split(self.lengths), dt_TH.split(self.lengths), strict=True)
+        return torch.cat([_recur(x[:, None], dt[:, None], weights, spec)[:, 0] for x, dt in sequences])
 
 
 def _recur(xBC_LbC: Tensor, dt_LbH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:

@@ -1,14 +1,14 @@
-"""Products in FP8 as Transformer Engine's own linears compute them, without a call of the linears.
+"""Products in FP8 as Transformer Engine's linears compute them, without calling the linears.
 
-    x_TX ──▶ rows of zeros up to its multiple ──▶ quantiser of our own ──▶ its matrix product ──▶ [T, out]
-    weight kept in FP8 ─────────────────── as it is ──────────────────────────┘
-    weight in 16 bits ──▶ quantiser of our own ──▶ a copy, made anew when the weights changed
+    x_TX -> rows of zeros up to a multiple -> quantiser of our own -> Transformer Engine's matrix product -> [T, out]
+    weight kept in FP8 ----------------------------------------------------^
+    weight in 16 bits -> quantiser of our own -> a copy, made again when the weights change
 
-A linear's forward writes to what training goes on with: amax histories, its notes of the recipe, quantised copies kept
-for the next microbatch. So none of it is called, and no autocast entered. The quantisers are made by Transformer
-Engine's own factory from the recipe that megatron-core makes of the configuration; under delayed scaling they get
-copies of the trainer's scales, and the amax they note is nobody's. Imported by those functions alone that need it.
-Not yet run on a GPU. Legend: T tokens, X and W widths.
+A linear's forward writes to state that training uses: amax histories, the recipe, quantised copies for the next
+micro-batch. So the linear is not called, and no autocast is entered. Transformer Engine's own factory makes the
+quantisers from the recipe that megatron-core derives from the configuration; under delayed scaling they get copies of
+the trainer's scales, and the amax that they record is not used. Transformer Engine is imported only by the functions
+that need it. Not yet run on a GPU. Legend: T tokens, X and W widths.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from megatron_infer.kernels.quantised import is_quantised, parts_of
 from megatron_infer.models import te_api as te
 
 INPUT, WEIGHT, PER_PRODUCT = 0, 1, 3
-"""Places of a product's quantisers among those of its module: input, weight and output of the first, and so on."""
+"""Indices of a product's quantisers in its module's list: input, weight and output of the first product, and so on."""
 REFUSED = {
     "fp8_dot_product_attention": "attention in FP8 is not what the paged kernels compute",
     "fp8_multi_head_attention": "attention in FP8 is not what the paged kernels compute",
     "fp8_output_proj": "an output layer in FP8 is not supported",
 }
-"""Settings that act where `fp8` is set."""
+"""Settings with an effect where `fp8` is set -> why they are refused."""
 KINDS = {
     "delayed": "fp8",
     "float8_current_scaling": "fp8",
     "float8_block_scaling": "fp8_block_scaling",
     "mxfp8": "mxfp8",
 }
-"""What a recipe calls itself -> what Transformer Engine calls the GPU's ability for it."""
+"""Name of a recipe -> Transformer Engine's name of the GPU support it needs."""
 BF16 = "or build the model without fp8, for products in bfloat16"
 
 
 def fp8_recipe(config: Any) -> Any:
-    """The recipe that megatron-core trains with; None where nothing is in FP8: unset, or no Transformer Engine.
+    """megatron-core's recipe for training; None where nothing is in FP8: `fp8` unset, or no Transformer Engine.
 
-    Raises AdoptionError, naming the setting, for what is not computed here and for what this GPU cannot.
+    Raises AdoptionError, naming the setting, for what is not supported here or by this GPU.
     """
     if not config.fp8 or not te.is_there():
         return None
@@ -55,7 +55,7 @@ def fp8_recipe(config: Any) -> Any:
             raise AdoptionError("config", f"{field}=True: {reason}; set it to False")
     try:
         recipe = te.recipe_of(config)
-    except (ValueError, AssertionError) as error:  # of versions that do not have it
+    except (ValueError, AssertionError) as error:  # a version without this recipe
         raise AdoptionError("config", f"fp8_recipe={config.fp8_recipe!r}: {error}") from error
     kind = next((kind for name, kind in KINDS.items() if getattr(recipe, name, lambda: False)()), None)
     if kind is None:
@@ -70,19 +70,19 @@ def fp8_recipe(config: Any) -> Any:
 
 
 class Fp8Linears:
-    """The products in FP8 of one model, and what they keep."""
+    """The products in FP8 of one model, and their state."""
 
     def __init__(self, recipe: Any, *, row_multiple: int) -> None:
         self._recipe, self._row_multiple = recipe, row_multiple
         self._modules: dict[int, _Quantisers] = {}
         self.products: list[Fp8Product] = []
-        self.nobody_T1: Tensor | None = None
-        """Rows of the step in hand that pad it."""
-        self.company_counts: bool = recipe.float8_current_scaling()
-        """A product takes one scale for all rows of its input: a row's bits depend on those beside it."""
+        self.padding_T1: Tensor | None = None
+        """The padding tokens of the step that runs; None: it has none."""
+        self.scale_is_shared: bool = recipe.float8_current_scaling()
+        """A product has one scale for all rows of its input: a row's bits depend on the other rows."""
 
     def add(self, module: Any, name: str, *, number: str) -> Fp8Product:
-        """The product of a linear (of one of several in a grouped one, by number) -> what computes it from now on."""
+        """The product that replaces a linear's. number: of the weight in a grouped linear; "": it has one weight."""
         if id(module) not in self._modules:
             self._modules[id(module)] = _Quantisers(module, self._recipe)
         product = Fp8Product(self, self._modules[id(module)], module, name, number=number)
@@ -91,7 +91,7 @@ class Fp8Linears:
 
     @property
     def row_multiple(self) -> int:
-        """Rows of an input come in multiples of this."""
+        """The number of rows of an input is padded to a multiple of this."""
         return self._row_multiple
 
     @property
@@ -100,12 +100,12 @@ class Fp8Linears:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copies of weights that are kept in 16 bits."""
+        """Bytes of the FP8 copies of weights in 16 bits."""
         return sum(part.nbytes for product in self.products for part in product.copied())
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of the copies."""
+        """Addresses of the FP8 copies."""
         return tuple(part.data_ptr() for product in self.products for part in product.copied())
 
     def refresh(self) -> None:
@@ -121,18 +121,18 @@ class Fp8Linears:
             product.release()
 
     def differs(self) -> str | None:
-        """The first linear that a refresh would change, by name."""
+        """The name of the first linear whose copy a refresh would change; None: none would."""
         return next((product.name for product in self.products if product.differs()), None)
 
     def live_scales(self) -> Iterator[Tensor]:
-        """The trainer's scales that are in use: changed ones change what is computed, as changed weights do."""
+        """The trainer's scales in use: like a change of weights, a change of them changes results."""
         for module in self._modules.values():
             if (scale := module.live_scale()) is not None:
                 yield scale
 
 
 class _Quantisers:
-    """Quantisers of one module, made as its own are, with state of their own."""
+    """Quantisers of one module, made like its own, with separate state."""
 
     def __init__(self, module: Any, recipe: Any) -> None:
         self._module, self._recipe = module, recipe
@@ -154,14 +154,14 @@ class _Quantisers:
 
     def input(self, number: int) -> Any:
         quantiser = self._made[PER_PRODUCT * number + INPUT]
-        quantiser.internal = True  # no tensor around the codes: nobody but the product sees them
+        quantiser.internal = True  # no tensor around the codes: only the product uses them
         return quantiser
 
     def weight(self, number: int) -> Any:
         return self._made[PER_PRODUCT * number + WEIGHT]
 
     def live_scale(self) -> Tensor | None:
-        """The trainer's; None before its first forward (all 1 then), and for recipes that keep none."""
+        """The trainer's scale; None before its first forward (then 1), and for recipes without a stored scale."""
         live = self._module.fp8_meta.get("scaling_fwd") if self._recipe.delayed() else None
         return getattr(live, "scale", None)
 
@@ -179,7 +179,7 @@ class _Quantisers:
 
 
 class Fp8Product:
-    """x [T, X] -> x @ weight.T + bias, [T, W] in x's dtype, both quantised as the recipe says."""
+    """x [T, X] -> x @ weight.T + bias, [T, W] in x's dtype; x and weight are quantised by the recipe."""
 
     __slots__ = ("_copy", "_input", "_linears", "_matmul", "_parameters", "_quantisers", "_weight", "_weight_name",
                  "name")  # fmt: skip
@@ -199,8 +199,8 @@ class Fp8Product:
         if not is_quantised(weight) and (weight := self._copy) is None:
             raise ModelError(f"{self.name}: its weight in FP8 was released and not made again")
         linears, num_tokens = self._linears, len(x_TX)
-        if linears.nobody_T1 is not None:
-            x_TX = x_TX.masked_fill(linears.nobody_T1, 0)
+        if linears.padding_T1 is not None:
+            x_TX = x_TX.masked_fill(linears.padding_T1, 0)
         missing = -num_tokens % linears.row_multiple
         x_TX = F.pad(x_TX, (0, 0, 0, missing)) if missing else x_TX.contiguous()
         out_TW = self._matmul(weight, self._input(x_TX), x_TX.dtype, bias)
@@ -213,7 +213,7 @@ class Fp8Product:
         self._copy = None
 
     def refresh(self) -> None:
-        """Quantise a weight that is kept in 16 bits, into where its copy was."""
+        """Quantise a weight in 16 bits, into the memory of the present copy where possible."""
         weight = self._parameters[self._weight_name].detach()
         if is_quantised(weight):
             self._copy = None
@@ -234,7 +234,7 @@ class Fp8Product:
         if self._copy is None:
             return True
         with torch.inference_mode(False), torch.no_grad():
-            # By value: what pads the scales of blocks may hold anything.
+            # By value: the padding of block scales is undefined.
             return not torch.equal(self._weight.quantize(weight).dequantize(), self._copy.dequantize())
 
 
@@ -242,11 +242,11 @@ def _matmul(*, splits_accumulator: bool) -> Callable[[Any, Any, torch.dtype, Ten
     """Transformer Engine's product: (quantised weight, quantised input, dtype of the result, bias) -> x @ weight.T."""
     gemm = te.general_gemm()
     more: dict[str, Any] = {"use_split_accumulator": splits_accumulator}
-    if "workspace" in inspect.signature(gemm).parameters:  # of older versions it is the caller's
+    if "workspace" in inspect.signature(gemm).parameters:  # older versions take it from the caller
         more["workspace"] = te.workspace()
 
     def run(weight: Any, x: Any, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        if bias is not None:  # in bfloat16 where the result is in fp32: there is no product with another
+        if bias is not None:  # bfloat16 where the result is fp32, as no product takes another
             bias = bias.to(torch.bfloat16 if dtype is torch.float32 else dtype)
         out: Tensor = gemm(weight, x, out_dtype=dtype, bias=bias, **more)[0]
         return out
@@ -255,15 +255,15 @@ def _matmul(*, splits_accumulator: bool) -> Callable[[Any, Any, torch.dtype, Ten
 
 
 def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
-    """Give Transformer Engine's linears of these layers (`plans.LayerPlan`) their products in FP8; None: none has one.
+    """Give Transformer Engine's linears of these layers (`LayerAdoption`) products in FP8; None: no linear has one.
 
-    Raises AdoptionError, with nothing changed in the model, for weights in 8 bits where nothing is computed in FP8.
+    Raises AdoptionError, with nothing changed in the model, for weights in 8 bits in layers that compute in 16 bits.
     """
     recipe = fp8_recipe(config)
     linears = None if recipe is None else Fp8Linears(recipe, row_multiple=te.row_multiple(config))
     for layer in layers:
         active = linears if recipe is not None and te.is_fp8_layer(config, layer.number) else None
-        if active is not None and layer.lean is None:
+        if active is not None and layer.fused is None:
             raise AdoptionError(
                 layer.name,
                 f"a layer of another class with fp8={config.fp8!r}: its own modules would note what they see of the "
@@ -282,6 +282,4 @@ def bind_fp8(config: Any, layers: Iterable[Any]) -> Fp8Linears | None:
                     f"(fp8={config.fp8!r}): weights in 8 bits (fp8_param) need config.fp8, as in training; set it, "
                     f"{BF16}",
                 )
-        if layer.lean is not None:
-            layer.lean.see_products()
     return linears if linears is not None and linears.num_products else None

@@ -1,23 +1,27 @@
-"""The body of a decoder layer as few calls: kernels' `Ops` on the live weights, no modules, no autograd.
+"""A decoder layer as a list of operations on the live weights: no module calls, no autograd.
 
-    x, residual ──▶ add_rms_norm ──▶ qkv linear ──▶ step.attend ──▶ proj linear ──▶ add_rms_norm ──▶ MLP ──▶ x, residual
+    x, residual -> norm, qkv, split heads, attend, proj, norm, fc1, activation, fc2 -> x, residual
 
-A layer hands its last product and the residual on unadded, so that the next layer's norm adds them in one pass. The
-residual is kept in fp32 whatever the weights' dtype: sixty bf16 additions are most of a bf16 model's rounding noise.
-Weights are read through the module's own `_parameters` mapping at every use: a parameter that training re-points or
-replaces is seen at once, and a lookup costs a tenth of an `nn.Module` attribute. Objects here hold no tensors.
+`FusedLayer.operations` is the one description of a layer. A step calls `run` of each operation, which uses the kernels'
+`Ops`; `models.compiled_layers` compiles neighbouring operations into one function.
+
+A layer returns its last product and the residual without adding them, so that the norm of the next layer adds them in
+one pass. The residual is fp32 whatever the dtype of the weights: sixty bf16 additions are most of a bf16 model's
+rounding noise. Weights are read through the module's own `_parameters` mapping at every use, so a parameter that
+training replaces is seen at once; a lookup costs a tenth of an `nn.Module` attribute. The objects here hold no tensors.
 Legend: kernels/base.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
+from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
@@ -35,23 +39,74 @@ from megatron_infer.models.te_apex import (
 from megatron_infer.models.tp_collectives import Reducer
 
 Parameters = dict[str, Tensor | None] | LiveParameters
+Heads = tuple[Tensor, Tensor, Tensor]
+"""q [T, K, G, H], k [T, K, H], v [T, K, H]; the last axis is contiguous."""
 RMS, LAYER, L2 = "rms", "layer", "l2"
 
 
-class FeedForward(Protocol):
-    """What stands behind the second norm: an MLP or experts."""
+class Operation:
+    """One operation of a layer: (x, residual) -> (x, residual).
 
-    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor: ...
+    x is what the next operation takes: [T, D] between layers, a tuple where a kernel takes several tensors. Only norms
+    use the residual, fp32 [T, D]; it is None before the norm of the first layer.
+    """
 
-    def linears(self) -> Iterator[FusedLinear]: ...
+    __slots__ = ()
 
-    def weights(self) -> Iterator[Tensor]: ...
+    def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
+        """May write into residual_TD, and into x where residual_TD is None."""
+        raise NotImplementedError
+
+    def dry_run(self, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
+        """What `run` returns, as zeros: no kernel, no collective. The default is for operations that keep x's shape."""
+        return x, residual_TD
+
+    def flat(self) -> tuple[Operation, ...]:
+        """The operations that this one consists of."""
+        return (self,)
+
+    def linears(self) -> Iterator[FusedLinear]:
+        return iter(())
+
+    def weights(self) -> Iterator[Tensor]:
+        """The 2-D weights that go through `ops.linear`."""
+        return (linear.weight() for linear in self.linears() if linear.product is None)
 
 
-class FusedNorm:
-    """A norm module as one call on its live weight."""
+class Operations(Operation):
+    """Operations one after the other."""
 
-    __slots__ = ("eps", "kind", "parameters", "zero_centered")
+    __slots__ = ("operations",)
+
+    def __init__(self, *operations: Operation) -> None:
+        self.operations = operations
+
+    def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        for operation in self.operations:
+            x, residual_TD = operation.run(step, x, residual_TD)
+        return x, residual_TD
+
+    def dry_run(self, x: Any, residual_TD: Tensor | None) -> tuple[Any, Tensor | None]:
+        for operation in self.operations:
+            x, residual_TD = operation.dry_run(x, residual_TD)
+        return x, residual_TD
+
+    def flat(self) -> tuple[Operation, ...]:
+        return self.operations
+
+    def linears(self) -> Iterator[FusedLinear]:
+        for operation in self.operations:
+            yield from operation.linears()
+
+    def weights(self) -> Iterator[Tensor]:
+        for operation in self.operations:
+            yield from operation.weights()
+
+
+class FusedNorm(Operation):
+    """A norm module as one call on its live weight, which also adds the residual."""
+
+    __slots__ = ("eps", "is_plain_rms", "kind", "parameters", "zero_centered")
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         kinds = {torch.nn.RMSNorm: RMS, torch.nn.LayerNorm: LAYER, L2Norm: L2}
@@ -70,20 +125,32 @@ class FusedNorm:
                 "FusedLayerNorm, L2Norm and specs.gpt_spec's",
             )
         self.zero_centered: bool = getattr(module, "zero_centered_gamma", False)
+        self.is_plain_rms = self.kind == RMS and not self.zero_centered
+        """`ops.add_rms_norm` computes it from the weight as it is."""
         self.parameters: Parameters = module._parameters if foreign is None else foreign[1]
         if self.kind != L2 and self.parameters["weight"] is None:
             raise AdoptionError(name, "a norm without a weight (elementwise_affine=False)")
         eps = module.eps
         self.eps: float = torch.finfo(torch.float32).eps if eps is None else eps
 
-    @property
-    def plain_rms(self) -> bool:
-        """True when `ops.add_rms_norm` can run it on the bare weight."""
-        return self.kind == RMS and not self.zero_centered
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(norm(x + residual), x + residual); the sum may overwrite residual."""
+        ops = step.ops
+        if residual_TD is None:
+            return self.norm(ops, x_TD), x_TD.float()
+        if self.is_plain_rms:
+            return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
+        if ops.norms is not None:
+            return self._norm_at_once(ops.norms, x_TD, residual_TD), residual_TD
+        total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
+        return self.norm(ops, total_TD.to(x_TD.dtype)), total_TD
 
-    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
+    def dry_run(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x_TD, x_TD.float() if residual_TD is None else residual_TD
+
+    def norm(self, ops: Ops, x_TD: Tensor) -> Tensor:
         if ops.norms is not None and (self.zero_centered or self.kind == L2):
-            return self._run_at_once(ops.norms, x_TD)
+            return self._norm_at_once(ops.norms, x_TD)
         if self.kind == L2:
             return ops.rms_norm(x_TD, x_TD.new_ones(x_TD.shape[-1]), self.eps)
         weight = self.parameters["weight"]
@@ -94,25 +161,14 @@ class FusedNorm:
             return ops.rms_norm(x_TD, weight, self.eps)
         return ops.layer_norm(x_TD, weight, self.parameters["bias"], self.eps)
 
-    def run_added(self, ops: Ops, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); the sum may overwrite residual."""
-        if residual_TD is None:
-            return self.run(ops, x_TD), x_TD.float()
-        if self.kind == RMS and not self.zero_centered:
-            return ops.add_rms_norm(x_TD, residual_TD, self.parameters["weight"], self.eps)
-        if ops.norms is not None:
-            return self._run_at_once(ops.norms, x_TD, residual_TD), residual_TD
-        total_TD = residual_TD + x_TD if torch.is_grad_enabled() else residual_TD.add_(x_TD)
-        return self.run(ops, total_TD.to(x_TD.dtype)), total_TD
-
-    def run_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
+    def norm_heads(self, ops: Ops, x_THs: Tensor) -> Tensor:
         """The norm over the last axis of a strided [T, ..., H] view -> contiguous."""
         if ops.norms is not None:
-            return self._run_at_once(ops.norms, x_THs)
+            return self._norm_at_once(ops.norms, x_THs)
         # reshape alone may give a strided view: rows of one head are evenly spaced in the projection
-        return self.run(ops, x_THs.reshape(-1, x_THs.shape[-1]).contiguous()).view(x_THs.shape)
+        return self.norm(ops, x_THs.reshape(-1, x_THs.shape[-1]).contiguous()).view(x_THs.shape)
 
-    def _run_at_once(self, norms: Norms, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def _norm_at_once(self, norms: Norms, x: Tensor, residual: Tensor | None = None) -> Tensor:
         weight, bias = None, None
         if self.kind != L2:
             weight = self.parameters["weight"]
@@ -122,8 +178,11 @@ class FusedNorm:
         return norms.norm(x, weight, bias, self.eps, **form, residual=residual)
 
 
-class FusedLinear:
-    """A column- or row-parallel linear on this rank's part of the weight; a row-parallel one adds up over the ranks."""
+class FusedLinear(Operation):
+    """A column- or row-parallel linear on this rank's part of the weight.
+
+    Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
+    """
 
     __slots__ = ("foreign", "parameters", "product", "reduce", "spread")
 
@@ -136,8 +195,8 @@ class FusedLinear:
         norm_apart: bool = False,
         expert: int | None = None,
     ) -> None:
-        """tp: the ranks that the weight is split over; None: it is whole here. norm_apart: a norm inside the module is
-        somebody else's, who has run it on the input. expert: which one's of a grouped linear; None: it is not one."""
+        """tp: the ranks that the weight is split over; None: it is whole here. norm_apart: the caller runs the norm
+        that is inside the module. expert: its number in a grouped linear; None: the module is no grouped linear."""
         self.reduce: Reducer | None = None
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
@@ -170,31 +229,65 @@ class FusedLinear:
             self.parameters = LiveParameters(module, weight=f"weight{number}", bias=f"bias{number}")
             self.foreign = module, name, number
 
-    def run(self, ops: Ops, x_TX: Tensor) -> Tensor:
-        bias = self.parameters["bias"]
-        if self.reduce is None:
-            return self.multiply(ops, x_TX if self.spread is None else self.spread.spread(x_TX), bias)
-        out = self.reduce.all_reduce(self.multiply(ops, x_TX, None))
-        return out if bias is None else out + bias
+    def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.spread is not None:
+            x_TX = self.spread.spread(x_TX)
+        parameters = self.parameters
+        bias = None if self.reduce is not None else parameters["bias"]
+        if self.product is not None:
+            return self.product(x_TX, bias), residual_TD
+        return step.ops.linear(x_TX, parameters["weight"], bias), residual_TD
 
     def multiply(self, ops: Ops, x_TX: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's product."""
+        """This rank's product with the bias that is given; for experts, which are never split here."""
         if self.product is not None:
             return self.product(x_TX, bias)
         return ops.linear(x_TX, self.weight(), bias)
+
+    def dry_run(self, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x_TX.new_zeros(len(x_TX), len(self.weight())), residual_TD
+
+    def flat(self) -> tuple[Operation, ...]:
+        return (self,) if self.reduce is None else (self, AllReduce(self.reduce, self.parameters))
 
     def weight(self) -> Tensor:
         weight = self.parameters["weight"]
         assert weight is not None
         return weight
 
-
-def weights_of(linears: Iterable[FusedLinear]) -> Iterator[Tensor]:
-    """Those that go through `ops.linear`."""
-    return (linear.weight() for linear in linears if linear.product is None)
+    def linears(self) -> Iterator[FusedLinear]:
+        yield self
 
 
-class FusedMLP:
+class AllReduce(Operation):
+    """The sum of the ranks' products, and then the bias."""
+
+    __slots__ = ("parameters", "reducer")
+
+    def __init__(self, reducer: Reducer, parameters: Parameters) -> None:
+        self.reducer, self.parameters = reducer, parameters
+
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x_TD, bias = self.reducer.all_reduce(x_TD), self.parameters["bias"]
+        return (x_TD if bias is None else x_TD + bias), residual_TD
+
+
+class FusedActivation(Operation):
+    """The activation between fc1 and fc2; None is SwiGLU."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Activation | None) -> None:
+        self.function = function
+
+    def run(self, step: StepInputs, x_TF: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.activate(step.ops, x_TF), residual_TD
+
+    def activate(self, ops: Ops, x_TF: Tensor) -> Tensor:
+        return ops.silu_mul(x_TF) if self.function is None else ops.rowwise(self.function, x_TF)
+
+
+class FusedMLP(Operations):
     """fc1, activation, fc2."""
 
     __slots__ = ("activation", "fc1", "fc2")
@@ -209,211 +302,134 @@ class FusedMLP:
         norm_apart: bool = False,
         expert: int | None = None,
     ) -> None:
-        """weighted: an expert, scaled per token; norm_apart and expert: as of `FusedLinear`."""
+        """weighted: an expert, scaled per token; norm_apart and expert: see `FusedLinear`."""
         self.fc1 = FusedLinear(mlp.linear_fc1, f"{name}.linear_fc1", tp=tp, norm_apart=norm_apart, expert=expert)
+        self.activation = FusedActivation(activation_of(mlp, name, weighted=weighted))
         self.fc2 = FusedLinear(mlp.linear_fc2, f"{name}.linear_fc2", tp=tp, expert=expert)
-        self.activation = activation_of(mlp, name, weighted=weighted)
-
-    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
-        return self.run(step.ops, x_TD)
-
-    def run(self, ops: Ops, x_TD: Tensor) -> Tensor:
-        return self.fc2.run(ops, self.inner(ops, x_TD))
-
-    def inner(self, ops: Ops, x_TD: Tensor) -> Tensor:
-        """The activated middle, [T, F]."""
-        return self.activate(ops, self.fc1.run(ops, x_TD))
-
-    def activate(self, ops: Ops, middle_TF: Tensor) -> Tensor:
-        return ops.silu_mul(middle_TF) if self.activation is None else ops.rowwise(self.activation, middle_TF)
-
-    def linears(self) -> Iterator[FusedLinear]:
-        yield from (self.fc1, self.fc2)
-
-    def weights(self) -> Iterator[Tensor]:
-        return weights_of(self.linears())
+        super().__init__(*self.fc1.flat(), self.activation, *self.fc2.flat())
 
 
-class FusedAttention:
-    """Fused projection, head norms, paged attention, output projection."""
+class AllGather(Operation):
+    """The columns of all ranks side by side."""
 
-    __slots__ = ("at_k", "at_q", "at_v", "gather", "k_norm", "layer", "proj", "q_norm", "qkv", "shape_kv", "shape_q",
-                 "spec", "strides_kv", "strides_q")  # fmt: skip
+    __slots__ = ("reducer",)
 
-    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, tp: Reducer | None) -> None:
-        self.layer, self.spec = layer, spec
-        self.qkv = FusedLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp, norm_apart=True)
-        self.proj = FusedLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
-        self.q_norm = head_norm(attention.q_layernorm, f"{name}.q_layernorm")
-        self.k_norm = head_norm(attention.k_layernorm, f"{name}.k_layernorm")
-        # The projection's rows are [K, G + 2, H]: a group's queries, then its key, then its value.
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.reducer.all_gather(x_TX), residual_TD
+
+    def dry_run(self, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x_TX.new_zeros(len(x_TX), self.reducer.size * x_TX.shape[1]), residual_TD
+
+
+class SplitHeads(Operation):
+    """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
+
+    __slots__ = ("at_k", "at_q", "at_v", "k_norm", "q_norm", "shape_kv", "shape_q", "strides_kv", "strides_q")
+
+    def __init__(
+        self,
+        spec: AttendSpec,
+        *,
+        q_norm: FusedNorm | None,
+        k_norm: FusedNorm | None,
+        num_kv_heads: int,
+        gathered: Reducer | None,
+    ) -> None:
+        """num_kv_heads: those of all ranks. gathered: ranks that share kv heads and whose columns x holds side by side;
+        this rank takes its own queries of its kv head's group, the key and the value."""
+        self.q_norm, self.k_norm = q_norm, k_norm
+        # The columns are [K, G + 2, H]: a group's queries, then its key, then its value.
         heads, queries, dim = spec.num_kv_heads, spec.group_size, spec.head_dim
-        self.gather: Reducer | None = None
-        """Where ranks share a kv head their parts of the projection end inside a group: a rank takes the whole
-        projection, and of its kv head's group its own queries, the key and the value."""
         group, first_group, first_query, num_groups = queries, 0, 0, heads
-        num_kv_heads = attention.config.num_query_groups
-        if tp is not None and num_kv_heads < tp.size:
-            sharers = tp.size // num_kv_heads
-            self.gather, num_groups, group = tp, num_kv_heads, queries * sharers
-            first_group, first_query = tp.rank // sharers, tp.rank % sharers * queries
+        if gathered is not None:
+            sharers = gathered.size // num_kv_heads
+            num_groups, group = num_kv_heads, queries * sharers
+            first_group, first_query = gathered.rank // sharers, gathered.rank % sharers * queries
         cell = (group + 2) * dim
         row, at = num_groups * cell, first_group * cell
         self.shape_q, self.strides_q = (heads, queries, dim), (row, cell, dim, 1)
         self.shape_kv, self.strides_kv = (heads, dim), (row, cell, 1)
         self.at_q, self.at_k, self.at_v = at + first_query * dim, at + group * dim, at + (group + 1) * dim
 
-    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
-        ops = step.ops
-        qkv_TX = self.qkv.run(ops, normed_TD)
-        if self.gather is not None:
-            qkv_TX = self.gather.all_gather(qkv_TX)
-        return self.proj.run(ops, self.attend(step, qkv_TX))
+    def run(
+        self, step: StepInputs, qkv_TX: Tensor, residual_TD: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        q, k, v = self._views(qkv_TX)
+        if self.q_norm is not None:
+            q = self.q_norm.norm_heads(step.ops, q)
+        if self.k_norm is not None:
+            k = self.k_norm.norm_heads(step.ops, k)
+        return (q, k, v), residual_TD
 
-    def attend(self, step: StepInputs, qkv_TX: Tensor) -> Tensor:
-        """[T, K * (G + 2) * H] -> [T, N * H]."""
+    def dry_run(self, qkv_TX: Tensor, residual_TD: Tensor | None) -> tuple[Heads, Tensor | None]:
+        return self._views(qkv_TX), residual_TD
+
+    def _views(self, qkv_TX: Tensor) -> Heads:
         # as_strided: three views for three dispatches, half the time of view + narrow + select
         num_tokens, start = qkv_TX.shape[0], qkv_TX.storage_offset()
-        q = qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_q)
-        k = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_k)
-        v = qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_v)
-        if self.q_norm is not None:
-            q = self.q_norm.run_heads(step.ops, q)
-        if self.k_norm is not None:
-            k = self.k_norm.run_heads(step.ops, k)
-        return step.attend(self.layer, q, k, v, self.spec)
-
-    def linears(self) -> Iterator[FusedLinear]:
-        yield from (self.qkv, self.proj)
-
-    def weights(self) -> Iterator[Tensor]:
-        return weights_of(self.linears())
+        return (
+            qkv_TX.as_strided((num_tokens, *self.shape_q), self.strides_q, start + self.at_q),
+            qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_k),
+            qkv_TX.as_strided((num_tokens, *self.shape_kv), self.strides_kv, start + self.at_v),
+        )
 
 
-def head_norm(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
+class Attend(Operation):
+    """`Heads` -> paged attention [T, N * H]."""
+
+    __slots__ = ("layer", "spec")
+
+    def __init__(self, layer: int, spec: AttendSpec) -> None:
+        self.layer, self.spec = layer, spec
+
+    def run(self, step: StepInputs, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q_TKGH, k_TKH, v_TKH = qkv
+        return step.attend(self.layer, q_TKGH, k_TKH, v_TKH, self.spec), residual_TD
+
+    def dry_run(self, qkv: Heads, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(qkv[0], memory_format=torch.contiguous_format).flatten(1), residual_TD
+
+
+class FusedAttention(Operations):
+    """Fused projection, norms of heads, paged attention, output projection."""
+
+    __slots__ = ("attend",)
+
+    def __init__(self, attention: Any, name: str, *, layer: int, spec: AttendSpec, tp: Reducer | None) -> None:
+        num_kv_heads = attention.config.num_query_groups
+        # Ranks that share a kv head end their parts of the projection inside a group: each takes the whole of it.
+        gathered = tp if tp is not None and num_kv_heads < tp.size else None
+        heads = SplitHeads(
+            spec,
+            q_norm=_head_norm(attention.q_layernorm, f"{name}.q_layernorm"),
+            k_norm=_head_norm(attention.k_layernorm, f"{name}.k_layernorm"),
+            num_kv_heads=num_kv_heads,
+            gathered=gathered,
+        )
+        qkv = FusedLinear(attention.linear_qkv, f"{name}.linear_qkv", tp=tp, norm_apart=True)
+        proj = FusedLinear(attention.linear_proj, f"{name}.linear_proj", tp=tp)
+        self.attend = Attend(layer, spec)
+        gather = () if gathered is None else (AllGather(gathered),)
+        super().__init__(*qkv.flat(), *gather, heads, self.attend, *proj.flat())
+
+
+def _head_norm(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
     """The norm over each query or key head, None where there is none."""
     if module is None or type(module) is IdentityOp:
         return None
     return FusedNorm(module, name)
 
 
-class FusedLayer:
-    """One pre-norm decoder layer."""
+class FusedLayer(Operations):
+    """A pre-norm decoder layer: (product, residual) of the layer before -> those of this one."""
 
-    __slots__ = ("attention", "input_norm", "mlp", "mlp_norm", "plain")
+    __slots__ = ("blocks",)
 
-    def __init__(
-        self, *, input_norm: FusedNorm, attention: FusedAttention, mlp_norm: FusedNorm, mlp: FeedForward
-    ) -> None:
-        self.input_norm, self.attention, self.mlp_norm, self.mlp = input_norm, attention, mlp_norm, mlp
-        self.plain = self._is_plain()
-
-    def _is_plain(self) -> bool:
-        """Whether `_run_plain` computes the layer."""
-        input_norm, attention, mlp_norm, mlp = self.input_norm, self.attention, self.mlp_norm, self.mlp
-        return (
-            input_norm.plain_rms
-            and mlp_norm.plain_rms
-            and type(mlp) is FusedMLP
-            and mlp.activation is None
-            and attention.gather is None
-            and attention.proj.reduce is mlp.fc2.reduce is None
-            and all(linear.product is None for linear in self.linears())
-        )
-
-    def linears(self) -> Iterator[FusedLinear]:
-        yield from self.attention.linears()
-        yield from self.mlp.linears()
-
-    def see_products(self) -> None:
-        """Some of its linears were given products in FP8."""
-        self.plain = self._is_plain()
-
-    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(product, residual) of the layer before -> those of this one; residual None: x is the decoder's input.
-
-        May write into residual_TD and into x_TD when residual_TD is None.
-        """
-        if self.plain:
-            return self._run_plain(step, x_TD, residual_TD)
-        ops = step.ops
-        normed_TD, residual_TD = self.input_norm.run_added(ops, x_TD, residual_TD)
-        mixed_TD = self.attention.run(step, normed_TD)
-        normed_TD, residual_TD = self.mlp_norm.run_added(ops, mixed_TD, residual_TD)
-        return self.mlp.run_step(step, normed_TD), residual_TD
-
-    def _run_plain(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """RMS norms, SwiGLU, one rank: the same arithmetic with every call inlined."""
-        ops, norm, attention, mlp = step.ops, self.input_norm, self.attention, self.mlp
-        linear = ops.linear
-        if residual_TD is None:
-            normed_TD, residual_TD = ops.rms_norm(x_TD, norm.parameters["weight"], norm.eps), x_TD.float()
-        else:
-            normed_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, norm.parameters["weight"], norm.eps)
-        p = attention.qkv.parameters
-        mixed_TX = attention.attend(step, linear(normed_TD, p["weight"], p["bias"]))
-        p = attention.proj.parameters
-        norm = self.mlp_norm
-        normed_TD, residual_TD = ops.add_rms_norm(
-            linear(mixed_TX, p["weight"], p["bias"]), residual_TD, norm.parameters["weight"], norm.eps
-        )
-        p = mlp.fc1.parameters
-        middle_TF = ops.silu_mul(linear(normed_TD, p["weight"], p["bias"]))
-        p = mlp.fc2.parameters
-        return linear(middle_TF, p["weight"], p["bias"]), residual_TD
-
-    def weights(self) -> Iterator[Tensor]:
-        """Every 2-D weight that goes through `ops.linear`."""
-        yield from self.attention.weights()
-        yield from self.mlp.weights()
-
-
-class Body(Protocol):
-    """What stands behind the one norm of a hybrid decoder's layer."""
-
-    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor: ...
-
-    def linears(self) -> Iterator[FusedLinear]: ...
-
-    def weights(self) -> Iterator[Tensor]: ...
-
-
-class FeedForwardBody:
-    """An MLP or experts as the body of a layer of its own."""
-
-    __slots__ = ("mlp",)
-
-    def __init__(self, mlp: FeedForward) -> None:
-        self.mlp = mlp
-
-    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
-        return self.mlp.run_step(step, normed_TD)
-
-    def linears(self) -> Iterator[FusedLinear]:
-        return self.mlp.linears()
-
-    def weights(self) -> Iterator[Tensor]:
-        yield from self.mlp.weights()
-
-
-class FusedBlock:
-    """One pre-norm layer of a hybrid decoder: a norm and a mixer, an attention, an MLP or experts."""
-
-    __slots__ = ("body", "norm")
-
-    def __init__(self, norm: FusedNorm, body: Body) -> None:
-        self.norm, self.body = norm, body
-
-    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `FusedLayer.run`."""
-        normed_TD, residual_TD = self.norm.run_added(step.ops, x_TD, residual_TD)
-        return self.body.run(step, normed_TD), residual_TD
-
-    def linears(self) -> Iterator[FusedLinear]:
-        return self.body.linears()
-
-    def see_products(self) -> None:
-        """As of `FusedLayer`: it always asks."""
-
-    def weights(self) -> Iterator[Tensor]:
-        yield from self.body.weights()
+    def __init__(self, *blocks: tuple[FusedNorm, Operation]) -> None:
+        """blocks: a norm and the body behind it. A transformer layer has attention and an MLP or experts, a layer of a
+        hybrid decoder has one body: attention, an MLP, experts or a mixer."""
+        self.blocks: Sequence[tuple[FusedNorm, Operation]] = blocks
+        super().__init__(*(operation for norm, body in blocks for operation in (norm, *body.flat())))

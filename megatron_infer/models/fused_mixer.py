@@ -1,9 +1,8 @@
-"""The Mamba mixer of the lean path: project, scan by state slot, gate, norm, project. Legend: kernels/ssm.py."""
+"""The Mamba-2 mixer on live weights: project, scan by state slot, gate, norm, project. Legend: kernels/ssm.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,21 +12,78 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.fused_layers import FusedLinear, Parameters, weights_of
+from megatron_infer.models.fused_layers import FusedLinear, Operation, Operations, Parameters
 from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm
 from megatron_infer.models.tp_collectives import Reducer
 
+Columns = tuple[Tensor, ...]
+"""gate [T, M], xBC [T, C], dt [T, H]."""
 
-class FusedMixer:
-    """One Mamba-2 mixer as four calls on live weights."""
 
-    __slots__ = ("in_proj", "layer", "norm", "norm_eps", "norm_group", "out_proj", "scan", "spec", "widths")
+class SplitColumns(Operation):
+    """The projection [T, X] -> `Columns`, which are views of it."""
+
+    __slots__ = ("widths",)
+
+    def __init__(self, spec: SsmSpec) -> None:
+        self.widths = (spec.inner_width, spec.num_channels, spec.num_heads)
+
+    def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Columns, Tensor | None]:
+        return x_TX.split(self.widths, dim=-1), residual_TD
+
+
+class Scan(Operation):
+    """`Columns` -> (y [T, M], gate)."""
+
+    __slots__ = ("layer", "scan_weights", "spec")
+
+    def __init__(self, layer: int, spec: SsmSpec, scan_weights: ScanWeights) -> None:
+        self.layer, self.spec, self.scan_weights = layer, spec, scan_weights
+
+    def run(
+        self, step: StepInputs, columns: Columns, residual_TD: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        gate_TM, xBC_TC, dt_TH = columns
+        return (step.ssm(self.layer, xBC_TC, dt_TH, self.scan_weights.weights, self.spec), gate_TM), residual_TD
+
+    def dry_run(self, columns: Columns, residual_TD: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        gate_TM = columns[0]
+        return (gate_TM.new_zeros(gate_TM.shape), gate_TM), residual_TD
+
+
+class GatedNorm(Operation):
+    """(y, gate) -> the norm of y * silu(gate), or the product alone where the mixer has no norm."""
+
+    __slots__ = ("eps", "group_size", "parameters")
+
+    def __init__(self, mixer: Any, inner_width: int) -> None:
+        self.parameters: Parameters | None = None
+        self.eps, self.group_size = 0.0, inner_width
+        if mixer.rmsnorm:
+            self.parameters, self.eps = mixer.norm._parameters, mixer.norm.eps
+            self.group_size = mixer.norm.group_size or inner_width
+
+    @property
+    def weight(self) -> Tensor | None:
+        return None if self.parameters is None else self.parameters["weight"]
+
+    def run(
+        self, step: StepInputs, x: tuple[Tensor, Tensor], residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y_TM, gate_TM = x
+        out_TM = step.ops.gated_rms_norm(y_TM, gate_TM, self.weight, self.eps, group_size=self.group_size)
+        return out_TM, residual_TD
+
+
+class FusedMixer(Operations):
+    """One Mamba-2 mixer."""
+
+    __slots__ = ("gated_norm", "scan_weights", "spec")
 
     def __init__(self, mixer: Any, name: str, *, layer: int, tp: Reducer | None) -> None:
-        self.layer = layer
         _refuse_unsupported(mixer, name)
-        self.in_proj = FusedLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
-        self.out_proj = FusedLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
+        in_proj = FusedLinear(mixer.in_proj, f"{name}.in_proj", tp=tp, norm_apart=True)
+        out_proj = FusedLinear(mixer.out_proj, f"{name}.out_proj", tp=tp)
         dt_min, dt_max = getattr(mixer, "dt_limit", (0.0, math.inf))  # megatron-core's has none
         self.spec = SsmSpec(
             num_heads=mixer.nheads_local_tp,
@@ -38,34 +94,15 @@ class FusedMixer:
             dt_min=dt_min,
             dt_max=dt_max,
         )
-        self.widths = (self.spec.inner_width, self.spec.num_channels, self.spec.num_heads)
-        self.norm: Parameters | None = None
-        self.norm_eps, self.norm_group = 0.0, self.spec.inner_width
-        if mixer.rmsnorm:
-            self.norm, self.norm_eps = mixer.norm._parameters, mixer.norm.eps
-            self.norm_group = mixer.norm.group_size or self.spec.inner_width
-        self.scan = ScanWeights(mixer)
+        self.gated_norm = GatedNorm(mixer, self.spec.inner_width)
+        self.scan_weights = ScanWeights(mixer)
         self._check_shapes(name)
-
-    def run(self, step: StepInputs, normed_TD: Tensor) -> Tensor:
-        ops = step.ops
-        gate_TM, xBC_TC, dt_TH = self.in_proj.run(ops, normed_TD).split(self.widths, dim=-1)
-        y_TM = step.ssm(self.layer, xBC_TC, dt_TH, self.scan.weights, self.spec)
-        weight = None if self.norm is None else self.norm["weight"]
-        return self.out_proj.run(
-            ops, ops.gated_rms_norm(y_TM, gate_TM, weight, self.norm_eps, group_size=self.norm_group)
-        )
-
-    def linears(self) -> Iterator[FusedLinear]:
-        yield from (self.in_proj, self.out_proj)
-
-    def weights(self) -> Iterator[Tensor]:
-        """Every 2-D weight that goes through `ops.linear`."""
-        return weights_of(self.linears())
+        scan = Scan(layer, self.spec, self.scan_weights)
+        super().__init__(*in_proj.flat(), SplitColumns(self.spec), scan, self.gated_norm, *out_proj.flat())
 
     def _check_shapes(self, name: str) -> None:
-        """The parameters are what the spec says: whoever replaced one by another shape hears of it here."""
-        spec, weights = self.spec, self.scan.weights
+        """Raise AdoptionError for a parameter whose shape is not what the spec says."""
+        spec, weights, gated_norm = self.spec, self.scan_weights.weights, self.gated_norm
         heads, channels = (spec.num_heads,), (spec.num_channels,)
         expected: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
             "conv1d.weight": (weights.conv_CW, [(spec.num_channels, spec.conv_width)]),
@@ -73,14 +110,14 @@ class FusedMixer:
             "A_log": (weights.decay_H, [heads]),
             "D": (weights.skip_H, [heads, (spec.inner_width,)]),
             "dt_bias": (weights.dt_bias_H, [heads]),
-            "norm.weight": (None if self.norm is None else self.norm["weight"], [(spec.inner_width,)]),
+            "norm.weight": (gated_norm.weight, [(spec.inner_width,)]),
         }
         for part, (tensor, shapes) in expected.items():
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 raise AdoptionError(f"{name}.{part}", f"shape {tuple(tensor.shape)}, expected {shapes[0]}")
-        if spec.inner_width % self.norm_group:
+        if spec.inner_width % gated_norm.group_size:
             raise AdoptionError(
-                f"{name}.norm", f"groups of {self.norm_group} do not divide {spec.inner_width} channels"
+                f"{name}.norm", f"groups of {gated_norm.group_size} do not divide {spec.inner_width} channels"
             )
 
 
@@ -101,7 +138,7 @@ def _refuse_unsupported(mixer: Any, name: str) -> None:
 
 
 class ScanWeights:
-    """What a mixer's scan needs of its live parameters, derived: somebody has to say when they changed.
+    """A copy of what a mixer's scan needs, derived from its live parameters; `refresh` after every change of them.
 
     fp32 parameters are aliased. What had to be computed (the decay, and parameters of another dtype) keeps its address
     from one refresh to the next.
@@ -112,7 +149,7 @@ class ScanWeights:
     def __init__(self, mixer: Any) -> None:
         own: Parameters = mixer._parameters
         conv, weight, bias = mcore.conv_parameters(mixer)
-        # The modules' own mappings: a parameter that training replaces is seen.
+        # The modules' own mappings: a parameter that training replaces is the next one read.
         self._sources: dict[str, tuple[Parameters, str]] = {
             "conv_CW": (conv, weight),
             "conv_bias_C": (conv, bias),
@@ -143,12 +180,12 @@ class ScanWeights:
         self.weights, self._owned = SsmWeights(**weights), owned  # type: ignore[arg-type]
 
     def live(self) -> SsmWeights:
-        """Derived from the parameters as they are now, taking part in autograd; the same bits as after a refresh."""
+        """Derived from the parameters as they are now, with gradients; the same bits as after a refresh."""
         found = {name: _formula(name, parameters[key]) for name, (parameters, key) in self._sources.items()}
         return SsmWeights(**found)  # type: ignore[arg-type]
 
     def differs(self) -> str | None:
-        """The first parameter that a refresh would take a change of, by name."""
+        """The name of the first parameter whose copy a refresh would change; None: none would."""
         with torch.no_grad():
             for name, (parameters, key) in self._sources.items():
                 fresh, kept = _derived(name, parameters[key]), getattr(self.weights, name)
@@ -159,7 +196,7 @@ class ScanWeights:
 
 
 def _derived(name: str, parameter: Tensor | None) -> Tensor | None:
-    """fp32 and contiguous; the parameter's own memory where nothing has to change."""
+    """fp32 and contiguous; the parameter's own memory where it is that already."""
     return _formula(name, None if parameter is None else parameter.detach())
 
 

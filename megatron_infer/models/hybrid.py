@@ -1,4 +1,4 @@
-"""Specs of hybrid decoders that run anywhere torch runs: Mamba-2 mixers, attention, MLPs and experts by a pattern."""
+"""Specs of hybrid decoders for any device of torch: Mamba-2 mixers, attention, MLPs and experts by a pattern."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ UNSUPPORTED_SYMBOLS: dict[str, str] = {
     "|": "pipeline stage boundary",
     "/": "multi-token prediction",
 }
-"""Symbols of later megatron-core versions that nothing here computes."""
+"""Symbols of later megatron-core versions that are not supported here."""
 
 
 def hybrid_pattern_error(pattern: Sequence[str], *, num_layers: int | None = None) -> str | None:
-    """What is wrong with a layer pattern ("M*-M", or a list of its symbols), None if nothing is."""
+    """The error in a layer pattern ("M*-M", or a list of its symbols); None: there is none."""
     if not pattern:
         return "the layer pattern is empty"
     known = ", ".join(f"{symbol} ({what})" for symbol, what in LAYER_SYMBOLS.items())
@@ -61,9 +61,9 @@ def check_hybrid_pattern(pattern: Sequence[str], *, num_layers: int | None = Non
 
 
 class TorchHybridStack(HybridStack):
-    """megatron-core's hybrid stack with a norm of ours at its end: its own needs Transformer Engine.
+    """megatron-core's hybrid stack with a final norm of ours, as its own needs Transformer Engine.
 
-    Raises ConfigError for a pattern that cannot be built, before anything is.
+    Raises ConfigError for a pattern that cannot be built, before it builds anything.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class MixerSubmodules:
 
 
 def hybrid_spec(config: TransformerConfig, *, norm_groups: int | None = None, **mixer_options: Any) -> ModuleSpec:
-    """A hybrid stack spec with paged layers that also trains where there is no CUDA, triton or Transformer Engine.
+    """A hybrid stack spec with paged layers that also trains without CUDA, triton or Transformer Engine.
 
     Pass it as MambaModel's `mamba_stack_spec` (HybridModel's `hybrid_stack_spec`). Parameter names are those of
     megatron-core's local modules; distributed checkpoints have the keys of its own Transformer Engine spec.
-    norm_groups and the options that megatron-core's mixer takes from no config (d_conv, bias, norm_epsilon, dt_limit,
-    ...): see `mamba.TorchMambaMixer`.
+    norm_groups and mixer_options (d_conv, bias, norm_epsilon, dt_limit, ...: options of megatron-core's mixer that are
+    in no config): see `mamba_mixer.TorchMambaMixer`.
     """
     plain = submodules_of(layer_spec(config, num_experts=None, qk_layernorm=config.qk_layernorm))
     mixer = ModuleSpec(

@@ -1,4 +1,4 @@
-"""The parts of a decoder twice: as the trainer's modules and as what the engine runs, to be compared one by one.
+"""The modules of a decoder beside the operations that the engine runs for them, to be compared one by one.
 
 Legend: S positions of one sequence, T tokens of a step, D hidden, V this rank's vocabulary, E experts.
 """
@@ -19,6 +19,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.adoption_checks import final_norm_of
+from megatron_infer.models.fused_layers import FusedNorm, Operation
 from megatron_infer.models.mcore_compat import IdentityOp, MoELayer
 from megatron_infer.models.moe import chosen_ids
 
@@ -26,113 +27,102 @@ EMBEDDING, NORM, ATTENTION, MAMBA, MLP, MOE, OUTPUT = "embedding", "norm", "atte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One piece of a model, in the order of the forward."""
+class ModuleProbe:
+    """One module of a model, in the order of the forward."""
 
     name: str
-    """As in the state dict: decoder.layers.3.self_attention."""
+    """Its name in the state dict: decoder.layers.3.self_attention."""
     kind: str
     layer: int | None
-    """Which of this rank's decoder layers, from 0; None: before or behind them."""
+    """Number of this rank's decoder layer, from 0; None: before or behind the layers."""
     module: Any
     """What the trainer runs."""
     run: Callable[[StepInputs, Tensor], Tensor]
-    """What the engine runs instead: run(step, its input [T, D]) -> [T, D] ([T, V] of the output layer)."""
+    """What the engine runs for it: run(step, its input [T, D]) -> [T, D] ([T, V] of the output layer)."""
     moe: int | None = None
-    """Which of this rank's mixture-of-experts layers."""
+    """Number of this rank's mixture-of-experts layer."""
 
 
-def parts_of(adopted: AdoptedModel) -> list[Part]:
-    """Of a whole model. Raises ModelError for a pipeline stage and for layers that are the user's own."""
+def module_probes(adopted: AdoptedModel) -> list[ModuleProbe]:
+    """The probes of a whole model. Raises ModelError for a pipeline stage and for layer classes of the user's."""
     live: Any = adopted.live
     if not (adopted.is_first_stage and adopted.is_last_stage):
         raise ModelError("the model is a stage of a pipeline: its parts cannot be compared one by one")
     foreign = adopted.foreign_layer()
     if foreign is not None:
         raise ModelError(f"{foreign} is a layer of the user's own: what is inside of it is not known")
-    parts = [Part(name="embedding", kind=EMBEDDING, layer=None, module=live.embedding, run=_embed(adopted))]
+    embed = lambda step, _: adopted.embed(step).squeeze(1)  # noqa: E731
+    probes = [ModuleProbe(name="embedding", kind=EMBEDDING, layer=None, module=live.embedding, run=embed)]
     num_moe = 0
     for number, layer in enumerate(live.decoder.layers):
-        for part in _parts_of_layer(number, layer, num_moe):
-            parts.append(part)
-            num_moe += part.kind == MOE
+        for probe in _layer_probes(number, layer, num_moe):
+            probes.append(probe)
+            num_moe += probe.kind == MOE
     where, norm = final_norm_of(live)
     if norm is not None:
-        parts.append(Part(name=where, kind=NORM, layer=None, module=norm, run=adopted.final_norm))
+        probes.append(ModuleProbe(name=where, kind=NORM, layer=None, module=norm, run=adopted.final_norm))
     logits = lambda step, x_TD: adopted.logits(x_TD, step.ops)  # noqa: E731
-    parts.append(Part(name="output_layer", kind=OUTPUT, layer=None, module=live.output_layer, run=logits))
-    return parts
+    probes.append(ModuleProbe(name="output_layer", kind=OUTPUT, layer=None, module=live.output_layer, run=logits))
+    return probes
 
 
-def _embed(adopted: AdoptedModel) -> Callable[[StepInputs, Tensor], Tensor]:
-    return lambda step, _: adopted.embed(step).squeeze(1)
+def _layer_probes(number: int, layer: Any, num_moe: int) -> Iterator[ModuleProbe]:
+    """Norms and the bodies behind them."""
+    names = (("norm", "mixer"),) if hasattr(layer, "mixer") else _TRANSFORMER
+    present = [pair for pair in names if type(getattr(layer, pair[1])) is not IdentityOp]
+    for (norm_name, name), (norm, body) in zip(present, layer.fused.blocks, strict=True):
+        before, module = getattr(layer, norm_name), getattr(layer, name)
+        probe = partial(ModuleProbe, layer=number)
+        # Where the norm is inside the linear behind it (Transformer Engine), the trainer never runs it by itself.
+        inside = type(before) is IdentityOp
+        if not inside:
+            yield probe(name=f"decoder.layers.{number}.{norm_name}", kind=NORM, module=before, run=_run_norm(norm))
+        is_moe = type(module) is MoELayer
+        yield probe(
+            name=f"decoder.layers.{number}.{name}",
+            kind=MOE if is_moe else _KINDS[name],
+            module=module,
+            run=_run_body(body, norm if inside else None),
+            moe=num_moe if is_moe else None,
+        )
 
 
-def _parts_of_layer(number: int, layer: Any, num_moe: int) -> Iterator[Part]:
-    """Norms and what stands behind them."""
-    lean, name = layer.lean, f"decoder.layers.{number}"
-    part = partial(Part, layer=number)
-    if hasattr(layer, "mixer"):
-        if not _inside(layer.norm):
-            yield part(name=f"{name}.norm", kind=NORM, module=layer.norm, run=_norm(lean.norm))
-        run = _behind(layer.norm, lean.norm, lean.body.run)
-        yield part(name=f"{name}.mixer", kind=MAMBA, module=layer.mixer, run=run)
-        return
-    attends, feeds = (type(half) is not IdentityOp for half in (layer.self_attention, layer.mlp))
-    if attends:
-        norm, run = (lean.input_norm, lean.attention.run) if feeds else (lean.norm, lean.body.run)
-        before = layer.input_layernorm
-        if not _inside(before):
-            yield part(name=f"{name}.input_layernorm", kind=NORM, module=before, run=_norm(norm))
-        run = _behind(before, norm, run)
-        yield part(name=f"{name}.self_attention", kind=ATTENTION, module=layer.self_attention, run=run)
-    if feeds:
-        norm, run = (lean.mlp_norm, lean.mlp.run_step) if attends else (lean.norm, lean.body.run)
-        moe = num_moe if type(layer.mlp) is MoELayer else None
-        kind = MLP if moe is None else MOE
-        before = layer.pre_mlp_layernorm
-        if not _inside(before):
-            yield part(name=f"{name}.pre_mlp_layernorm", kind=NORM, module=before, run=_norm(norm))
-        run = _behind(before, norm, run)
-        yield part(name=f"{name}.mlp", kind=kind, module=layer.mlp, run=run, moe=moe)
+_TRANSFORMER = (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp"))
+"""Norm and body by their names in a layer, in order."""
+_KINDS = {"self_attention": ATTENTION, "mlp": MLP, "mixer": MAMBA}
 
 
-def _inside(before: Any) -> bool:
-    """The norm is inside the linear behind it (Transformer Engine): the trainer never runs it by itself."""
-    return type(before) is IdentityOp
+def _run_norm(norm: FusedNorm) -> Callable[[StepInputs, Tensor], Tensor]:
+    return lambda step, x_TD: norm.norm(step.ops, x_TD)
 
 
-def _behind(
-    before: Any, norm: Any, run: Callable[[StepInputs, Tensor], Tensor]
-) -> Callable[[StepInputs, Tensor], Tensor]:
-    """As the trainer's module has it: with the norm that is inside of it."""
-    return (lambda step, x_TD: run(step, norm.run(step.ops, x_TD))) if _inside(before) else run
-
-
-def _norm(lean: Any) -> Callable[[StepInputs, Tensor], Tensor]:
-    return lambda step, x_TD: lean.run(step.ops, x_TD)
+def _run_body(body: Operation, norm: FusedNorm | None) -> Callable[[StepInputs, Tensor], Tensor]:
+    """norm: the one that the trainer's module has inside; None: it has none."""
+    return lambda step, x_TD: body.run(step, x_TD if norm is None else norm.norm(step.ops, x_TD), None)[0]
 
 
 @dataclass(slots=True, kw_only=True)
-class Trace:
-    """What a trainer's forward over one sequence took in and gave, by the name of the part."""
+class ForwardTrace:
+    """Inputs and outputs of the modules in a trainer's forward over one sequence, by the probe's name."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     layers: list[Tensor] = field(default_factory=list)
     """The residual stream behind each decoder layer, [S, D]."""
     logits_from: int = 0
-    """Of the output layer there are only outputs from this position on."""
+    """The output layer has outputs from this position on only."""
     experts: dict[str, Tensor] = field(default_factory=dict)
-    """int64 [S, K], ascending: where the router of a mixture-of-experts layer sent each position."""
+    """int64 [S, K], ascending: the experts that the router of a mixture-of-experts layer chose for each position."""
 
 
 @torch.no_grad()
-def trace(model: Any, parts: Sequence[Part], ids: Sequence[int], *, tp: Any, logits_from: int = 0) -> Trace:
-    """Run the stock modules over one sequence and keep what passes; the caller has set modes and flags.
+def trace_forward(
+    model: Any, probes: Sequence[ModuleProbe], ids: Sequence[int], *, tp: Any, logits_from: int = 0
+) -> ForwardTrace:
+    """Run the stock modules over one sequence and keep their inputs and outputs; the caller sets modes and flags.
 
-    tp: the group that tensors are split over, None for one process. Where sequence parallelism spreads positions over
-    its ranks they are gathered: every rank has all, but of the logits its own part of the vocabulary.
+    tp: the group that tensors are split over, None for one process. Where sequence parallelism divides positions over
+    its ranks they are gathered: every rank gets all positions, but of the logits its own part of the vocabulary.
     """
     size = 1 if tp is None else tp.size()
     length = len(ids)
@@ -140,52 +130,64 @@ def trace(model: Any, parts: Sequence[Part], ids: Sequence[int], *, tp: Any, log
     device = next(model.parameters()).device
     ids_1S = torch.zeros(1, padded, dtype=torch.int64, device=device)
     ids_1S[0, :length] = torch.tensor(list(ids))
-    found = Trace(logits_from=logits_from)
+    found = ForwardTrace(logits_from=logits_from)
 
     def whole(x: Tensor) -> Tensor:
         x = x.detach()
         if x.shape[0] * size == padded and size > 1:
-            pieces = [torch.empty_like(x) for _ in range(size)]
-            dist.all_gather(pieces, x.contiguous(), group=tp)
-            x = torch.cat(pieces)
+            parts = [torch.empty_like(x) for _ in range(size)]
+            dist.all_gather(parts, x.contiguous(), group=tp)
+            x = torch.cat(parts)
         return x[:length].clone()
 
     with contextlib.ExitStack() as stack:
 
-        def listen(module: Any, heard: Callable[..., None]) -> None:
-            stack.callback(module.register_forward_hook(heard, with_kwargs=True).remove)
+        def add_hook(module: Any, hook: Callable[..., None]) -> None:
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
-        for part in parts:
-            listen(part.module, partial(_hear, found, part, whole))
-            if part.kind == MOE:
-                listen(part.module.router, partial(_hear_router, found, part, whole))
+        for probe in probes:
+            add_hook(probe.module, partial(_keep, found, probe, whole))
+            if probe.kind == MOE:
+                add_hook(probe.module.router, partial(_keep_routing, found, probe, whole))
         for layer in model.decoder.layers:
-            listen(layer, lambda _m, _a, _k, out: found.layers.append(whole(_first(out)[:, 0])))
+            add_hook(layer, lambda _m, _a, _k, out: found.layers.append(whole(_first(out)[:, 0])))
         model(ids_1S, torch.arange(padded, device=device)[None], None)
-    missing = [part.name for part in parts if part.name not in found.outputs]
+    missing = [probe.name for probe in probes if probe.name not in found.outputs]
     if missing:
         raise ModelError(f"the trainer's forward did not call {', '.join(missing)}")
     return found
 
 
-def _hear(
-    found: Trace, part: Part, whole: Callable[[Tensor], Tensor], _: Any, args: Any, kwargs: dict[str, Any], out: Any
+def _keep(
+    found: ForwardTrace,
+    probe: ModuleProbe,
+    whole: Callable[[Tensor], Tensor],
+    _: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    out: Any,
 ) -> None:
-    if part.kind != EMBEDDING:
+    if probe.kind != EMBEDDING:
         given = args[0] if args else next(value for value in kwargs.values() if torch.is_tensor(value))
-        found.inputs[part.name] = whole(given[:, 0])
+        found.inputs[probe.name] = whole(given[:, 0])
     value, bias = _first(out), out[1] if isinstance(out, tuple) and len(out) > 1 else None
-    if part.kind == OUTPUT:  # never split over positions
-        length = len(found.inputs[part.name])
-        found.outputs[part.name] = value.detach()[found.logits_from : length, 0].clone()
+    if probe.kind == OUTPUT:  # never divided over positions
+        length = len(found.inputs[probe.name])
+        found.outputs[probe.name] = value.detach()[found.logits_from : length, 0].clone()
         return
-    found.outputs[part.name] = whole((value + bias if torch.is_tensor(bias) else value)[:, 0])
+    found.outputs[probe.name] = whole((value + bias if torch.is_tensor(bias) else value)[:, 0])
 
 
-def _hear_router(
-    found: Trace, part: Part, whole: Callable[[Tensor], Tensor], router: Any, args: Any, kwargs: Any, out: Any
+def _keep_routing(
+    found: ForwardTrace,
+    probe: ModuleProbe,
+    whole: Callable[[Tensor], Tensor],
+    router: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
 ) -> None:
-    found.experts[part.name] = whole(chosen_ids(out[1], router.topk))
+    found.experts[probe.name] = whole(chosen_ids(out[1], router.topk))
 
 
 def _first(out: Any) -> Tensor:

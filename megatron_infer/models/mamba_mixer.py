@@ -1,8 +1,8 @@
-"""A Mamba-2 mixer that trains anywhere torch runs and, with a step, serves from state slots.
+"""A Mamba-2 mixer that trains on any device of torch and, with a step, generates from state slots.
 
-`SlottedMambaMixer` has the constructor contract, parameters and checkpoint keys of megatron-core's MambaMixer, which
-cannot even be imported without triton: checkpoints go both ways. A live stock mixer is given the same second way
-through by `paged_mixer_class`; nothing of its own changes.
+`SlottedMambaMixer` has the constructor arguments, parameters and checkpoint keys of megatron-core's MambaMixer, which
+cannot be imported without triton: each loads the other's checkpoints. `paged_mixer_class` gives a live stock mixer the
+same second forward and changes nothing else.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from megatron_infer.models.fused_mixer import FusedMixer
 
 NORM_EPS = 1e-5
-"""megatron-core's; it has no option for it."""
+"""megatron-core's epsilon, for which it has no option."""
 _STOCK_MODULE = "megatron.core.ssm.mamba_mixer"
 
 
 class PagedMixer:
-    """Mixed into Mamba mixers: with a step, the recurrent state is read from and written to the step's slots."""
+    """Mixed into Mamba mixers: with a step, the recurrent state is that in the step's slots."""
 
-    lean: FusedMixer | None = None
+    fused: FusedMixer | None = None
     """Set by `adopt`."""
 
     def forward(
@@ -44,8 +44,8 @@ class PagedMixer:
         if not is_step(inference_context):
             return super().forward(hidden_states, inference_context, *args, **kwargs)  # type: ignore[misc]
         require_inference(self)  # type: ignore[arg-type]
-        lean: FusedMixer = bound(self.lean, self)
-        return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
+        return out_TD.unsqueeze(1), None
 
 
 def is_stock_mixer(cls: type) -> bool:
@@ -69,7 +69,7 @@ def paged_mixer_class(mixer: type) -> type:
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """RMS norm of y * silu(gate) over groups of channels; parameter and checkpoint key as megatron-core's."""
+    """RMS norm of y * silu(gate) over groups of channels, with megatron-core's parameter and checkpoint key."""
 
     def __init__(
         self, width: int, *, group_size: int, dtype: torch.dtype, device: Any, tp_group: Any, eps: float = NORM_EPS
@@ -91,10 +91,10 @@ class TorchMambaMixer(mcore.MegatronModule):
     """Mamba-2 in differentiable torch: convolution, chunked scan, gated norm. [S, b, D] -> ([S, b, D], None).
 
     Arguments are those of megatron-core's MambaMixer; sizes come from the config (mamba_state_dim, mamba_head_dim,
-    mamba_num_groups, mamba_num_heads). norm_groups: runs of channels that are normed together, counted over all ranks;
-    None is mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm, for
-    which megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is
-    clamped to. `name` is what 0.19 calls the module in its logs. Raises ConfigError for sizes that do not divide.
+    mamba_num_groups, mamba_num_heads). norm_groups: groups of channels with a norm of their own, counted over all
+    ranks; None is mamba_num_groups, as in megatron-core; 1 is one norm over all channels. norm_epsilon: of that norm,
+    for which megatron-core has no option. bias: of both projections. dt_limit: the range that softplus(dt + bias) is
+    clamped to. `name` is the module's name in the logs of 0.19. Raises ConfigError for sizes that do not divide.
     Source: Mamba-2, arXiv:2405.21060.
     """
 
@@ -132,7 +132,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         num_heads = config.mamba_num_heads or _divided(expand * d_model, self.headdim, "expand * d_model", "head dim")
         self._set_shares(num_heads, config.mamba_num_groups)
         self.rmsnorm, self.chunk_size, self.dt_limit = rmsnorm, chunk_size, dt_limit
-        # In megatron-core's order: with equal seeds equal weights.
+        # In megatron-core's order, so that equal seeds give equal weights.
         self.in_proj = self._project_in(submodules.in_proj, d_model, bias)
         with _generator(config):
             self.conv1d = self._convolution(conv_init, conv_bias)
@@ -153,7 +153,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         inference_params: Any = None,
         packed_seq_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Whole sequences from an empty state; packed ones (one sequence axis, cu_seqlens) each from its own.
+        """Whole sequences, each from an empty state; packed ones have one sequence axis and cu_seqlens.
 
         Raises NotImplementedError for a context of megatron-core's own inference.
         """
@@ -165,12 +165,12 @@ class TorchMambaMixer(mcore.MegatronModule):
         if packed_seq_params is None:
             y = self._mix(projected)
         else:
-            pieces = projected.split(_packed_lengths(packed_seq_params, projected), dim=0)
-            y = torch.cat([self._mix(piece) for piece in pieces])
+            sequences = projected.split(_packed_lengths(packed_seq_params, projected), dim=0)
+            y = torch.cat([self._mix(sequence) for sequence in sequences])
         return self.out_proj(y)
 
     def _mix(self, projected: Tensor) -> Tensor:
-        """[S, b, z x B C dt] -> [S, b, M], every sequence from an empty state."""
+        """[S, b, z x B C dt] -> [S, b, M], each sequence from an empty state."""
         width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         wide = torch.promote_types(projected.dtype, torch.float32)
         gate, inputs, dt = projected.split((width, width + 2 * state, self.nheads_local_tp), dim=-1)
@@ -197,7 +197,7 @@ class TorchMambaMixer(mcore.MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Checkpoint keys of megatron-core's MambaMixer: in_proj and conv1d in the parts that ranks hold each."""
+        """Checkpoint keys of megatron-core's MambaMixer: in_proj and conv1d in parts, each divided over the ranks."""
         width, state = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         keys = dict.fromkeys(("A_log", "dt_bias", "D"), 0)
         sharded = mcore.sharded_tensors(self, prefix, keys, sharded_offsets, metadata, self.tp_group, recurse=False)
@@ -220,7 +220,7 @@ class TorchMambaMixer(mcore.MegatronModule):
         return sharded
 
     def _set_shares(self, num_heads: int, num_groups: int) -> None:
-        """What of heads and groups is this rank's."""
+        """This rank's heads and groups."""
         ranks = self.tp_group.size()
         _divided(num_heads, num_groups, "mamba heads", "mamba_num_groups")
         self.nheads_local_tp = _divided(num_heads, ranks, "mamba heads", "tensor-parallel ranks")
@@ -280,15 +280,15 @@ class TorchMambaMixer(mcore.MegatronModule):
         if ranks > 1:
             conv.in_channels = conv.out_channels = conv.groups = sum(parts)
             for key, whole in list(conv.named_parameters()):
-                pieces = whole.detach().split([ranks * part for part in parts])
-                mine = torch.cat([piece.chunk(ranks)[self.tp_group.rank()] for piece in pieces])
+                whole_parts = whole.detach().split([ranks * part for part in parts])
+                mine = torch.cat([part.chunk(ranks)[self.tp_group.rank()] for part in whole_parts])
                 setattr(conv, key, torch.nn.Parameter(mine))
         return conv
 
     def _init_scan(
         self, dt_range: tuple[float, float, float], decay_range: tuple[float, float], wide_skip: bool
     ) -> None:
-        """dt_bias, A_log and D of this rank's heads, as megatron-core draws them; A_log and D are fp32 always."""
+        """dt_bias, A_log and D of this rank's heads, as megatron-core draws them; A_log and D are always fp32."""
         low, high, floor = dt_range
         ranks, device = self._ranks_drawn(), _device(self.config)
         heads = self.nheads_local_tp * ranks
@@ -318,13 +318,13 @@ class TorchMambaMixer(mcore.MegatronModule):
         )
 
     def _ranks_drawn(self) -> int:
-        """Of how many ranks each rank draws the weights: all with CPU initialization, as megatron-core's linears do
-        (so that weights do not depend on the number of ranks), else its own."""
+        """The number of ranks whose weights each rank draws: all with CPU initialization, as in megatron-core's linears
+        (so that weights do not depend on the number of ranks), else 1, itself."""
         return self.tp_group.size() if self.config.use_cpu_initialization else 1
 
 
 class SlottedMambaMixer(PagedMixer, TorchMambaMixer):
-    """The mixer of `hybrid_spec`: trains as TorchMambaMixer, serves from state slots once adopted."""
+    """The mixer of `hybrid_spec`: trains as TorchMambaMixer, generates from state slots once adopted."""
 
 
 def _divided(whole: int, parts: int, what: str, by: str) -> int:
@@ -340,9 +340,9 @@ def _device(config: mcore.TransformerConfig) -> torch.device:
 
 
 def _generator(config: mcore.TransformerConfig) -> Any:
-    """The generator of tensor-parallel weights, which each rank draws by itself; the global one on a CPU.
+    """A context with the generator of tensor-parallel weights, which differs per rank; the global one on a CPU.
 
-    Weights that are going to be loaded need none: whoever loads a model to serve it has seeded no generators.
+    Weights that will be loaded need none: a program that serves a model has seeded no generators.
     """
     if config.use_cpu_initialization or not config.perform_initialization:
         return nullcontext()
@@ -350,7 +350,7 @@ def _generator(config: mcore.TransformerConfig) -> Any:
 
 
 def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:
-    """Lengths of the sequences laid end to end; tokens behind the last are one more, as in megatron-core."""
+    """Lengths of the sequences end to end; tokens behind the last are one more sequence, as in megatron-core."""
     if projected.shape[1] != 1:
         raise ModelError(f"packed sequences lie in one batch entry, got {projected.shape[1]}")
     padded = getattr(packed, "cu_seqlens_q_padded", None)
@@ -360,7 +360,7 @@ def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:
 
 
 def _split(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:
-    """Replace a tensor by a factory that saves its parts under keys of their own: `key.z`, `key.x`, ..."""
+    """Replace a tensor by a factory that saves its parts under separate keys: `key.z`, `key.x`, ..."""
     whole = sharded[key]
     blank = whole.without_data()
 
@@ -372,14 +372,14 @@ def _split(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:
         present = dataclasses.replace(blank, **changed)
         out, start = [], 0
         for part, size in parts.items():
-            for piece in present.narrow(0, start, size):
-                piece.key = f"{piece.key}.{part}"
-                out.append(piece)
+            for narrowed in present.narrow(0, start, size):
+                narrowed.key = f"{narrowed.key}.{part}"
+                out.append(narrowed)
             start += size
         return out
 
     @torch.no_grad()
-    def merge(pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(pieces))
+    def merge(found: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(found))
 
     sharded[key] = mcore.ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

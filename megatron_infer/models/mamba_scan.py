@@ -1,7 +1,7 @@
-"""The Mamba-2 recurrence as differentiable torch calls, for training anywhere torch runs.
+"""The Mamba-2 recurrence as differentiable torch calls, for training on any device of torch.
 
 Legend: S positions, b sequences, C convolution channels, W taps, H heads, P head dim, M = H*P, G groups, N state dim,
-Q positions of a chunk, K chunks, J heads of a group. Everything is at least fp32, whatever comes in.
+Q positions of a chunk, K chunks, J heads of a group. The arithmetic is at least fp32, whatever the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def causal_conv(x_SbC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tens
     """Depthwise convolution over each position and the W - 1 before it, zeros before the first -> [S, b, C]."""
     length, taps = x_SbC.shape[0], weight_CW.shape[1]
     padded = F.pad(x_SbC, (0, 0, 0, 0, taps - 1, 0))
-    # W products and sums: torch's depthwise convolution is slower here, and its bits depend on the batch
+    # W products and sums: torch's depthwise convolution is slower here, and its bits depend on the batch.
     mixed = padded[:length] * weight_CW[:, 0]
     for tap in range(1, taps):
         mixed = mixed + padded[tap : tap + length] * weight_CW[:, tap]
@@ -27,15 +27,15 @@ def chunk_scan(
 ) -> Tensor:
     """y[t] = c[t] . h[t] with h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] b[t]^T and h before the first 0 -> [S, b, H, P].
 
-    dt is after softplus; any S. Inside a chunk it is attention with decaying weights, between chunks a recurrence over
-    S / chunk states. Memory grows with S * chunk * H.
+    dt is after softplus; S is any length. Inside a chunk this is attention with decaying weights, between chunks a
+    recurrence over S / chunk states. Memory grows with S * chunk * H.
     Source: state-space duality, arXiv:2405.21060, section 6.
     """
     length, groups = x_SbHP.shape[0], b_SbGN.shape[2]
     pad = -length % chunk
 
     def chunked(x: Tensor, *heads: int) -> Tensor:
-        """[S, b, ...] -> [b, K, Q, ...]; padding has dt = 0: it neither decays the state nor adds to it."""
+        """[S, b, ...] -> [b, K, Q, ...]; padding has dt = 0, so that it neither decays the state nor adds to it."""
         x = F.pad(x, (*[0, 0] * (x.ndim - 1), 0, pad)).transpose(0, 1)
         return x.unflatten(1, (-1, chunk)).unflatten(3, heads) if heads else x.unflatten(1, (-1, chunk))
 
@@ -54,15 +54,15 @@ def chunk_scan(
     for k in range(x.shape[1]):
         before.append(state)
         state = whole[:, k] * state + added[:, k]
-    token_details = torch.exp(step.cumsum(-1))
-    y = y + torch.einsum("bkqgn,bkgjpn,bkgjq->bkqgjp", c_KQGN, torch.stack(before, 1), token_details)
+    from_start = torch.exp(step.cumsum(-1))
+    y = y + torch.einsum("bkqgn,bkgjpn,bkgjq->bkqgjp", c_KQGN, torch.stack(before, 1), from_start)
     return y.flatten(1, 2)[:, :length].flatten(2, 3).transpose(0, 1)
 
 
 def _segment_sums(step: Tensor) -> Tensor:
     """[..., Q] -> [..., Q, Q]: entry (q, s) is step[s + 1] + ... + step[q], -inf above the diagonal.
 
-    Each sum is taken by itself: the difference of two long prefix sums would lose the digits of a short one.
+    Each sum is computed by itself: the difference of two long prefix sums would lose the digits of a short one.
     """
     size = step.shape[-1]
     below = torch.ones(size, size, dtype=torch.bool, device=step.device).tril(-1)
@@ -71,7 +71,7 @@ def _segment_sums(step: Tensor) -> Tensor:
 
 
 def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group_size: int) -> Tensor:
-    """RMS norm of y * silu(gate) over each run of group_size channels -> y's dtype; the product without a weight."""
+    """RMS norm of y * silu(gate) over each group of group_size channels -> y's dtype; without a weight the product."""
     wide = torch.promote_types(y.dtype, torch.float32)
     out = y.to(wide) * F.silu(gate.to(wide))
     if weight is not None:

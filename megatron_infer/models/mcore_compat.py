@@ -1,8 +1,8 @@
-"""Everything that depends on which megatron-core is installed, and the quiet import of it.
+"""What depends on the installed version of megatron-core, and its import without notices.
 
-Works with 0.16.0 to 0.19.2 from one source. Importing this module imports megatron-core without the notices it prints
-about optional packages; the filters are scoped to the import, so a user's own settings are as before afterwards.
-Import classes of megatron-core from here or after this module.
+Works with 0.16.0 to 0.19.2. Importing this module imports megatron-core without its notices about optional packages;
+the filters are scoped to the import, so that a user's own settings do not change. Import classes of megatron-core from
+here or after this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from megatron_infer.utils.gc_pause import no_collection
 
-os.environ.setdefault("NO_VCS_VERSION", "1")  # 0.19 would run `git rev-parse` in whatever directory we are in
+os.environ.setdefault("NO_VCS_VERSION", "1")  # else 0.19 runs `git rev-parse` in the current directory
 
 with warnings.catch_warnings(), no_collection():
     warnings.filterwarnings(
@@ -70,7 +70,7 @@ with warnings.catch_warnings(), no_collection():
         sharded_state_dict_default,
     )
 
-    try:  # 0.19 calls what was Mamba hybrid
+    try:  # 0.19 has renamed Mamba to hybrid
         from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:
@@ -89,7 +89,7 @@ _NOISE = ("GPTModel IS DEPRECATED", "Rewrapping ModuleSpec", "MambaModel has bee
 
 
 class _DropDeprecations(logging.Filter):
-    """Drops notices about our use of classes that megatron-core still supports; every other record passes."""
+    """Drops notices that classes used here, which megatron-core supports, are deprecated; other records pass."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(_NOISE)
@@ -107,56 +107,56 @@ def version() -> tuple[int, ...]:
 
 
 def submodules_of(spec: Any) -> Any:
-    """The submodules of a spec slot: a ModuleSpec, or in 0.19 a partial of a builder. They can be written to."""
+    """The submodules of a spec slot, writable. The slot holds a ModuleSpec, or in 0.19 a partial of a builder."""
     if isinstance(spec, functools.partial):
         return spec.keywords["submodules"]
     return spec.submodules
 
 
 def spec_module(spec: Any) -> Any:
-    """The class a spec slot builds: of a ModuleSpec, of a partial (0.19), or the class itself."""
+    """The class that a spec slot builds; the slot holds a ModuleSpec, a partial (0.19) or the class."""
     if isinstance(spec, functools.partial):
         return spec.func
     return getattr(spec, "module", spec)
 
 
 def known_wrappers() -> tuple[type, ...]:
-    """Wrappers around a model that change neither its parameters' shapes nor its forward."""
+    """Wrappers that change neither the shapes of a model's parameters nor its forward."""
     from megatron.core.distributed import DistributedDataParallel
 
     return (DistributedDataParallel, Float16Module, torch.nn.parallel.DistributedDataParallel)
 
 
 def inference_mode() -> Any:
-    """The class whose flag says, process-wide, that an engine uses the model; None before 0.19."""
+    """The class whose process-wide flag says that an engine uses the model; None before 0.19."""
     from megatron.core.inference import utils
 
     return getattr(utils, "InferenceMode", None)
 
 
 def layer_offset(config: TransformerConfig, pp_rank: int | None = None) -> int:
-    """Layers of the pipeline stages before this one; None asks the global state for the stage."""
+    """Layers of the pipeline stages before this one; None takes the stage from the global state."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     return get_transformer_layer_offset(config, pp_rank=pp_rank)
 
 
 def config_fields() -> set[str]:
-    """Names that TransformerConfig accepts in this version."""
+    """The fields of TransformerConfig in this version."""
     return {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def topk_routing() -> Callable[..., Any]:
-    """megatron-core's top-k routing function (the same one `TopKRouter.routing` calls)."""
+    """megatron-core's top-k routing function, which `TopKRouter.routing` calls."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     return topk_routing_with_score_function
 
 
 def conv_parameters(mixer: Any) -> tuple[dict[str, Any], str, str]:
-    """(live mapping, name of the weight, name of the bias) of a Mamba mixer's convolution, whichever way it is held.
+    """(live mapping, name of the weight, name of the bias) of a Mamba mixer's convolution.
 
-    0.19's mixer holds the parameters itself.
+    In 0.19 the parameters are the mixer's own, before that those of a module.
     """
     if "conv1d_weight" in mixer._parameters:
         return mixer._parameters, "conv1d_weight", "conv1d_bias"
@@ -164,7 +164,7 @@ def conv_parameters(mixer: Any) -> tuple[dict[str, Any], str, str]:
 
 
 def moe_layer_classes() -> tuple[type, ...]:
-    """Stock layer classes that differ from TransformerLayer only in how they are captured in CUDA graphs."""
+    """Stock layer classes that differ from TransformerLayer only in their capture in CUDA graphs."""
     from megatron.core.transformer import transformer_layer
 
     found = getattr(transformer_layer, "MoETransformerLayer", None)
@@ -181,7 +181,7 @@ def sharded_tensors(
     *,
     recurse: bool = True,
 ) -> dict[str, Any]:
-    """A module's parameters for a distributed checkpoint; axes: which of them are split over tensor ranks, and how."""
+    """A module's parameters for a distributed checkpoint; axes: name -> axis split over tensor-parallel ranks."""
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     state: dict[str, Any] = {}
     if recurse:

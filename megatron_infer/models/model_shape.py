@@ -1,4 +1,4 @@
-"""What sizes depend on, read off a model whose layers are known."""
+"""The sizes of a live model whose layers are known."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.models.layer_plan import LayerPlan
+from megatron_infer.models.layer_adoption import LayerAdoption
 
 
 def model_shape(
     model: Any,
-    layers: Sequence[LayerPlan],
+    layers: Sequence[LayerAdoption],
     vocab_size: int | None,
     state_config: MambaInferenceStateConfig | None,
 ) -> ModelShape:
-    """Raises AdoptionError where one cache could not hold all layers, and for dtypes that are not served."""
+    """Raises AdoptionError where one cache cannot hold all layers, and for unsupported dtypes."""
     attends = _same_heads(layers)
     dtype = _dtype(layers, model.config.params_dtype)
     padded = model.vocab_size
@@ -31,14 +31,14 @@ def model_shape(
     return ModelShape(
         num_layers=len(layers),
         num_attention_layers=sum(layer.attention is not None for layer in layers),
-        # One head of nothing where no layer attends: no key is ever stored.
+        # Without attention layers: one head of width 1; no key is ever stored.
         num_query_heads=1 if attends is None else attends.num_kv_heads * attends.group_size,
         num_kv_heads=1 if attends is None else attends.num_kv_heads,
         head_dim=1 if attends is None else attends.head_dim,
         hidden_size=model.config.hidden_size,
         vocab_size=padded if vocab_size is None else vocab_size,
         padded_vocab_size=padded,
-        # Rotary angles exist for any position, but the model was trained for max_sequence_length of them.
+        # Rotary angles exist for any position, but the model was trained for max_sequence_length positions.
         max_position=learned.weight.shape[0] if learned is not None else model.max_sequence_length,
         kv_dtype_bytes=dtype.itemsize,
         dtype=name,
@@ -55,12 +55,12 @@ def _is_stage(model: Any) -> bool:
     return not (model.pre_process and model.post_process)
 
 
-def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
+def _same_heads(layers: Sequence[LayerAdoption]) -> AttendSpec | None:
     first: AttendSpec | None = None
     for layer in layers:
         if layer.attention is None:
             continue
-        spec = layer.attention.spec
+        spec = layer.attention.attend.spec
         first = spec if first is None else first
         if (spec.num_kv_heads, spec.group_size, spec.head_dim) != (
             first.num_kv_heads,
@@ -71,8 +71,8 @@ def _same_heads(layers: Sequence[LayerPlan]) -> AttendSpec | None:
     return first
 
 
-def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
-    """Of the layers; `default` in a pipeline stage without any."""
+def _dtype(layers: Sequence[LayerAdoption], default: torch.dtype) -> torch.dtype:
+    """The dtype of the layers; `default` in a pipeline stage without layers."""
     dtypes = {weight.dtype for layer in layers for weight in layer.weights()} or {default}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -81,7 +81,7 @@ def _dtype(layers: Sequence[LayerPlan], default: torch.dtype) -> torch.dtype:
 
 
 def _state(
-    model: Any, layers: Sequence[LayerPlan], config: MambaInferenceStateConfig | None, *, default_dtype: str
+    model: Any, layers: Sequence[LayerAdoption], config: MambaInferenceStateConfig | None, *, default_dtype: str
 ) -> StateShape | None:
     mixers = [(f"{layer.name}.mixer", layer.mixer.spec) for layer in layers if layer.mixer is not None]
     if not mixers:

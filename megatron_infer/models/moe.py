@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in the lean path: route, then one pass over the local experts that were chosen."""
+"""Mixture-of-experts layers on live weights: route, then one pass over the chosen experts of this rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertChoice, ExpertsBackend, ExpertWeights, RoutingRules
-from megatron_infer.models.fused_layers import FusedLinear, FusedMLP
+from megatron_infer.models.fused_layers import FusedLinear, FusedMLP, Operation
 from megatron_infer.models.mcore_compat import (
     MLP,
     MoELayer,
@@ -30,9 +30,9 @@ from megatron_infer.models.te_apex import is_grouped_experts
 from megatron_infer.models.tp_collectives import Reducer
 
 DENSE_TOKENS = 128
-"""Tokens that a GPU multiplies by a weight in about the time it reads it."""
+"""Tokens that a GPU multiplies by a weight in about the time that it reads the weight."""
 DENSE_SHARE = 0.5
-"""Choices of a step for each expert there is, from which on reading all experts is no great loss."""
+"""Choices per expert in a step from which on reading all experts costs little more than reading the chosen ones."""
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -66,11 +66,11 @@ class DeviceAgnosticRouter(TopKRouter):
         return gating_logits(self, input)
 
 
-class FusedExperts:
+class FusedExperts(Operation):
     """Router, this rank's experts and the shared experts of one MoE layer.
 
-    Experts on several ranks: every rank routes every token alike, runs its own experts on those that chose them, and
-    the ranks' sums are added up. Nobody sends a token anywhere, waits for a peer to have work, or has to be told of it.
+    With experts on several ranks, every rank routes every token alike, runs its own experts on the tokens that chose
+    them, and the ranks' sums are added. No token is sent to another rank, and no rank waits for another to have work.
     """
 
     __slots__ = (
@@ -88,15 +88,15 @@ class FusedExperts:
     )
 
     def __init__(self, moe: MoELayer, name: str, *, tp: Reducer | None) -> None:
-        """tp: the ranks that the shared experts are split over. The others' ranks are the layer's own."""
+        """tp: the ranks that the shared experts are split over. The layer knows the ranks of the others itself."""
         _refuse_unsupported(moe, name)
         self.router = moe.router
         self.layer = 0
-        """Which mixture-of-experts layer of this rank it is; set by `adopt`."""
+        """Its number among this rank's mixture-of-experts layers; set by `adopt`."""
         self.route, self.rules = topk_routing(), _rules_of(moe.router)
         self.reduce = Reducer.of(expert_ranks(moe))
         self.first: int = moe.local_expert_indices[0]
-        # An expert may be split over ranks itself (expert tensor parallel): its part of the sum is added up with all.
+        # An expert may be split over ranks itself (expert tensor parallel): its parts are added up with the others.
         where, each = f"{name}.experts", {"tp": None, "weighted": True}
         if is_grouped_experts(moe.experts):
             count = moe.experts.num_local_experts
@@ -109,39 +109,38 @@ class FusedExperts:
             fc2=[expert.fc2.parameters for expert in self.experts],
             first=self.first,
             top_k=moe.router.topk,
-            activate=self.experts[0].activate,
+            activate=self.experts[0].activation.activate,
         )
         self.shared_module: Any = moe.shared_experts
         self.shared = None
         self.shared_with_experts = self.reduce is None
-        """The shared experts' product is added up along with the experts', or is whole where nothing is added up."""
+        """Their product is summed over the ranks with that of the experts, or each rank has all of both."""
         if self.shared_module is not None:
             if self.reduce is not None and tp is not None and self.reduce.members() == tp.members():
                 tp, self.shared_with_experts = None, True
             self.shared = FusedMLP(self.shared_module, f"{name}.shared_experts", tp=tp)
 
-    def run_step(self, step: StepInputs, x_TD: Tensor) -> Tensor:
-        ops = step.ops
+    def run(self, step: StepInputs, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         add = self._routed(step, x_TD)
-        # Each rank goes on with its own part of the experts: autograd adds up what comes back.
+        # Each rank goes on with its own part of the experts: autograd adds up the gradients.
         own_TD = x_TD if self.reduce is None else self.reduce.spread(x_TD)
-        shared_TD = None if self.shared is None else self._shared(ops, own_TD if self.shared_with_experts else x_TD)
+        shared_TD = None if self.shared is None else self._shared(step, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
         out_TD = shared_TD if starts else torch.zeros_like(x_TD)
         assert out_TD is not None
         add(own_TD, out_TD)
         if self.reduce is not None:
             out_TD = self.reduce.all_reduce(out_TD)
-        return out_TD if starts or shared_TD is None else out_TD + shared_TD
+        return (out_TD if starts or shared_TD is None else out_TD + shared_TD), residual_TD
 
     def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Choose each token's experts, and tell who asks -> what adds this rank's answers: add(own_TD, out_TD)."""
+        """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD)."""
         ops, logits_TE = step.ops, self._logits(step.ops, x_TD)
-        if (together := self._together(ops, x_TD.dtype)) is not None:
-            choice = self._choose_together(together, ops, logits_TE)
+        if (grouped := self._grouped_backend(ops, x_TD.dtype)) is not None:
+            choice = self._grouped_choice(grouped, ops, logits_TE)
             if step.routing_TLK is not None:
                 step.routing_TLK[:, self.layer] = choice.ids_TK
-            return lambda own_TD, out_TD: together.add(ops, own_TD, choice, self.grouped, out_TD)
+            return lambda own_TD, out_TD: grouped.add(ops, own_TD, choice, self.grouped, out_TD)
         probs_TE, chosen_TE = self._choose(ops, logits_TE)
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
@@ -150,74 +149,75 @@ class FusedExperts:
         return functools.partial(self._add_all if step.is_padded else self._add_each, ops, chosen_TE, probs_TE)
 
     def _add_each(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
-        """One expert after the other, on the tokens that chose it: the host waits to hear how many they are."""
-        for expert, lean in enumerate(self.experts, self.first):
+        """One expert after the other, each on the tokens that chose it: the host waits for their number."""
+        for expert, mlp in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
                 continue
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            out = self._of_all(ops, lean, own_TD.index_select(0, tokens), weight_T1)
+            out = self._weighted(ops, mlp, own_TD.index_select(0, tokens), weight_T1)
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
 
     def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
-        """One expert after the other, each on all tokens: nobody asks who chose it (see `asks_host`)."""
-        for expert, lean in enumerate(self.experts, self.first):
+        """One expert after the other, each on all tokens: the host waits for nothing (see `waits_for_device`)."""
+        for expert, mlp in enumerate(self.experts, self.first):
             weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
-            out_TD += self._of_all(ops, lean, own_TD, weight_T1).to(out_TD.dtype)
+            out_TD += self._weighted(ops, mlp, own_TD, weight_T1).to(out_TD.dtype)
 
     @staticmethod
-    def _of_all(ops: Ops, lean: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
+    def _weighted(ops: Ops, mlp: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
         """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
-        inner = (lean.inner(ops, x_TD) * weight_T1).to(x_TD.dtype)
-        out, bias = lean.fc2.multiply(ops, inner, None), lean.fc2.parameters["bias"]
+        middle_TF = mlp.activation.activate(ops, mlp.fc1.multiply(ops, x_TD, mlp.fc1.parameters["bias"]))
+        out = mlp.fc2.multiply(ops, (middle_TF * weight_T1).to(x_TD.dtype), None)
+        bias = mlp.fc2.parameters["bias"]
         return out if bias is None else out + bias * weight_T1
 
-    def _together(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
-        """What runs all experts at once, if the kernels have it for these."""
+    def _grouped_backend(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
+        """The backend that runs all experts at once; None where the kernels have none for these experts."""
         backend = ops.experts
         if self.experts[0].fc1.product is not None:
             return None
         return backend if backend is not None and backend.supports(self.grouped, dtype) is None else None
 
-    def asks_host(self, ops: Ops, num_tokens: int) -> bool:
-        """Whether a step of so many tokens waits to hear who chose which expert.
+    def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
+        """Whether a step of so many tokens waits for the number of tokens that chose each expert.
 
-        Not with grouped kernels. Nor where every expert may as well see every token: reading its weights costs more
-        than multiplying by them then, and most of them are chosen by somebody.
+        Not with grouped kernels. Nor where every expert may as well run on every token: reading its weights costs more
+        than multiplying by them then, and some token chooses most of the experts.
         """
         if self.router.routing_type == "sinkhorn":
             return True
         weight = self.experts[0].fc1.parameters["weight"]
-        if weight is not None and self._together(ops, weight.dtype) is not None:
+        if weight is not None and self._grouped_backend(ops, weight.dtype) is not None:
             return False
         is_sparse = num_tokens * self.router.topk < DENSE_SHARE * self.router.config.num_moe_experts
         return is_sparse or num_tokens > DENSE_TOKENS
 
     def token_counts(self, ops: Ops) -> Sequence[int]:
-        """The least tokens of steps that run other kernels than smaller steps do."""
+        """Numbers of tokens from which on a step runs other kernels than a smaller step does."""
         weight = self.experts[0].fc1.parameters["weight"]
-        if weight is None or (together := self._together(ops, weight.dtype)) is None:
+        if weight is None or (grouped := self._grouped_backend(ops, weight.dtype)) is None:
             return ()
-        return together.token_counts(self.router.config.num_moe_experts, self.router.topk, weight.dtype)
+        return grouped.token_counts(self.router.config.num_moe_experts, self.router.topk, weight.dtype)
 
     def _logits(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The router's scores of all experts, in its dtype."""
         router, config = self.router, self.router.config
-        # `ops` gives a token the same bits whatever comes with it, if it can: F.linear may even choose another expert.
+        # `ops` can give a token the same bits in any batch. F.linear cannot, and may even choose another expert.
         plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
         return ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
 
-    def _choose_together(self, together: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
-        """The choice as grouped kernels take it: by one of theirs, else listed from that of `_choose`."""
+    def _grouped_choice(self, grouped: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
+        """The choice in the form of grouped kernels: one of them makes it, or it is listed from that of `_choose`."""
         router = self.router
-        choice = None if self.rules is None else together.choose(logits_TE, router.expert_bias, self.rules)
+        choice = None if self.rules is None else grouped.choose(logits_TE, router.expert_bias, self.rules)
         if choice is None:
             probs_TE, chosen_TE = self._choose(ops, logits_TE)
-            choice = together.listed(chosen_TE, probs_TE, router.topk)
+            choice = grouped.listed(chosen_TE, probs_TE, router.topk)
         return choice
 
     def _choose(self, ops: Ops, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights, which experts), both [T, E]: the choice `TopKRouter.forward` makes in eval mode."""
+        """(weights, chosen), both [T, E]: the choice that `TopKRouter.forward` makes in eval mode."""
         router, config = self.router, self.router.config
         if router.routing_type == "sinkhorn":
             return router.sinkhorn_load_balancing(logits_TE)
@@ -234,15 +234,15 @@ class FusedExperts:
         )
         return ops.rowwise(route, logits_TE)
 
-    def _shared(self, ops: Ops, x_TD: Tensor) -> Tensor:
+    def _shared(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
-        out_TD = self.shared.run(ops, x_TD)
+        out_TD: Tensor = self.shared.run(step, x_TD)[0]
         if self.shared_module.use_shared_expert_gate:
-            # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on how many tokens come along.
+            # The sigmoid as a softmax against 0: torch.sigmoid's last bit depends on the number of tokens.
             weight = self.shared_module.gate_weight
             if self.shared_with_experts and self.reduce is not None:
                 weight = self.reduce.spread(weight)
-            gate_T1 = ops.linear(x_TD, weight)
+            gate_T1 = step.ops.linear(x_TD, weight)
             out_TD = out_TD * torch.cat((gate_T1, torch.zeros_like(gate_T1)), -1).softmax(-1)[:, :1]
         return out_TD
 
@@ -261,7 +261,7 @@ class FusedExperts:
 
 
 def _rules_of(router: TopKRouter) -> RoutingRules | None:
-    """What a kernel needs to choose as the router does; None: its own code is to do it."""
+    """What a kernel needs to choose as the router does; None: only the router's own code does it."""
     config = router.config
     if router.routing_type == "sinkhorn" or config.moe_router_fusion:
         return None
@@ -276,22 +276,22 @@ def _rules_of(router: TopKRouter) -> RoutingRules | None:
 
 
 def chosen_ids(chosen_TE: Tensor, top_k: int) -> Tensor:
-    """Which `top_k` experts of each row are chosen, ascending -> int64 [T, K], without waiting for the device."""
+    """The ids of each row's `top_k` chosen experts, ascending -> int64 [T, K], without waiting for the device."""
     num_experts = chosen_TE.shape[1]
-    # An id that was not chosen is larger than any that was.
+    # An expert that was not chosen counts as `num_experts`, which is larger than any id.
     ids_E = torch.arange(num_experts, device=chosen_TE.device)
     return torch.where(chosen_TE.bool(), ids_E, num_experts).topk(top_k, largest=False).values
 
 
 def expert_ranks(moe: MoELayer) -> Any:
-    """The process group that a layer's experts, and the parts of each, are spread over; None: all are here."""
+    """The process group that a layer's experts, and the parts of each, are spread over; None: this rank has all."""
     if group_size(moe.ep_group) * group_size(moe.experts.tp_group) == 1:
         return None
     return moe.token_dispatcher.tp_ep_group
 
 
 def routing_shape(experts: Sequence[FusedExperts]) -> RoutingShape:
-    """Of a model's mixture-of-experts layers, which are numbered here."""
+    """The routing of a model's mixture-of-experts layers; numbers the layers."""
     for layer, one in enumerate(experts):
         one.layer = layer
     if not experts:
@@ -301,7 +301,7 @@ def routing_shape(experts: Sequence[FusedExperts]) -> RoutingShape:
 
 
 def _refuse_unsupported(moe: MoELayer, name: str) -> None:
-    """Raise AdoptionError for what would give other answers than training, or answers that depend on the batch."""
+    """Raise AdoptionError for what would give other answers than training does, or answers that depend on the batch."""
     config = moe.config
     if type(moe.experts) is not SequentialMLP and not is_grouped_experts(moe.experts):
         raise AdoptionError(
@@ -320,14 +320,14 @@ def _refuse_unsupported(moe: MoELayer, name: str) -> None:
         if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"):
             raise AdoptionError(f"{name}.router", f"moe_router_load_balancing_type={kind!r} is not known")
     reasons = {
-        "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on its company",
+        "moe_expert_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",
         "moe_input_jitter_eps": "the router's input would be noisy in eval mode too",
         "moe_router_force_load_balancing": "the router's choice is random (a benchmark setting)",
         "moe_apply_probs_on_input": "weights on the expert's input are not supported",
         "moe_latent_size": "latent projections need Transformer Engine",
         "moe_enable_routing_replay": "replayed routing is not supported",
         "moe_router_force_biased": "the router's choice is random (a benchmark setting)",
-        "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on its company",
+        "moe_expert_rank_capacity_factor": "tokens dropped over capacity would make an answer depend on the batch",
         "moe_mlp_glu_interleave_size": "interleaved gate and up projections are not supported",
         "moe_shared_expert_glu_interleave_size": "interleaved gate and up projections are not supported",
     }

@@ -1,8 +1,8 @@
-"""Paged self attention and decoder layer: megatron-core's own classes, with a second way through for inference.
+"""Paged self attention and decoder layers: megatron-core's own classes with a second forward, for inference.
 
-With no context, or with a context of megatron-core's own, these are the stock modules: same code, same parameters, same
-state-dict keys. With one of our steps they take the lean path. Specs name these classes; `adopt` gives them to live
-modules.
+With no context, or with a context of megatron-core's own inference, these are the stock modules: same code, same
+parameters, same state-dict keys. With one of our steps they run the operations of `fused_layers`. Specs name these
+classes; `adopt` gives them to live modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.models.fused_layers import FusedAttention, FusedBlock, FusedLayer
+from megatron_infer.models.fused_layers import FusedAttention, FusedLayer
 from megatron_infer.models.mcore_compat import (
     MambaLayer,
     MLPLayer,
@@ -28,7 +28,7 @@ SEQUENCE_PARALLEL = (
     "megatron-core's own modules would split the step's tokens over ranks; turn it off around generation: "
     "megatron.core.transformer.utils.set_model_to_sequence_parallel(model, False)"
 )
-"""Of no consequence to the lean path, in which every rank has all tokens."""
+"""Our own operations are not affected: every rank has all tokens."""
 
 
 def is_step(context: Any) -> bool:
@@ -37,7 +37,7 @@ def is_step(context: Any) -> bool:
 
 
 def require_inference(module: torch.nn.Module) -> None:
-    """Raise ModelError where a step would meet autograd or dropout: both would be wrong, and silently so."""
+    """Raise ModelError in training mode or while autograd records: dropout or gradients would be wrong silently."""
     if module.training or torch.is_grad_enabled():
         what = "the module is in training mode" if module.training else "autograd is recording"
         raise ModelError(
@@ -47,7 +47,7 @@ def require_inference(module: torch.nn.Module) -> None:
 
 
 def _require_whole_step(module: Any) -> None:
-    """Raise ModelError where the caller's modules have split the step's tokens over ranks."""
+    """Raise ModelError where the caller's modules have divided the step's tokens over the ranks."""
     if module.config.sequence_parallel:
         raise ModelError(f"{type(module).__name__} was given a step with sequence_parallel=True: {SEQUENCE_PARALLEL}")
 
@@ -55,7 +55,7 @@ def _require_whole_step(module: Any) -> None:
 class PagedAttention:
     """Mixed into self attention: with a step, queries attend to the paged cache."""
 
-    lean: FusedAttention | None = None
+    fused: FusedAttention | None = None
     """Set by `adopt`."""
 
     def forward(
@@ -73,8 +73,8 @@ class PagedAttention:
             )
         require_inference(self)  # type: ignore[arg-type]
         _require_whole_step(self)
-        lean = bound(self.lean, self)
-        return lean.run(inference_context, hidden_states.squeeze(1)).unsqueeze(1), None
+        out_TD, _ = bound(self.fused, self).run(inference_context, hidden_states.squeeze(1))
+        return out_TD.unsqueeze(1), None
 
 
 class PagedSelfAttention(PagedAttention, SelfAttention):
@@ -94,9 +94,9 @@ def paged_attention_class(attention: type) -> type:
 
 
 class PagedForward:
-    """Mixed into decoder layers: with a step, the lean body on [T, 1, D] hidden states."""
+    """Mixed into decoder layers: with a step, the layer's operations on [T, 1, D] hidden states."""
 
-    lean: FusedLayer | FusedBlock | None = None
+    fused: FusedLayer | None = None
     """Set by `adopt`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -106,21 +106,21 @@ class PagedForward:
         require_inference(self)  # type: ignore[arg-type]
         _require_whole_step(self)
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        # The lean body adds in place; the caller keeps what it passed in.
-        x_TD, residual_TD = bound(self.lean, self).run(step, hidden_states.squeeze(1).clone(), None)
+        # The operations may write into their input, which belongs to the caller.
+        x_TD, residual_TD = bound(self.fused, self).run(step, hidden_states.squeeze(1).clone())
         return (x_TD + residual_TD).to(hidden_states.dtype).unsqueeze(1), kwargs.get("context")
 
 
 class PagedTransformerLayer(PagedForward, TransformerLayer):
-    """Stock transformer layer with the lean body for a step."""
+    """Stock transformer layer that runs its operations for a step."""
 
 
 class PagedMLPLayer(PagedForward, MLPLayer):
-    """Stock MLP layer of a hybrid stack with the lean body for a step."""
+    """Stock MLP layer of a hybrid stack that runs its operations for a step."""
 
 
 class PagedMambaLayer(PagedForward, MambaLayer):
-    """Stock Mamba layer with the lean body for a step."""
+    """Stock Mamba layer that runs its operations for a step."""
 
 
 PAGED_LAYERS: dict[type, type] = {
@@ -134,11 +134,11 @@ PAGED_LAYERS: dict[type, type] = {
 """Stock layer class -> ours."""
 
 
-def bound(lean: Any, module: Any) -> Any:
-    """What `adopt` gave the module; raises ModelError where it has not."""
-    if lean is None:
+def bound(operations: Any, module: Any) -> Any:
+    """The operations that `adopt` gave to the module; raises ModelError where it gave none."""
+    if operations is None:
         raise ModelError(
             f"{type(module).__name__} was given a step of inference before megatron_infer.models.adopt.adopt(model) "
             "was called; building by spec puts the classes in place, adopting binds them to the cache"
         )
-    return lean
+    return operations

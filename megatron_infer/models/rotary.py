@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_infer.kernels.base import RotaryTable
 from megatron_infer.models.mcore_compat import RotaryEmbedding, cuda_available
 
-TABLE_PIECE = 64
-"""Positions of a table that are computed together: whole vectors, and too few for torch to split over threads."""
+TABLE_POSITIONS = 64
+"""Positions of a table computed at once: whole vectors, and too few for torch to divide over threads."""
 
 
 class DeviceAgnosticRotary(RotaryEmbedding):
@@ -29,7 +29,7 @@ def angles(rotary: RotaryEmbedding, num_positions: int, offset: int = 0) -> Tens
 
 
 def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
-    """Let the model's rotary embedding run on a CPU, in place; a no-op where CUDA is available or it is not stock.
+    """Let a stock rotary embedding run on a CPU, in place; a no-op where CUDA is available.
 
     Stock `RotaryEmbedding` moves its frequencies to CUDA in the first forward, so a model with rotary positions cannot
     train or score on a CPU. No parameter, buffer or state-dict key changes.
@@ -43,13 +43,13 @@ def cpu_rotary(model: torch.nn.Module) -> torch.nn.Module:
 def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.device) -> RotaryTable:
     """cos and sin of positions 0 .. num_positions - 1, fp32.
 
-    Cast to the activation dtype they are those of the training path, to the bit.
+    Cast to the activations' dtype they have the bits of the training path.
     """
-    # In pieces of one shape: torch's last bit may depend on an element's place, and with it on the table's length.
+    # In parts of one shape: torch's last bit may depend on an element's place, and so on the table's length.
     cos, sin = [], []
-    for begin in range(0, num_positions, TABLE_PIECE):
-        piece = angles(rotary, TABLE_PIECE, begin)
-        cos.append(piece.cos())
-        sin.append(piece.sin())
+    for begin in range(0, num_positions, TABLE_POSITIONS):
+        part = angles(rotary, TABLE_POSITIONS, begin)
+        cos.append(part.cos())
+        sin.append(part.sin())
     cos_PR, sin_PR = torch.cat(cos)[:num_positions], torch.cat(sin)[:num_positions]
     return RotaryTable(cos_PR=cos_PR.to(device), sin_PR=sin_PR.to(device))

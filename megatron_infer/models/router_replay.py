@@ -1,14 +1,14 @@
-"""Router replay: a training forward that sends every token to the experts that generation sent it to.
+"""Router replay: a training forward that sends every token to the experts that it went to in generation.
 
 A token near the border between two experts may go to one in generation and to the other in training, and then its log
-probability is off by far more than rounding. With the recorded choice only the probabilities of the chosen experts are
-the trainer's own, and gradients flow through them (R3, arXiv:2510.11370).
+probability differs by far more than rounding. With the recorded choice, the trainer computes only the probabilities of
+the chosen experts, and gradients flow through them (R3, arXiv:2510.11370).
 
     with replay_routing(model, [sample.routing for sample in samples], sequences):
         loss = model(tokens, positions, None, labels=labels); loss.backward()
 
-The choice goes in where megatron-core (0.16 and later) has a place for it, `TopKRouter.router_replay`; nothing of the
-model stays changed. Legend: S positions, B sequences of a forward, N = S * B tokens, E experts, K of them a token.
+The choice is given to megatron-core (0.16 and later) through `TopKRouter.router_replay`; the model is unchanged
+afterwards. Legend: S positions, B sequences of a forward, N = S * B tokens, E experts, K of them per token.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def replay_routing(
     routing: Sequence[np.ndarray],
     sequences: Sequence[Sequence[int]],
 ) -> Iterator[None]:
-    """Within, each forward of the model's own modules over `sequences` goes to the experts in `routing`.
+    """Inside, each forward of the model's own modules over `sequences` uses the experts in `routing`.
 
-    routing: of each sequence, [positions, layers, K] as CompletionOutput.routing has it: all its positions but the
-    last, or with it. Layers are those of `model`: of a pipeline stage pass the part that belongs to it.
-    sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence a row, padded at the end, or
-    [1, N] with the sequences one behind the other. Rows are known by their tokens and may be some of the sequences, in
-    another order, as `RolloutSession.score` runs them; of a later pipeline stage, which sees none, they are taken to be
-    all in order. What is not recorded (last positions, padding) is routed as ever.
-    Where activations are recomputed the backward belongs within, too. An engine of the model generates within as ever;
+    routing: for each sequence, [positions, layers, K] as in CompletionOutput.routing: all its positions, or all but the
+    last. Layers are those of `model`: for a pipeline stage pass the part of its layers.
+    sequences: prompt and output ids. The forward's tokens are [B, S] with one sequence per row, padded at the end, or
+    [1, N] with the sequences one behind the other. Rows are recognised by their tokens and may be some of the sequences
+    in another order, as `RolloutSession.score` runs them. A later pipeline stage, which gets no tokens, assumes all
+    sequences in order. Positions without a record (last ones, padding) are routed as usual.
+    Where activations are recomputed the backward must be inside, too. An engine of the model generates inside as usual;
     make it before, as adoption refuses modules with hooks.
     Raises ModelError, with nothing changed, for arrays and models that do not fit, naming what does not.
     """
@@ -69,7 +69,7 @@ def replay_routing(
 
 
 class _Replay:
-    """What one router asks instead of taking the top k, in the shape of megatron-core's RouterReplay."""
+    """What one router calls instead of taking the top k, with the interface of megatron-core's RouterReplay."""
 
     def __init__(self, targets: _Targets, layer: int, name: str) -> None:
         self._targets, self._layer, self._name = targets, layer, name
@@ -87,7 +87,7 @@ class _Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [N, K], experts [N, K]), the best first as top-k gives them: sums over them have the same bits."""
+        """(scores [N, K], experts [N, K]), the best first as in top-k, so that sums over them have the same bits."""
         assert default_compute_topk is not None and self._target_NK is not None, f"{self._name} ran out of order"
         with torch.no_grad():
             own_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
@@ -99,7 +99,7 @@ class _Replay:
 
 
 class _Targets:
-    """The recorded experts, laid out as a forward has its tokens."""
+    """The recorded experts in the layout of a forward's tokens."""
 
     def __init__(
         self, routers: Sequence[tuple[str, Any]], routing: Sequence[np.ndarray], sequences: Sequence[Sequence[int]]
@@ -118,11 +118,11 @@ class _Targets:
         self._sequences = [torch.tensor(list(sequence), dtype=torch.int64) for sequence in sequences]
         self._lengths = [len(sequence) for sequence in sequences]
         self._rows: tuple[int, ...] | None = None
-        """Which sequence each row of the forward under way has; None: one behind the other, or nobody knows."""
+        """The sequence in each row of the present forward; None: one behind the other, or unknown."""
         self._made: dict[tuple[int, int, tuple[int, ...] | None], Tensor] = {}
 
     def on_tokens(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward begins."""
+        """Called when a forward begins."""
         ids_BS = args[0] if args else kwargs.get("input_ids")
         before, self._rows = self._rows, None
         if ids_BS is None:
@@ -133,12 +133,12 @@ class _Targets:
         if self._made and before != self._rows and _recomputes(model):
             raise ModelError(
                 "replay_routing: forwards over other rows than before, and their activations are recomputed in the "
-                "backward pass, which would not know whose they are; take one replay_routing for each forward and its "
+                "backward pass, which cannot tell the rows apart; use one replay_routing for each forward and its "
                 "backward"
             )
 
     def _row_of(self, row: int, ids_S: Tensor) -> int:
-        """Which sequence a row begins with: its own if it can be, else the longest."""
+        """The sequence that a row begins with: that of the same index if possible, else the longest."""
         known = [ids[: len(array)] for ids, array in zip(self._sequences, self._arrays, strict=True)]
         if row < len(known) and _begins(ids_S, known[row]):
             return row
@@ -151,7 +151,7 @@ class _Targets:
         return max(fitting, key=lambda i: self._lengths[i])
 
     def of(self, router: Any, shape: tuple[int, ...], name: str) -> Tensor:
-        """int64 [N, layers, K] of a forward whose router gets [S, B, hidden], of this rank's share of S."""
+        """int64 [N, layers, K] for a router that gets [S, B, hidden], with this rank's share of S."""
         local, size = shape[0], shape[1] if len(shape) > 1 else 1
         parts, part = _sequence_parallel(router)
         target_SBLK = self._laid_out(local * parts, size, name)
@@ -205,7 +205,7 @@ def _routers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[tup
 
 
 def _check_router(name: str, router: Any) -> None:
-    """Raise ModelError for a router that would not ask."""
+    """Raise ModelError for a router that would not call `router_replay`."""
     reason = None
     if not hasattr(router, "router_replay"):
         reason = "this megatron-core has no place for a recorded choice; it has one from 0.16 on"
@@ -214,13 +214,13 @@ def _check_router(name: str, router: Any) -> None:
     elif router.config.moe_router_fusion:
         reason = "moe_router_fusion=True chooses inside a kernel; turn it off"
     elif router.config.context_parallel_size > 1:
-        reason = "context_parallel_size > 1 deals positions out in an order of its own"
+        reason = "context_parallel_size > 1 distributes positions in an order of its own"
     if reason is not None:
         raise ModelError(f"replay_routing: {name}: {reason}")
 
 
 def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_experts: int) -> np.ndarray:
-    """The array as int64; raises ModelError when it is not of this sequence and model."""
+    """The array as int64; raises ModelError when it does not fit this sequence and model."""
     found = np.asarray(array)
     where = f"replay_routing: routing[{i}]"
     if found.ndim != 3 or found.dtype.kind not in "ui":
@@ -240,7 +240,7 @@ def _checked(i: int, array: Any, length: int, layers: int, top_k: int, num_exper
 
 
 def _sequence_parallel(router: Any) -> tuple[int, int]:
-    """(in how many parts positions are split over ranks, which of them is here)."""
+    """(number of parts that positions are divided in over ranks, index of this rank's part)."""
     group = getattr(router, "tp_group", None)
     if not router.config.sequence_parallel or group is None or group_size(group) == 1:
         return 1, 0

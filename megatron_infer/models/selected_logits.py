@@ -1,4 +1,4 @@
-"""The stock forward with logits at chosen positions alone: a prompt pays for no output layer."""
+"""The stock forward with logits at selected positions only: other positions skip the output layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @contextmanager
 def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
-    """Inside, model(...) of [B, S] tokens gives logits [1, P, V], of row and position by row and position.
+    """Inside, model(...) of [B, S] tokens gives logits [1, P, V]: entry p is row rows_P[p], position positions_P[p].
 
-    Gradients flow as they do otherwise. Positions are chosen before the output layer; where hidden states are
-    spread over ranks (sequence parallelism) they are gathered for it, as the layer would have done. A pipeline stage
-    without an output layer is left alone.
+    Gradients flow as usual. Positions are selected before the output layer; where hidden states are divided over ranks
+    (sequence parallelism) they are gathered first, as the layer does. No effect on a pipeline stage without an output
+    layer.
     """
     layer = getattr(model, "output_layer", None)
     if layer is None:
@@ -27,7 +27,7 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
     def choose(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_SBD: Tensor = args[0]
         if found:
-            # The layer adds up over the ranks what flows back; what is left is to take this rank's part of it.
+            # The layer sums the gradients over the ranks; the gather's backward only takes this rank's part.
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=False, group=module.tp_group
             )

@@ -1,4 +1,4 @@
-"""Layer specs with paged attention in them, for those who build their model by spec."""
+"""Layer specs with paged attention, for models built by spec."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ from megatron_infer.models.paged_layers import (
 
 
 def with_inference(spec: Any) -> Any:
-    """A copy of a layer, block or hybrid stack spec whose attention, mixers and stock layers take the paged path when
-    given a step.
+    """A copy of a layer, block or hybrid stack spec whose attention, mixers and stock layers run paged with a step.
 
-    Everything else in the spec stays: parameters, checkpoint keys and training are the same. Classes of your own (a
-    layer, a subclass of SelfAttention, a core attention) stay too; by passing them here you say that they attend as
+    The rest of the spec is unchanged: parameters, checkpoint keys and training are the same. Classes of your own (a
+    layer, a subclass of SelfAttention, a core attention) stay too; by passing them here you state that they attend as
     megatron-core's do (causal softmax of scaled dot products), which is what the paged path computes.
     Raises AdoptionError.
     """
@@ -71,7 +70,7 @@ def _paged_layer(spec: Any, name: str) -> Any:
 
 
 def _page_stack(stack: HybridStackSubmodules) -> None:
-    """Paged classes into every layer of a hybrid stack, in place."""
+    """Put paged classes into every layer of a hybrid stack, in place."""
     for layer in (stack.mlp_layer, stack.moe_layer, stack.mamba_layer):
         if layer is not IdentityOp:
             layer.module = PAGED_LAYERS.get(layer.module, layer.module)
@@ -102,9 +101,9 @@ def gpt_spec(
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
-    Pass it as GPTModel's `transformer_layer_spec`. What is None comes from the config. State-dict and checkpoint keys
-    are those of megatron-core's local spec. Layers without experts where `config.moe_layer_freq` says so.
-    pp_rank: the pipeline stage whose layers these are; None asks megatron-core's global state.
+    Pass it as GPTModel's `transformer_layer_spec`. Arguments that are None come from the config. State-dict and
+    checkpoint keys are those of megatron-core's local spec. `config.moe_layer_freq` decides which layers have experts.
+    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state.
     """
     num_experts = config.num_moe_experts if num_experts is None else num_experts
     qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
@@ -130,7 +129,7 @@ def gpt_spec(
 
 
 def _expert_pattern(config: TransformerConfig) -> list[bool]:
-    """Which layers have experts: every n-th from the first, or as a list of 0 and 1 says."""
+    """Which layers have experts: every n-th from the first, or those with a 1 in a list."""
     frequency = config.moe_layer_freq
     if isinstance(frequency, int):
         return [i % frequency == 0 for i in range(config.num_layers)]
@@ -138,7 +137,7 @@ def _expert_pattern(config: TransformerConfig) -> list[bool]:
 
 
 def layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
-    """One paged decoder layer of torch's SDPA and norms, with an MLP or experts."""
+    """One paged decoder layer with torch's SDPA and norms, and an MLP or experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm
     )

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, as megatron-core counts them."""
+"""The layers of a pipeline stage, by megatron-core's rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OTHER_WAYS = (
 
 
 def stage_options(num_layers: int, num_stages: int, asked: Mapping[str, Any]) -> dict[str, int]:
-    """TransformerConfig fields that divide layers where they do not divide evenly; none where the caller has a say.
+    """TransformerConfig fields that divide layers where they do not divide evenly; none where the caller divides them.
 
-    Stages in the middle are equal (megatron-core's rule), the first and the last share what is left; the first holds
-    the embedding, the last the output layer, so they get the smaller share where there is a choice.
+    Stages in the middle are equal (megatron-core's rule), the first and the last share the rest. These hold the
+    embedding and the output layer, so they get the smaller share where there is a choice.
     Example: 30 layers, 4 stages -> 7, 8, 8, 7; 5 layers, 2 stages -> 3, 2.
     """
     if num_stages > num_layers:

@@ -1,7 +1,7 @@
 """Transformer Engine's and Apex's modules as megatron-core builds them: known by name, read in place, never imported.
 
-The lean path reads their weights at every use and runs its own kernels on them; the training forward stays theirs. A
-linear with a norm inside of it is two things here: a norm, and a linear behind it.
+The paged path reads their weights at every use and runs its own kernels on them; training uses their own forward. A
+linear with a norm inside counts as two modules here: a norm, and a linear behind it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NORMS = ("LayerNorm", "RMSNorm")
 
 
 class LiveParameters:
-    """A module's own parameters under other names; a missing one is None. Holds no tensor."""
+    """A module's live parameters as "weight" and "bias"; a missing one is None. Holds no tensor."""
 
     __slots__ = ("_names", "_parameters")
 
@@ -46,7 +46,7 @@ def _is(module: Any, where: tuple[str, str]) -> bool:
 
 
 def linear_role(module: Any) -> str | None:
-    """COLUMN or ROW of megatron-core's linears on Transformer Engine; None for anything else."""
+    """COLUMN or ROW for megatron-core's linears on Transformer Engine; None for other modules."""
     return _LINEARS.get(type(module).__qualname__) if type(module).__module__ == TE_MODULES else None
 
 
@@ -59,12 +59,12 @@ def is_te_attention(module: Any) -> bool:
 
 
 def is_grouped_experts(module: Any) -> bool:
-    """True for megatron-core's experts as one grouped product: weight0, weight1, ... of two modules."""
+    """True for megatron-core's experts as grouped products: two modules with weight0, weight1, ..."""
     return _is(module, GROUPED_EXPERTS)
 
 
 def norm_of(module: Any) -> tuple[bool, LiveParameters] | None:
-    """(it is an RMS norm, its weight and bias) of a norm by Transformer Engine or Apex, or of one inside a linear."""
+    """(is an RMS norm, weight and bias) of a norm of Transformer Engine or Apex, or of the norm inside a linear."""
     if has_norm_inside(module):
         names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
         return module.normalization == "RMSNorm", LiveParameters(module, **names)
@@ -74,7 +74,7 @@ def norm_of(module: Any) -> tuple[bool, LiveParameters] | None:
 
 
 def check_linear(module: Any, name: str, weights: tuple[str, ...] = ("weight",)) -> None:
-    """Raise AdoptionError for a Transformer Engine linear whose product is not that of these weights."""
+    """Raise AdoptionError for a Transformer Engine linear that does not compute a product of these weights."""
     if getattr(module, "te_quant_params", None) is not None:
         raise AdoptionError(
             name, "has a quantisation recipe of its own (quant_recipe): quantised linears are not known"

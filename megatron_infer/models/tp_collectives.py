@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks: the one place where the lean path meets a process group.
+"""Sums and gathers over ranks: the only collectives in a model's layers.
 
 Legend: T tokens, X any width, n ranks.
 """
@@ -17,15 +17,15 @@ from megatron_infer.kernels.symmetric_allreduce import SymmetricSum, connect
 log = logging.getLogger("megatron_infer")
 
 ONE_SHOT_BYTES = 1 << 17
-"""Up to this size each rank takes everyone's parts and adds them up itself: one round instead of two."""
+"""Up to this size each rank gathers all parts and adds them itself: one round instead of two."""
 
 
 class Reducer:
     """Collectives of one group; every rank gets the same bits, and an element's bits do not depend on its place.
 
-    A ring adds up the parts of different stretches of a tensor in different orders, so that a token's sum would depend
-    on which others share its step. On a CPU parts are added in order of rank, in fp32. (Two parts have one order only.)
-    On GPUs small tensors go through symmetric memory, in order of rank, and the others through NCCL, in its own.
+    A ring adds the parts of different ranges of a tensor in different orders, so that a token's sum would depend on the
+    other tokens of the step. On a CPU parts are added in order of rank, in fp32. (Two parts have one order only.) On
+    GPUs small tensors are summed through symmetric memory, in order of rank, and the others by NCCL, in its own order.
     """
 
     __slots__ = ("_small", "group", "rank", "size")
@@ -33,11 +33,11 @@ class Reducer:
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._small: dict[torch.dtype, SymmetricSum | None] = {}
-        """What adds up small tensors of a dtype on a GPU; None: they go through the group as well."""
+        """What sums small tensors of a dtype on a GPU; None: the process group does."""
 
     @classmethod
     def of(cls, group: Any) -> Reducer | None:
-        """None where there is nobody to talk to: no group, or one rank."""
+        """None where there is no other rank: no group, or a group of one."""
         return None if group is None or group.size() == 1 else cls(group)
 
     def members(self) -> list[int]:
@@ -45,14 +45,14 @@ class Reducer:
         return sorted(dist.get_process_group_ranks(self.group))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; x is given up, and may be what comes back.
+        """The sum over the ranks; may overwrite and return x.
 
-        Its gradient is the same on every rank: what follows is computed by all of them alike.
+        The gradient is the same on every rank, as all ranks compute the same from the sum.
         """
         return _Sum.apply(self, x) if _recorded(x) else self.sum_of(x)
 
     def spread(self, x: Tensor) -> Tensor:
-        """x itself, the same on all ranks and on the way to each one's own part of a weight: gradients are added up."""
+        """x itself, equal on all ranks, before each rank multiplies it by its own part of a weight: sums gradients."""
         return _Spread.apply(self, x) if _recorded(x) else x
 
     def sum_of(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Reducer:
         return x
 
     def _small_sums(self, x: Tensor) -> SymmetricSum | None:
-        """Connected when a dtype is first summed, by all ranks alike; a graph is captured after that."""
+        """Connects on the first sum of a dtype, which all ranks reach together and before any graph is captured."""
         if x.dtype not in self._small:
             self._small[x.dtype], reason = connect(self.group, x.dtype, x.device)
             if reason:
@@ -74,14 +74,15 @@ class Reducer:
         return self._small[x.dtype]
 
     def all_gather(self, x_TX: Tensor) -> Tensor:
-        """Everyone's columns side by side, in order of rank -> [T, n * X].
+        """The columns of all ranks side by side, in order of rank -> [T, n * X].
 
-        Each rank goes on with parts of its own: gradients are added up. Where all go on alike, `whole`.
+        Sums gradients, for ranks that compute different things from the result; for ranks that compute the same, see
+        `whole`.
         """
         return self.spread(self.whole(x_TX))
 
     def whole(self, x_TX: Tensor) -> Tensor:
-        """As `all_gather`, for what every rank computes alike from it: the gradient of a rank's columns is its own."""
+        """`all_gather` for ranks that compute the same from the result: a rank's gradient is that of its columns."""
         return _Gather.apply(self, x_TX) if _recorded(x_TX) else self.columns_of(x_TX)
 
     def columns_of(self, x_TX: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """From the first part to the last, in fp32 at least."""
+    """The sum from the first part to the last, in fp32 at least."""
     dtype = parts[0].dtype
     total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
     for part in parts[1:]:

@@ -1,6 +1,6 @@
-"""What a trainer puts around a model and onto it: found, taken out of generation's way, put back as it was.
+"""A trainer's wrappers and settings of a model, switched off while the engine generates and restored afterwards.
 
-Each context manager leaves behind exactly what it found, whatever happens in between.
+Each context manager restores exactly the state that it found, also after an exception.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
 
 SPLIT = {"sequence_parallel": False, "scatter_to_sequence_parallel": False, "reduce_scatter_embeddings": False}
-"""Sequence parallelism splits a step's tokens over ranks; in generation every rank has all of them."""
+"""Sequence parallelism divides tokens over ranks; in generation every rank has all tokens."""
 GRAPHS = {"cuda_graph_impl": "none", "flash_decode": False}
-"""megatron-core's own graphs and decoding would capture the decoder under us."""
+"""megatron-core's own graphs and decoding, which would capture the decoder."""
 PADDING = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "drop_and_pad")
-"""megatron-core's own inference sets them while it decodes; here they are only guarded."""
+"""megatron-core's own inference sets them while it decodes; here they are only restored."""
 GRAPH_MANAGER = "cudagraph_manager"
 
 
 def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Any]:
-    """DDP, Float16Module and what else stands around a model, outermost first; the model itself is last.
+    """DDP, Float16Module and other wrappers of a model, outermost first; the model itself is last.
 
     `model` may be Megatron's one-element list of chunks. Raises AdoptionError as `unwrap` does.
     """
@@ -37,9 +37,9 @@ def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[An
 
 @contextmanager
 def whole_parameters(chain: Sequence[Any]) -> Iterator[None]:
-    """Parameters that megatron-core's DDP gathers as the training forward comes to them are all there at once.
+    """Inside, all parameters are gathered, also those that megatron-core's DDP gathers during the training forward.
 
-    A collective of the data-parallel ranks where overlap_param_gather is on, nothing elsewhere.
+    A collective over the data-parallel ranks where overlap_param_gather is on, a no-op elsewhere.
     """
     late = [part for part in chain if getattr(part, "remove_forward_pre_hook_handles", None)]
     with ExitStack() as stack:
@@ -51,13 +51,13 @@ def whole_parameters(chain: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode; every module goes back to the mode that it was in, mixed ones too."""
+    """Eval mode; afterwards every module is in the mode that it was in, also where modes were mixed."""
     found = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(found[0][1])  # some modules drop what they derived from weights when they hear of it
+        model.train(found[0][1])  # in `train`, some modules drop what they derived from weights
         for module, training in found:
             if module.training is not training:
                 module.training = training
@@ -65,7 +65,7 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inference_flag(active: bool) -> Iterator[None]:
-    """megatron-core's process-wide word on whether an engine uses the model; before 0.19 there is none."""
+    """Set megatron-core's process-wide flag that an engine uses the model; a no-op before 0.19."""
     flag = mcore.inference_mode()
     if flag is None:
         yield
@@ -80,14 +80,14 @@ def inference_flag(active: bool) -> Iterator[None]:
 
 @contextmanager
 def inference_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """SPLIT and GRAPHS are off in every module and config, graph managers are out, PADDING is guarded."""
+    """Turn SPLIT and GRAPHS off in every module and config and remove graph managers; restore them and PADDING."""
     wanted, absent = SPLIT | GRAPHS, object()
     found = [
         (holder, name, vars(holder).get(name, absent))
         for holder in _holders(model)
         for name in (*wanted, *PADDING, GRAPH_MANAGER)
     ]
-    # A manager that is a module itself has a place among the others, which a state dict shows.
+    # A manager that is a module also has a place in `_modules`, whose order a state dict shows.
     managed = [(module, dict(module._modules)) for module in list(model.modules()) if GRAPH_MANAGER in module._modules]
     try:
         for holder, name, value in found:

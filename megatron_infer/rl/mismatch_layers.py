@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError, ModelError
-from megatron_infer.models.layer_probes import MOE, Part, Trace, parts_of, trace
+from megatron_infer.models.layer_probes import MOE, ForwardTrace, ModuleProbe, module_probes, trace_forward
 from megatron_infer.rl.mismatch_replay import MOST_DECODED, Forced, Kept, NoRoom, Replayed, Watched, replay
 from megatron_infer.rl.session import RolloutSession
 
@@ -181,18 +181,18 @@ class LayerSearch:
     ) -> Place:
         """Computing anew disagrees: which part does."""
         adopted, tolerance = assembly.adopted, TOLERANCE[assembly.shape.dtype]
-        parts = parts_of(adopted)
+        probes = module_probes(adopted)
         with self._session.scoring() as model:
             logits_from = max(0, len(ids) - MOST_DECODED)
-            found = trace(model, parts, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
-        forced = Forced(adopted, parts, found)
+            found = trace_forward(model, probes, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
+        forced = Forced(adopted, probes, found)
         replay(assembly, ids, model=forced, **how)  # type: ignore[arg-type]
         at = suspect.position - 1  # the query that gives the worst token
-        errors = [_error_of(forced.outputs[part.name], found.outputs[part.name], at) for part in parts]
+        errors = [_error_of(forced.outputs[probe.name], found.outputs[probe.name], at) for probe in probes]
         over = [
-            PartError(name=part.name, kind=part.kind, layer=part.layer, error=error)
-            for part, error in zip(
-                parts, _largest(errors, assembly.rank_group.groups.engine, adopted.device), strict=True
+            PartError(name=probe.name, kind=probe.kind, layer=probe.layer, error=error)
+            for probe, error in zip(
+                probes, _largest(errors, assembly.rank_group.groups.engine, adopted.device), strict=True
             )
             if error > tolerance
         ]
@@ -213,7 +213,7 @@ class LayerSearch:
             )
         if sampler > SAMPLER_TOLERANCE:
             return _of_sampler(sampler)
-        return _in_stream(parts, watched, found, tolerance)
+        return _in_stream(probes, watched, found, tolerance)
 
 
 def _of_sampler(error: float) -> Place:
@@ -227,7 +227,7 @@ def _of_sampler(error: float) -> Place:
     )
 
 
-def _in_stream(parts: Sequence[Part], watched: Watched, found: Trace, tolerance: float) -> Place:
+def _in_stream(probes: Sequence[ModuleProbe], watched: Watched, found: ForwardTrace, tolerance: float) -> Place:
     """The first layer behind which the residual stream is off by more than that before it explains."""
     before = 0.0
     for number, (ours, its) in enumerate(zip(watched.layers, found.layers, strict=True)):
@@ -243,11 +243,11 @@ def _in_stream(parts: Sequence[Part], watched: Watched, found: Trace, tolerance:
             error=error,
             tolerance=tolerance,
         )
-        for part in parts:
-            if part.layer == number and part.moe is not None:
-                share = _rerouted(watched.experts[part.moe], found.experts[part.name])
+        for probe in probes:
+            if probe.layer == number and probe.moe is not None:
+                share = _rerouted(watched.experts[probe.moe], found.experts[probe.name])
                 if share > 0:
-                    return replace(place, verdict=Verdict.ROUTING, kind=MOE, name=part.name, routed_elsewhere=share)
+                    return replace(place, verdict=Verdict.ROUTING, kind=MOE, name=probe.name, routed_elsewhere=share)
         return place
     return unplaced(
         f"every part and the residual stream agree within {tolerance:g}: rounding, larger than usual, or an unlikely "

@@ -20,7 +20,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError
 from megatron_infer.kernels.base import Ops, PagedModel, RotaryTable
-from megatron_infer.models.layer_probes import MOE, OUTPUT, Part, Trace
+from megatron_infer.models.layer_probes import MOE, OUTPUT, ForwardTrace, ModuleProbe
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
@@ -148,14 +148,14 @@ class Watched(Stand):
 class Forced(Stand):
     """Gives every part what the trainer's forward gave it, whatever the part before has made: errors stay apart."""
 
-    def __init__(self, model: Any, parts: Sequence[Part], trace: Trace) -> None:
+    def __init__(self, model: Any, probes: Sequence[ModuleProbe], trace: ForwardTrace) -> None:
         super().__init__(model)
-        self._parts, self._trace = parts, trace
-        num_positions = len(trace.outputs[parts[0].name])
+        self._probes, self._trace = probes, trace
+        num_positions = len(trace.outputs[probes[0].name])
         self.outputs = {
-            part.name: Kept(num_positions, trace.logits_from if part.kind == OUTPUT else 0) for part in parts
+            probe.name: Kept(num_positions, trace.logits_from if probe.kind == OUTPUT else 0) for probe in probes
         }
-        self.experts = {part.name: Kept(num_positions) for part in parts if part.kind == MOE}
+        self.experts = {probe.name: Kept(num_positions) for probe in probes if probe.kind == MOE}
         self._nothing = torch.empty(num_positions, 0, device=model.device)
         """What the embedding is given, beside the step's tokens."""
         self._dtype = getattr(torch, model.shape.dtype)
@@ -164,18 +164,18 @@ class Forced(Stand):
         positions_T = step.positions_T
         _make_room_for_routing(step, self.model)
         given_TD = positions_T
-        for part in self._parts:
-            kept = self.outputs[part.name]
-            given = self._trace.inputs.get(part.name, self._nothing)
+        for probe in self._probes:
+            kept = self.outputs[probe.name]
+            given = self._trace.inputs.get(probe.name, self._nothing)
             given_TD = given.index_select(0, positions_T).to(self._dtype).contiguous()
-            if part.kind == OUTPUT:
+            if probe.kind == OUTPUT:
                 wanted_T = positions_T >= kept.first
                 if bool(wanted_T.any()):
-                    kept.put(positions_T[wanted_T], part.run(step, given_TD[wanted_T].contiguous()))
+                    kept.put(positions_T[wanted_T], probe.run(step, given_TD[wanted_T].contiguous()))
                 continue
-            kept.put(positions_T, part.run(step, given_TD))
-            if part.moe is not None:
-                self.experts[part.name].put(positions_T, step.routing_TLK[:, part.moe])
+            kept.put(positions_T, probe.run(step, given_TD))
+            if probe.moe is not None:
+                self.experts[probe.name].put(positions_T, step.routing_TLK[:, probe.moe])
         return given_TD
 
 

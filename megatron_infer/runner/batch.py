@@ -32,7 +32,7 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from megatron_infer.config.resolved_sizes import ResolvedSizes
-    from megatron_infer.kernels.select import Chosen
+    from megatron_infer.kernels.select import ChosenKernels
     from megatron_infer.memory.layerwise_restore import LayerwiseRestore
     from megatron_infer.memory.store import StateStore
     from megatron_infer.memory.store_layout import StateTensors
@@ -79,8 +79,8 @@ class Batch:
     num_speculative_tokens = 0
 
     @property
-    def nobody_T1(self) -> Tensor | None:
-        """Tokens that pad the step: those that are written to the dummy block."""
+    def padding_T1(self) -> Tensor | None:
+        """Tokens that pad the step: they are written to the dummy block, which lies behind all others."""
         return (self.meta.kv_pos_T >= self.first_dummy_pos).unsqueeze(1) if self.is_padded else None
 
     @property
@@ -182,7 +182,7 @@ class BatchBuilder:
         device: Device,
         sizes: ResolvedSizes,
         store: StateStore,
-        kernels: Chosen,
+        kernels: ChosenKernels,
         *,
         rotary: RotaryTable | None,
         dtype: torch.dtype,

@@ -48,7 +48,7 @@ class Bomb:
 
     def __init__(self, engine: Any, phase: str, how: str, folder: str) -> None:
         self.engine, self.phase, self.how, self.folder = engine, phase, how, folder
-        layers = engine.parts.adopted._lean
+        layers = engine.parts.adopted.layers
         layers[-1] = _Wired(layers[-1], self)
         engine.lifecycle.observers.append(self.observe)
 

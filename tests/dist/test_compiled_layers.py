@@ -20,11 +20,11 @@ def take_graphs_as_they_are() -> None:
 
 def check(model, expected, what: str) -> None:
     engine = stage_case.make_engine(model, compile_layers=True)
-    pieces = engine.parts.adopted.pieces
-    assert pieces is not None and pieces.num_functions
-    at_start = pieces.num_compiles
+    compiler = engine.parts.adopted.compiler
+    assert compiler is not None and compiler.num_functions
+    at_start = compiler.num_compiles
     stage_case.assert_same(stage_case.generate(engine), expected, what, tolerance=1e-4)
-    assert pieces.num_compiles == at_start
+    assert compiler.num_compiles == at_start
 
 
 def run_compiled(rank: int, size: int, folder: Path) -> None:

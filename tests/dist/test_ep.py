@@ -176,7 +176,7 @@ def test_experts_on_two_ranks_give_the_logits_of_one(tmp_path):
             want = hf(torch.tensor([IDS]), use_cache=False).logits[0]
         source = open_source(tmp_path / case)
         model = build_model(source)
-        save_checkpoint(model, tmp_path / f"{case}.ckpt", plan=source.config())
+        save_checkpoint(model, tmp_path / f"{case}.ckpt", description=source.config())
         torch.save((logits_of_ids(adopt(model)), want), tmp_path / f"{case}.pt")
         torch.save(answers(model), tmp_path / f"{case}.answers.pt")
     run_on_ranks(on_rank, 2, tmp_path)

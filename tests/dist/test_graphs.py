@@ -19,6 +19,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
+from megatron_infer.testing.static_kernels import STATIC
 
 GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 32, "enable_chunked_prefill": True}
 NAMES = ("tied", "last stage without Mamba")
@@ -34,7 +35,7 @@ DRAWS = [
 
 
 def take_static_kernels(graphs: str) -> None:
-    os.environ |= {"MEGATRON_INFER_BACKEND": "static", "MEGATRON_INFER_GRAPHS": graphs}
+    os.environ |= {"MEGATRON_INFER_BACKEND": STATIC, "MEGATRON_INFER_GRAPHS": graphs}
 
 
 def pool_of(engine: Any) -> Any:
@@ -141,7 +142,7 @@ def breaks_off(rank: int, model: Any) -> None:
     """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
     engine = stage_case.make_engine(model, collective_timeout_s=3, **GRAPHS)
     if rank == 1:
-        engine.parts.adopted._lean[1] = Breaking()
+        engine.parts.adopted.layers[1] = Breaking()
     if rank == 0:
         engine.add_request({"prompt_token_ids": PROMPTS[0]}, DRAWS[0])
     started = time.monotonic()
@@ -162,7 +163,7 @@ class Breaking:
 def test_two_ranks_pad_and_capture_alike_and_answer_as_one_process(tmp_path):
     expected = {}
     with pytest.MonkeyPatch.context() as patch:  # not while ranks are started: others' would have it, too
-        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         for name in NAMES:
             model = stage_case.MODELS[name]()
             stage_case.save_checkpoint(model, tmp_path / name)

@@ -189,7 +189,7 @@ def check_one_sided_failure(rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("no room")
 
-        engine.parts.adopted._lean[-1] = SimpleNamespace(run=raising)
+        engine.parts.adopted.layers[-1] = SimpleNamespace(run=raising)
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
         engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])

@@ -60,8 +60,8 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
     meter = MismatchMeter(session, share=1.0)
     if name == "PP2":
         if rank == 1:
-            lean = session.model.decoder.layers[0].self_attention.lean
-            lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+            attend = session.model.decoder.layers[0].self_attention.fused.attend
+            attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
         report = case.rollout(session, meter)
         assert report.is_alarm and report.place.verdict is Verdict.UNKNOWN and "pipeline" in report.place.note
         return
@@ -77,9 +77,9 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
     assert place.stale_copies
     session.engine.refresh_weights()
     assert not case.rollout(session, meter).is_alarm
-    lean = session.model.decoder.layers[1].self_attention.lean
+    attend = session.model.decoder.layers[1].self_attention.fused.attend
     if rank == 0:
-        lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+        attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
     place = case.rollout(session, meter).place
     assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "attention", 1), (name, str(place))
 

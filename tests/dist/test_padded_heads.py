@@ -31,7 +31,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         assert [getattr(live, field) for field in SHAPE] == [getattr(sized, field) for field in SHAPE]
         stage_case.assert_same(stage_case.generate(stage_case.make_engine(model)), expected, name)
         if name == "hf":
-            save_checkpoint(model, folder / "padded", plan=source.config())
+            save_checkpoint(model, folder / "padded", description=source.config())
             save_checkpoint(model, folder / "padded by itself")
             torch.distributed.barrier()
 
@@ -43,7 +43,7 @@ def test_a_padded_model_is_saved_so_that_any_number_of_ranks_reads_it(tmp_path: 
     random_hf_model(kind, settings | heads).save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     whole = build_model(source)
-    save_checkpoint(whole, tmp_path / "whole", plan=source.config())
+    save_checkpoint(whole, tmp_path / "whole", description=source.config())
     stage_case.write_json(tmp_path / "expected.json", stage_case.generate(stage_case.make_engine(whole)))
     ranks.run_on_ranks(on_rank, 2, tmp_path)
     for name in ("padded", "padded by itself"):

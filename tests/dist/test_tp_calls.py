@@ -288,7 +288,7 @@ def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("rank 1 has no room")
 
-        engine.parts.adopted._lean[1] = SimpleNamespace(run=raising)
+        engine.parts.adopted.layers[1] = SimpleNamespace(run=raising)
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught:
         engine.generate([PROMPT], GREEDY)
     assert caught.value.rank == 1

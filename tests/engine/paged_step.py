@@ -105,7 +105,7 @@ class Step:
     max_sequence_length = 256
     routing_TLK = None
     is_padded = False
-    nobody_T1 = None
+    padding_T1 = None
 
     def __init__(
         self,

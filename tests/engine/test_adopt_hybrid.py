@@ -244,17 +244,17 @@ def test_derived_weights_keep_their_address_over_refreshes_in_any_mode():
     model = tiny_mamba(params_dtype=torch.bfloat16)
     with torch.inference_mode():
         adopted = adopt(model)
-    lean = mixer_of(model).lean
+    scan_weights = mixer_of(model).fused.scan_weights
     names = ("conv_CW", "conv_bias_C", "decay_H", "skip_H", "dt_bias_H")
-    before = [getattr(lean.scan.weights, name).data_ptr() for name in names]
+    before = [getattr(scan_weights.weights, name).data_ptr() for name in names]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     adopted.refresh_scan_weights()
     with torch.inference_mode():
         adopted.refresh_scan_weights()
-    assert [getattr(lean.scan.weights, name).data_ptr() for name in names] == before
-    torch.testing.assert_close(lean.scan.weights.decay_H, -mixer_of(model).A_log.exp().detach())
+    assert [getattr(scan_weights.weights, name).data_ptr() for name in names] == before
+    torch.testing.assert_close(scan_weights.weights.decay_H, -mixer_of(model).A_log.exp().detach())
 
 
 def test_a_copy_that_never_trained_serves_the_weights_copied_into_it():
@@ -285,9 +285,9 @@ def test_a_deep_copy_of_an_adopted_model_reads_its_own_weights():
         for parameter in twin.parameters():
             parameter.mul_(1.3)
     assert torch.equal(hidden(), before)
-    lean = mixer_of(twin).lean
-    lean.scan.refresh()
-    torch.testing.assert_close(lean.scan.weights.decay_H, -mixer_of(twin).A_log.exp().detach())
+    scan_weights = mixer_of(twin).fused.scan_weights
+    scan_weights.refresh()
+    torch.testing.assert_close(scan_weights.weights.decay_H, -mixer_of(twin).A_log.exp().detach())
     assert paged_step.worst_difference(twin, adopt(twin)) < 1e-5
 
 
@@ -425,7 +425,7 @@ def test_refusal_names_the_module_and_the_reason_and_changes_nothing(name):
     with pytest.raises(AdoptionError, match=message):
         adopt(model)
     assert [type(module) for module in model.modules()] == before
-    assert all(getattr(module, "lean", None) is None for module in model.modules())
+    assert all(getattr(module, "fused", None) is None for module in model.modules())
 
 
 def test_a_decoder_that_keeps_nothing_is_refused():

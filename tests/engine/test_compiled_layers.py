@@ -14,10 +14,16 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.compile_layers import OPERATION
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
-from megatron_infer.models.compiled_layers import Compiled
-from megatron_infer.models.compiled_pieces import PieceCompiler
+from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.compiled_layers import CompiledLayer
+from megatron_infer.models.fused_layers import FusedActivation, FusedLinear, FusedNorm, SplitHeads
+from megatron_infer.models.fused_mixer import GatedNorm, SplitColumns
+from megatron_infer.models.moe import FusedExperts
+from megatron_infer.models.piece_compiler import PURE, Piece, PieceCompiler, pure_form_of
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 BASE: dict[str, Any] = {
@@ -54,9 +60,9 @@ def answers(engine: DynamicInferenceEngine, num_requests: int = 6) -> list[list[
     return [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
 
 
-def pieces_of(engine: DynamicInferenceEngine) -> PieceCompiler:
-    assert engine.parts.adopted.pieces is not None
-    return engine.parts.adopted.pieces
+def compiler_of(engine: DynamicInferenceEngine) -> PieceCompiler:
+    assert engine.parts.adopted.compiler is not None
+    return engine.parts.adopted.compiler
 
 
 def row_of(engine: DynamicInferenceEngine) -> Any:
@@ -67,12 +73,12 @@ def test_tokens_are_the_same_and_no_batch_size_compiles_anything(graphs_as_they_
     model = tiny_gpt(vocab_size=128, max_sequence_length=64, init_method_std=0.2, num_layers=3)
     expected = answers(make_engine(model))
     engine = make_engine(model, compile_layers=True)
-    pieces = pieces_of(engine)
-    at_start = pieces.num_compiles
-    assert pieces.num_functions == 2, "a layer has two pieces, and all layers share them"
+    compiler = compiler_of(engine)
+    at_start = compiler.num_compiles
+    assert compiler.num_functions == 2, "a layer has two pieces, and all layers share them"
     assert at_start == 6, "for many tokens and one, and the first layer's has no residual"
     assert answers(engine) == expected
-    assert pieces.num_compiles == at_start
+    assert compiler.num_compiles == at_start
     assert f"{at_start} times" in row_of(engine).chosen
 
 
@@ -80,11 +86,13 @@ def test_a_hybrids_mixers_attention_and_mlps_are_compiled_and_experts_are_not(gr
     model = make_model("hybrid", vocab_size=128, max_sequence_length=64)
     expected = answers(make_engine(model))
     engine = make_engine(model, compile_layers=True)
-    at_start = pieces_of(engine).num_compiles
+    at_start = compiler_of(engine).num_compiles
     assert answers(engine) == expected
-    assert pieces_of(engine).num_compiles == at_start
-    kinds = [isinstance(layer, Compiled) for layer in engine.parts.adopted._lean]
-    assert kinds == [symbol != "E" for symbol in "M*-ME*M"]
+    assert compiler_of(engine).num_compiles == at_start
+    layers = engine.parts.adopted.layers
+    assert all(isinstance(layer, CompiledLayer) for layer in layers)
+    has_pieces = [any(type(operation) is Piece for operation in layer.operations) for layer in layers]
+    assert has_pieces == [symbol != "E" for symbol in "M*-ME*M"]
 
 
 def test_norms_biases_and_activations_of_other_kinds_answer_the_same(graphs_as_they_are):
@@ -100,8 +108,8 @@ def test_norms_biases_and_activations_of_other_kinds_answer_the_same(graphs_as_t
 def test_weights_changed_in_place_and_replaced_ones_are_seen_without_another_compile(graphs_as_they_are):
     model = tiny_gpt(vocab_size=128, max_sequence_length=64, init_method_std=0.2, num_layers=2)
     engine = make_engine(model, compile_layers=True)
-    pieces, before = pieces_of(engine), answers(engine)
-    at_start = pieces.num_compiles
+    compiler, before = compiler_of(engine), answers(engine)
+    at_start = compiler.num_compiles
     layer = model.decoder.layers[0]
     with torch.no_grad():
         layer.mlp.linear_fc1.weight.mul_(-1.5)
@@ -109,13 +117,13 @@ def test_weights_changed_in_place_and_replaced_ones_are_seen_without_another_com
     layer.self_attention.linear_qkv.weight = torch.nn.Parameter(fresh)
     changed = answers(engine)
     assert changed == answers(make_engine(model)) != before
-    assert pieces.num_compiles == at_start
+    assert compiler.num_compiles == at_start
 
 
 def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a_reason(
     graphs_as_they_are, monkeypatch
 ):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     model = tiny_gpt(vocab_size=128, max_sequence_length=64, init_method_std=0.2, num_layers=2)
     expected = answers(make_engine(model))
@@ -128,6 +136,49 @@ def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a
     assert engine.parts.runner.graphs is None
 
 
+class _Attentive:
+    """A step whose attention and scan mix what they are given, with plain torch operations."""
+
+    ops = TorchOps()
+
+    @staticmethod
+    def attend(layer, q, k, v, spec):
+        return (q + (k * v)[:, :, None]).flatten(1)
+
+    @staticmethod
+    def ssm(layer, xBC, dt, weights, spec):
+        return xBC[:, : spec.inner_width] * dt.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "other", "hybrid"])
+@torch.inference_mode()
+def test_the_pure_form_of_every_operation_computes_what_its_run_computes(kind):
+    settings = {"vocab_size": 128, "max_sequence_length": 64, "init_method_std": 0.2}
+    if kind == "hybrid":
+        model = make_model("hybrid", **settings)
+    else:
+        model = tiny_gpt(**settings, **(OTHER_KINDS if kind == "other" else {}))
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    step, seen = _Attentive(), set()
+    x, residual = torch.randn(5, model.config.hidden_size), None
+    for layer in adopt(model).layers:
+        for operation in layer.operations:
+            if type(operation) is FusedExperts:
+                continue
+            if (form := pure_form_of(operation)) is not None:
+                live = tuple(parameters[name] for parameters, name in form.sources)
+                found = form.apply(x, residual, live)
+                seen.add(type(operation))
+            x, residual = operation.run(step, x, residual)
+            if form is not None:
+                torch.testing.assert_close(found, (x, residual), rtol=1e-4, atol=1e-5)
+    wanted = {FusedNorm, FusedLinear, FusedActivation, SplitHeads}
+    mixers = {GatedNorm, SplitColumns}
+    assert seen == {"plain": wanted - {SplitHeads}, "other": wanted, "hybrid": wanted - {SplitHeads} | mixers}[kind]
+    assert wanted | mixers == set(PURE)
+
+
 def test_without_a_compiler_layers_run_as_they_are_and_the_table_says_why(monkeypatch):
     def missing(graph, inputs):
         raise RuntimeError("no C++ compiler was found")
@@ -137,7 +188,7 @@ def test_without_a_compiler_layers_run_as_they_are_and_the_table_says_why(monkey
     with pytest.warns(ConfigWarning, match="compile_layers=True: .*no C\\+\\+ compiler"):
         engine = make_engine(model, compile_layers=True)
     assert row_of(engine).chosen == "as they are" and "no C++ compiler" in row_of(engine).reasons["torch.compile"]
-    assert engine.parts.adopted.pieces is None
+    assert engine.parts.adopted.compiler is None
     assert answers(engine) == answers(make_engine(model))
 
 
@@ -154,6 +205,6 @@ def test_tokens_are_the_same_with_what_the_compiler_makes(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
         engine = make_engine(model, compile_layers=True)
-    at_start = pieces_of(engine).num_compiles
+    at_start = compiler_of(engine).num_compiles
     assert answers(engine) == expected
-    assert pieces_of(engine).num_compiles == at_start
+    assert compiler_of(engine).num_compiles == at_start

@@ -16,6 +16,7 @@ from megatron_infer.kernels import (
 )
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
@@ -74,7 +75,7 @@ def test_the_option_moves_attention_and_no_token(settings, chosen):
 
 def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypatch):
     monkeypatch.setattr(flashinfer_topk, "unavailable", lambda device: None)
-    monkeypatch.setenv(BACKEND_VARIABLE, "static")
+    monkeypatch.setenv(BACKEND_VARIABLE, STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     model, asked = tiny_gpt(**SHAPE), []
     params = [SamplingParams(max_tokens=6, top_k=20, top_p=0.95, seed=i, ignore_eos=True) for i in range(4)]

@@ -17,6 +17,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.kv_rounding import FP8
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 
 BASE: dict[str, Any] = {
     "kv_cache_dtype": "fp8_e4m3",
@@ -102,7 +103,7 @@ def expected(model):
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_give_the_same_answers(model, expected, monkeypatch, name):
     if name == "static_graphs":
-        monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+        monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     if name == "reference":
         monkeypatch.setenv("MEGATRON_INFER_BACKEND", "reference")

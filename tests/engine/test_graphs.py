@@ -18,6 +18,7 @@ from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -42,7 +43,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def static_kernels(monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
 
 
@@ -113,7 +114,7 @@ def check_used(engine: DynamicInferenceEngine) -> None:
 @pytest.fixture(scope="module")
 def expected(model):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         return answers(make_engine(model), work())
 
 

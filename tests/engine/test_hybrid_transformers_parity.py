@@ -118,7 +118,7 @@ def test_the_command_line_answers_text_from_a_directory_and_from_its_checkpoint(
     reference.save_pretrained(tmp_path / "hf")
     tokenizer.save(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
-    save_checkpoint(build_model(source), tmp_path / "ckpt", plan=source.config(), tokenizer=tokenizer)
+    save_checkpoint(build_model(source), tmp_path / "ckpt", description=source.config(), tokenizer=tokenizer)
     texts = ["hello world, said the snail", "é 日本 two words", "hello"]
     prompts = [tokenizer.encode(text) for text in texts]
     with torch.inference_mode():

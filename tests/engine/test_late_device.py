@@ -18,7 +18,6 @@ from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
 from megatron_infer.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
-from megatron_infer.kernels.static_torch import StaticScan
 from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.device import HostRead
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
@@ -29,6 +28,7 @@ from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.testing.static_kernels import STATIC, StaticScan
 from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 128
@@ -49,7 +49,7 @@ KINDS = ("attention", "mamba", "hybrid")
 
 @pytest.fixture(autouse=True)
 def static_kernels(monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def models() -> dict[str, torch.nn.Module]:
 @pytest.fixture(scope="module")
 def expected(models) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_INFER_BACKEND", "static")
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
         return {kind: answers(make_engine(models[kind], overlap=False)) for kind in KINDS}
 
 

@@ -15,6 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
@@ -59,7 +60,7 @@ def waits_of(device: Device, steps) -> Counter:
     ],
 )
 def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     watch = SyncWatch(monkeypatch)
     engine = make_engine(make_model(kind), **settings)
@@ -80,7 +81,7 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypat
 
 
 def test_blocks_that_go_to_the_host_and_come_back_make_no_step_wait(monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     watch, model = SyncWatch(monkeypatch), make_model("attention")
     room = buffers(model, blocks=6, block_size=16, max_requests=6)
     engine = make_engine(model, **room, overlap=True, preemption_mode="swap", swap_buffer_size_gb=0.01, max_requests=6)
@@ -132,7 +133,7 @@ def test_a_step_that_draws_nothing_waits_for_nothing():
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch):
-    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "static")
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     engine = make_engine(make_model("attention"), num_cuda_graphs=-1 if graphs else None)
     for first in range(3):

@@ -1,4 +1,4 @@
-"""Two sequences whose attention can be computed in any cuts, beside one another, for comparisons of bits."""
+"""Two sequences whose attention can be computed in any cuts, in the same steps, for comparisons of bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT, TOTAL = 300, 620
 
 
 class Sequences:
-    """Two sequences with fixed queries, keys and values; only the first is looked at, the second is company."""
+    """Two sequences with fixed queries, keys and values; only the first is compared, the second runs beside it."""
 
     def __init__(self, dtype: torch.dtype, spec: AttendSpec) -> None:
         generator = torch.Generator().manual_seed(1)

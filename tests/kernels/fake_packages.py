@@ -167,7 +167,7 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
 
 
 def top_k(input, k, sorted=False, deterministic=False, tie_break=0):
-    """By bits, so that 0.0 is above -0.0; the set alone is promised, and only with a tie_break."""
+    """By bits, so that 0.0 is above -0.0; only the set is promised, and only with a tie_break."""
     assert input.dtype is torch.float32 and input.is_contiguous() and 0 < k < input.shape[1]
     assert tie_break == 1, "which of equal ids are taken is anybody's guess"
     bits = input.view(torch.int32)

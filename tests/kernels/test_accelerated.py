@@ -13,7 +13,7 @@ from megatron_infer.kernels.select import BACKEND_VARIABLE, choose
 from megatron_infer.kernels.triton import launch
 
 
-def test_without_triton_its_kernels_are_not_imported_and_the_reason_is_told(monkeypatch):
+def test_without_triton_its_kernels_are_not_imported_and_the_reason_is_given(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -15,13 +15,13 @@ Cut = tuple[int, int]
 
 
 def compute(
-    sequences: Sequences, library, slices: list[Cut], *, decode_from: int = TOTAL, company: bool = False
+    sequences: Sequences, library, slices: list[Cut], *, decode_from: int = TOTAL, beside: bool = False
 ) -> Tensor:
     """The first sequence in these slices, then one token a step from `decode_from` on -> [TOTAL, N*H]."""
     backend = NativePagedAttention(library, sequences.dtype)
     outs = []
     for i, (start, n) in enumerate(slices):
-        more = [(1, 37 * i, 37)] if company and 37 * (i + 1) <= TOTAL else []
+        more = [(1, 37 * i, 37)] if beside and 37 * (i + 1) <= TOTAL else []
         outs.append(sequences.attend(backend, decode=[], slices=[(0, start, n), *more])[:n])
     for position in range(decode_from, TOTAL):
         outs.append(sequences.attend(backend, decode=[position], slices=[])[:1])
@@ -55,11 +55,11 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library
         "recomputed in chunks across the prompt's end": (cut(TOTAL, 97), TOTAL),
         "recomputed in slices of 1": (cut(TOTAL, 1), TOTAL),
     }
-    for threads, company in ((1, False), (2, True)):
+    for threads, beside in ((1, False), (2, True)):
         torch.set_num_threads(threads)
         for name, (slices, decode_from) in ways.items():
             again = Sequences(dtype, spec)
-            got = compute(again, native_library, slices, decode_from=decode_from, company=company)
+            got = compute(again, native_library, slices, decode_from=decode_from, beside=beside)
             differing = (got != want).any(1).nonzero().flatten().tolist()
             assert not differing, f"{name}: other bits at positions {differing[:8]}"
             blocks = again.table[0].long()

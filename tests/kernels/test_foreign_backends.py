@@ -103,7 +103,7 @@ def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
 
 
 def _pad_slices(meta, count):
-    """Slices of nobody behind the last row: no queries, no keys."""
+    """Empty slices behind the last row: no queries, no keys."""
     rows = meta.num_rows + count
     for name, tensor, value in (("q_len", "q_len_R", 0), ("kv_len", "kv_len_R", 0), ("table_row", "table_row_R", 0)):
         host = np.concatenate([getattr(meta, name), np.full(count, value, dtype=np.int32)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Exact kernels: a row's bits are a function of the row alone: in any company, at any place, on any threads."""
+"""Exact kernels: a row's bits depend on the row alone: not on other rows, its place or the threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(ops: ExactOps, width: int, seed: int = 0, count: int = ROWS) -> torch.T
 
 
 def check_rows(function, x) -> torch.Tensor:
-    """function(x) by rows has the bits it has in pieces, alone, shuffled and on two threads -> the whole."""
+    """function(x) gives each row the same bits in parts of x, alone, shuffled and on two threads -> function(x)."""
     whole = function(x)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
     assert torch.equal(function(x[order].contiguous()), whole[order])
@@ -49,7 +49,7 @@ def check_rows(function, x) -> torch.Tensor:
 
 @pytest.mark.parametrize("inner", [64, 70, 33], ids=["whole", "even", "odd"])
 @pytest.mark.parametrize("outer", [48, 7])
-def test_a_row_of_a_linear_has_the_same_bits_in_any_company(ops, inner, outer):
+def test_a_row_of_a_linear_has_the_same_bits_among_any_rows(ops, inner, outer):
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(*shape, generator=generator).to(ops._dtype) for shape in ((outer, inner), (outer,)))
     x = rows(ops, inner)
@@ -106,14 +106,14 @@ def test_torch_functions_treat_each_row_alone(ops, function, width):
     )
 
 
-def test_plain_torch_does_depend_on_the_company():
+def test_plain_torch_does_depend_on_the_other_rows():
     """The reason for `rowwise`; should this fail, torch has become exact by itself."""
     x = torch.randn(ROWS, 50, generator=torch.Generator().manual_seed(0)) * 3
     for function in (torch.sigmoid, F.silu, F.softplus):
         whole = function(x)
         if any(not torch.equal(function(x[i : i + 1].clone()), whole[i : i + 1]) for i in range(ROWS)):
             return
-    pytest.fail("torch gives a row the same bits in any company")
+    pytest.fail("torch gives a row the same bits among any rows")
 
 
 def test_rowwise_hands_on_several_results_and_no_rows(ops):

@@ -11,8 +11,8 @@ from megatron_infer.kernels import select
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention
 from megatron_infer.kernels.kv_rounding import FP8, FP8_MAX, append, as_kept
-from megatron_infer.kernels.static_torch import StaticAttention
 from megatron_infer.kernels.torch_ref import ReferenceAttention
+from megatron_infer.testing.static_kernels import StaticAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [(1, 1), (1, 300), (1, 31), (1, 33), (9, 9), (20, 310), (1, 60), (70, 70)]
@@ -94,7 +94,7 @@ def test_the_reference_attends_to_rounded_keys_and_values_and_no_others(dtype):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_prompt_sees_the_same_keys_whole_and_cut(name):
-    """Attention over what was just computed would see keys and values that nobody finds in the cache later."""
+    """Attention over keys and values before rounding would see others than a later step reads from the cache."""
     case = fp8_case([(60, 60)], num_decode=0, dtype=torch.float32)
     whole, cache = case.run(BACKENDS[name]())
     later = fp8_case([(30, 60)], num_decode=0, dtype=torch.float32)

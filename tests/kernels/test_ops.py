@@ -170,14 +170,14 @@ def test_argmax_ignores_nan_unless_there_is_nothing_else(native_library):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_checksum_takes_a_piece_of_a_flat_buffer_wherever_it_begins(dtype):
+def test_checksum_takes_a_slice_of_a_flat_buffer_wherever_it_begins(dtype):
     buffer = torch.arange(64).to(dtype)
     for begin in range(5):
-        piece = buffer[begin : begin + 24]
-        before = int(content_sum(piece))
-        assert int(content_sum(piece.view(4, 6))) == before
-        piece[7] += 1
-        assert int(content_sum(piece)) != before
+        part = buffer[begin : begin + 24]
+        before = int(content_sum(part))
+        assert int(content_sum(part.view(4, 6))) == before
+        part[7] += 1
+        assert int(content_sum(part)) != before
 
 
 @pytest.mark.parametrize("checksum", ["native", "sum"])

@@ -20,6 +20,7 @@ from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
 from megatron_infer.kernels.triton import launch
+from megatron_infer.testing.static_kernels import STATIC, StaticAttention, StaticScan
 
 SPEC = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125)
 MAMBA = SsmSpec(num_heads=4, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
@@ -117,7 +118,7 @@ def test_native_regions_run_on_torchs_own_openmp(native_library):
     code = (
         "import torch; torch.set_num_threads(2)\n"
         "from megatron_infer.kernels import native_build\n"
-        "assert native_build.num_usable_threads(native_build.load()) == 2\n"
+        "assert native_build.load().mi_count_threads(torch.get_num_threads()) == 2\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}\n"
         "assert len(maps) <= 1, maps\n"
     )
@@ -305,7 +306,7 @@ def test_flashinfers_rotation_is_used_where_it_can_be_and_the_table_says_why_not
     assert "in sixteens" in next(row for row in odd.rows if row.operation == "rotation").reasons["flashinfer"]
 
 
-def test_attention_that_rotates_by_itself_keeps_doing_so_unless_told(monkeypatch, native_library):
+def test_attention_that_rotates_by_itself_keeps_doing_so_unless_forced(monkeypatch, native_library):
     fake_packages.install(monkeypatch, "flashinfer")
     monkeypatch.setattr(flashinfer_rope, "unavailable", lambda device, dtype: None)
     asked = {"specs": [dataclasses.replace(SPEC, rotary_dim=64)], "dtype": torch.bfloat16}
@@ -318,9 +319,21 @@ def test_debug_variable_with_a_wrong_value_or_an_impossible_one_is_an_error(monk
     monkeypatch.setenv(select.BACKEND_VARIABLE, "cuda")
     with pytest.raises(ConfigError, match="native, torch, reference"):
         choose()
+    for name in ("nowhere:Kernels", "megatron_infer.testing.static_kernels:Nothing", "megatron_infer.testing.tiny:"):
+        monkeypatch.setenv(select.BACKEND_VARIABLE, name)
+        with pytest.raises(ConfigError, match=f"{name}.*or module:class of attention and scan"):
+            choose()
     monkeypatch.setenv(select.BACKEND_VARIABLE, "native")
     with pytest.raises(ConfigError, match="float16"):
         choose(dtype=torch.float16)
+
+
+def test_debug_variable_can_name_attention_and_scan_in_torch_by_module_and_class(monkeypatch):
+    monkeypatch.setenv(select.BACKEND_VARIABLE, STATIC)
+    chosen = choose(ssm_specs=[MAMBA])
+    assert type(chosen.attention) is StaticAttention and type(chosen.scan) is StaticScan
+    assert backends(chosen)["attention"] == backends(chosen)["selective scan"] == "static"
+    assert backends(chosen)["linear"] == backends(chosen)["norms, activations"] == "torch"
 
 
 def test_thread_advice_counts_cores_once_and_obeys_quota_and_environment(tmp_path, monkeypatch):
@@ -345,7 +358,7 @@ def test_cpu_settings_apply_the_asked_thread_count():
     assert torch.get_num_threads() == 1
 
 
-def test_a_gpu_without_triton_is_told_so_and_nothing_imports_it(monkeypatch):
+def test_a_gpu_without_triton_gives_the_reason_and_nothing_imports_it(monkeypatch):
     module = "megatron_infer.kernels.triton.attention"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -14,7 +14,7 @@ from megatron_infer.kernels.ssm import LayerStates, SsmSpec
 
 TOTAL = 330
 """Tokens of the sequence: more than a stretch of the kernel (256)."""
-COMPANY = [(1, 9), (40, 90), (1, 1), (300, 300)]
+OTHER_ROWS = [(1, 9), (40, 90), (1, 1), (300, 300)]
 SPECS = {
     "two groups": SPEC,
     "130m": SsmSpec(num_heads=3, head_dim=64, state_dim=128, num_groups=1, conv_width=4),
@@ -36,16 +36,16 @@ class Sequence:
         self.weights = make_weights(spec)
         width = spec.num_channels + spec.num_heads
         self.fused = torch.randn(TOTAL, width, generator=generator).to(dtype)
-        self.other = torch.randn(sum(q for q, _ in COMPANY), width, generator=generator).to(dtype)
+        self.other = torch.randn(sum(q for q, _ in OTHER_ROWS), width, generator=generator).to(dtype)
         self.states = make_states(spec, CAPTURED + 8, conv_dtype=conv_dtype, ssm_dtype=torch.float32)
 
-    def step(self, start: int, stop: int, *, company: int = 0, captures: tuple[int, ...] = ()) -> Tensor:
-        """Tokens start .. stop in one slice, behind `company` other rows -> their y."""
-        rows: list[Row] = [*COMPANY[:company], (stop - start, stop)]
+    def step(self, start: int, stop: int, *, beside: int = 0, captures: tuple[int, ...] = ()) -> Tensor:
+        """Tokens start .. stop in one slice, behind the first `beside` of OTHER_ROWS -> their y."""
+        rows: list[Row] = [*OTHER_ROWS[:beside], (stop - start, stop)]
         step = scan_step(
             rows,
-            slots=[*range(3, 3 + company), SLOT],
-            captures=[(company, n - start, CAPTURED + i) for i, n in enumerate(captures)],
+            slots=[*range(3, 3 + beside), SLOT],
+            captures=[(beside, n - start, CAPTURED + i) for i, n in enumerate(captures)],
         )
         before = step.num_tokens - (stop - start)
         fused = torch.cat((self.other[:before], self.fused[start:stop]))
@@ -92,25 +92,25 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library
         "cut at a stretch of the kernel": cut(TOTAL, 256),
         "one token, then all": cut(TOTAL, 1, TOTAL),
     }
-    for threads, company in ((1, 0), (2, 2), (3, 4)):
+    for threads, beside in ((1, 0), (2, 2), (3, 4)):
         for way, slices in ways.items():
             again = Sequence(native_library, SPECS[name], dtype, conv_dtype, threads)
-            got = torch.cat([again.step(start, stop, company=company) for start, stop in slices])
+            got = torch.cat([again.step(start, stop, beside=beside) for start, stop in slices])
             differing = (got != want).any(1).nonzero().flatten().tolist()
-            assert not differing, f"{way}, {company} rows beside it: other bits at {differing[:8]}"
-            assert same(again.state(), plain.state()), f"{way}, {company} rows beside it: another state"
+            assert not differing, f"{way}, {beside} other rows: other bits at {differing[:8]}"
+            assert same(again.state(), plain.state()), f"{way}, {beside} other rows: another state"
 
 
 @pytest.mark.parametrize(("dtype", "conv_dtype"), KINDS)
-@pytest.mark.parametrize("company", [0, 4])
-def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, dtype, conv_dtype, company):
+@pytest.mark.parametrize("beside", [0, 4])
+def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, dtype, conv_dtype, beside):
     at = (1, 2, 31, 32, 33, 256, 257, TOTAL - 1)
     sequence = Sequence(native_library, SPEC, dtype, conv_dtype)
     plain = Sequence(native_library, SPEC, dtype, conv_dtype).step(0, TOTAL)
-    assert torch.equal(sequence.step(0, TOTAL, captures=at, company=company), plain), "captures change the answer"
+    assert torch.equal(sequence.step(0, TOTAL, captures=at, beside=beside), plain), "captures change the answer"
     late = Sequence(native_library, SPEC, dtype, conv_dtype, threads=2)
     late.step(0, 30)
-    late.step(30, TOTAL, captures=at[2:], company=company)
+    late.step(30, TOTAL, captures=at[2:], beside=beside)
     for i, n in enumerate(at):
         short = Sequence(native_library, SPEC, dtype, conv_dtype)
         short.step(0, n)
@@ -129,12 +129,12 @@ def test_going_on_from_a_captured_state_gives_the_same_bits(native_library):
 
 @pytest.mark.parametrize("spec", [SPEC, dataclasses.replace(SPEC, num_heads=2, head_dim=128)])
 def test_rounded_ssm_states_give_the_same_bits_with_the_same_cuts(native_library, spec):
-    """A bf16 state is rounded at each cut, so cuts show; company and threads do not."""
+    """A bf16 state is rounded at each cut, so cuts show; other rows and threads do not."""
     results = []
-    for threads, company in ((1, 0), (3, 4)):
+    for threads, beside in ((1, 0), (3, 4)):
         sequence = Sequence(native_library, spec, torch.float32, torch.float32, threads)
         states = make_states(spec, CAPTURED + 8, conv_dtype=torch.float32, ssm_dtype=torch.bfloat16)
         sequence.states = states
-        got = torch.cat([sequence.step(start, stop, company=company) for start, stop in cut(TOTAL, 300, 1)])
+        got = torch.cat([sequence.step(start, stop, beside=beside) for start, stop in cut(TOTAL, 300, 1)])
         results.append((got, states.ssm_SHPN[SLOT].clone()))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

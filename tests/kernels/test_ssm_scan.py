@@ -10,7 +10,7 @@ from scan_case import SPEC, check_case, make_case
 
 from megatron_infer.kernels import ssm_torch
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
-from megatron_infer.kernels.static_torch import StaticScan
+from megatron_infer.testing.static_kernels import StaticScan
 
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = [(1, 5), (1, 1), (1, 9), (100, 100), (70, 200), (2, 2), (3, 10), (1, 1), (1, 30), (64, 64), (130, 140)]
@@ -199,13 +199,13 @@ def test_prompt_then_decode_equals_transformers_mixer(make_scan, groups):
         [mixer(hidden[:, :prompt], cache)] + [mixer(hidden[:, i : i + 1], cache) for i in range(prompt, total)], dim=1
     )
 
-    case = make_case([(prompt, prompt), (7, 7)], spec=spec)  # in company
+    case = make_case([(prompt, prompt), (7, 7)], spec=spec)  # beside another row
     states, backend = case.states, make_scan(torch.float32)
     states.conv_SCW[:], states.ssm_SHPN[:] = float("nan"), float("nan")
     gate, xBC, dt = mixer.in_proj(hidden[0]).split([128, spec.num_channels, 8], dim=-1)
     backend.plan(case.step)
-    company = torch.randn(7, spec.num_channels), torch.randn(7, 8)
-    both = [torch.cat((ours[:prompt], theirs)) for ours, theirs in zip((xBC, dt), company, strict=True)]
+    others = torch.randn(7, spec.num_channels), torch.randn(7, 8)
+    both = [torch.cat((ours[:prompt], theirs)) for ours, theirs in zip((xBC, dt), others, strict=True)]
     outs = [backend.run(*both, states, weights, spec)[:prompt]]
     slot = int(case.step.table_row[0])
     for i in range(prompt, total):

@@ -21,7 +21,7 @@ from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.hybrid import hybrid_spec
-from megatron_infer.models.layer_probes import parts_of, trace
+from megatron_infer.models.layer_probes import module_probes, trace_forward
 from megatron_infer.models.moe import DeviceAgnosticRouter
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
 
@@ -86,7 +86,7 @@ def same_tokens(model, *expected_classes):
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items()), "parameters changed"
     adopted = adopt(model)
-    found = trace(model, parts_of(adopted), PROMPT, tp=None)
+    found = trace_forward(model, module_probes(adopted), PROMPT, tp=None)
     assert len(found.layers) == model.config.num_layers
 
 
@@ -140,8 +140,8 @@ def apex_norms():
     layer = model.decoder.layers[0]
     assert type(layer.input_layernorm).__qualname__ == "FusedLayerNorm"
     x = torch.randn(3, 64)
-    lean = adopt(model) and layer.lean.input_norm
-    torch.testing.assert_close(lean.run(TorchOps(), x), layer.input_layernorm(x))
+    norm, _ = adopt(model) and layer.fused.blocks[0]
+    torch.testing.assert_close(norm.norm(TorchOps(), x), layer.input_layernorm(x))
 
 
 FUSED = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention")
@@ -175,7 +175,7 @@ CASES = {
     **fp8_models.cases(te_spec, te_hybrid_spec),
     "a recipe of its own is refused": own_recipe,
     "a subclass is refused": subclass,
-    "a norm that nobody would run is refused": norm_inside_an_expert,
+    "a norm that no operation runs is refused": norm_inside_an_expert,
 }
 
 

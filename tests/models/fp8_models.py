@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,8 +23,10 @@ from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.models.fused_layers import Operations
 from megatron_infer.rl.weights.inventory import Inventory
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 8, 61], [7, 7, 1], [88] * 21]
@@ -118,7 +121,7 @@ def state_of(model):
 
 def same_answers(spec, recipe, **more):
     model = make(spec, recipe, **more)
-    num_tokens = 6 if recipe in OF_THE_ROW else 1  # with one scale for all rows an answer is that of its company
+    num_tokens = 6 if recipe in OF_THE_ROW else 1  # with one scale for all rows an answer depends on the other rows
     for prompt in PROMPTS[:2] if recipe in OF_THE_ROW else [list(range(32))]:
         check_answer(model, prompt, answers(make_engine(model), [prompt], num_tokens)[0])
     fp8 = adopt(model).fp8
@@ -135,7 +138,7 @@ def make_alone(spec, recipe, **more):
 
 
 def training_goes_on(spec, recipe, **more):
-    """Answers, an abort and a step that fails between two training steps: the second is that of nobody having asked."""
+    """Answers, an abort and a step that fails between two training steps: the second is as without them."""
     model = make_alone(spec, recipe, **more)
     before, outer = state_of(model), FP8GlobalStateManager.state
     engine = make_engine(model)
@@ -179,7 +182,7 @@ def updates_are_seen(spec, *, kept_in_fp8):
     assert second == answers(make_engine(model)) != first
     assert addresses == (fp8.addresses, engine.parts.guard.addresses)
     scale = next(fp8.live_scales())
-    scale.mul_(0.5)  # a forward of the trainer alone
+    scale.mul_(0.5)  # as a forward of the trainer does
     assert engine.parts.guard.moved()
     engine.refresh_weights()
     assert fp8.differs() is None
@@ -193,7 +196,7 @@ def rows_are_their_own(spec):
     for recipe in RECIPES:
         adopted = adopt(make(spec, recipe))
         adopted.fp8.refresh()
-        linear = next(iter(adopted._whole[0].linears()))
+        linear = next(adopted.layers[0].linears())
         with torch.inference_mode():
             x = torch.randn(40, 64)
             few, many = linear.product(x[:3], None), linear.product(x, None)[:3]
@@ -202,7 +205,7 @@ def rows_are_their_own(spec):
                 assert torch.equal(few, many)
                 continue
             assert not torch.equal(few, linear.product(loud, None)[:3])
-            adopted.fp8.nobody_T1 = torch.arange(40)[:, None] >= 3
+            adopted.fp8.padding_T1 = torch.arange(40)[:, None] >= 3
             assert torch.equal(few, linear.product(loud, None)[:3])
 
 
@@ -218,18 +221,19 @@ def ranks_add_up(spec):
     """What ranks add up are products in FP8 without a bias, which comes after."""
     adopted = adopt(make(spec, "delayed", add_bias_linear=True))
     adopted.fp8.refresh()
-    linear = adopted._whole[0].attention.proj
+    linear = list(adopted.layers[0].linears())[1]
     with torch.inference_mode():
         x, bias = torch.randn(5, 64), linear.parameters["bias"]
         alone = linear.product(x, None)
         linear.reduce = Doubles()
-        assert torch.equal(linear.run(TorchOps(), x), 2 * alone + bias)
+        summed, _ = Operations(*linear.flat()).run(SimpleNamespace(ops=TorchOps()), x)
+        assert torch.equal(summed, 2 * alone + bias)
 
 
 def padded_steps(spec, recipe):
     """Steps that are padded and captured give the answers of the same steps as they are."""
     model = make(spec, recipe, num_layers=2)
-    asked = {"MEGATRON_INFER_BACKEND": "static", "MEGATRON_INFER_GRAPHS": REPLAY}
+    asked = {"MEGATRON_INFER_BACKEND": STATIC, "MEGATRON_INFER_GRAPHS": REPLAY}
     with mock.patch.dict(os.environ, asked):
         wanted = answers(make_engine(model))
         engine = make_engine(model, num_cuda_graphs=-1, cuda_graph_max_tokens=24)

@@ -14,7 +14,7 @@ from test_hf_parity import CASES, random_hf_model
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader import sources
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.sources import open_source
 
 
@@ -139,8 +139,8 @@ def test_old_and_new_rope_spelling_mean_the_same():
     base = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     base |= {"intermediate_size": 64, "vocab_size": 64}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    new = plan_from_config(base | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
-    old = plan_from_config(base | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    new = description_from_config(base | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    old = description_from_config(base | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
     assert new == old
     assert new.rotary_base == 5e5
     assert new.rope_scaling.original_max_position == 64

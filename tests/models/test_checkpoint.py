@@ -15,7 +15,7 @@ from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import load_checkpoint, plan_from_model, save_checkpoint
+from megatron_infer.model_loader.checkpoint import description_from_model, load_checkpoint, save_checkpoint
 from megatron_infer.model_loader.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
@@ -37,7 +37,7 @@ def equal(a, b):
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_save_then_load_is_exact(case, with_plan, tmp_path):
     source, model = built(case, tmp_path / "hf")
-    save_checkpoint(model, tmp_path / "ckpt", plan=source.config() if with_plan else None)
+    save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
     loaded = load_checkpoint(tmp_path / "ckpt")
     assert equal(model, loaded)
     ids = list(range(40))
@@ -46,13 +46,13 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
 
 def test_bfloat16_survives(tmp_path):
     source, model = built("llama_tied", tmp_path / "hf", dtype="bfloat16")
-    save_checkpoint(model, tmp_path / "ckpt", plan=source.config())
+    save_checkpoint(model, tmp_path / "ckpt", description=source.config())
     assert equal(model, load_checkpoint(tmp_path / "ckpt", dtype="bfloat16"))
 
 
 def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
     source, model = built("llama", tmp_path / "hf")
-    save_checkpoint(model, tmp_path / "ckpt", plan=source.config(), tokenizer=byte_level())
+    save_checkpoint(model, tmp_path / "ckpt", description=source.config(), tokenizer=byte_level())
     moved = tmp_path / "moved"
     (tmp_path / "ckpt").rename(moved)
     shutil.rmtree(tmp_path / "hf")
@@ -66,7 +66,7 @@ def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
 
 def test_padded_vocabulary_can_differ_between_save_and_load(tmp_path):
     source, model = built("llama", tmp_path / "hf", vocab_multiple=64)
-    save_checkpoint(model, tmp_path / "ckpt", plan=source.config())
+    save_checkpoint(model, tmp_path / "ckpt", description=source.config())
     loaded = load_checkpoint(tmp_path / "ckpt")
     assert loaded.vocab_size == 131
     assert torch.equal(loaded.output_layer.weight, model.output_layer.weight[:131])
@@ -88,7 +88,7 @@ def megatron_lm(folder, tmp_path, **changes):
     """A checkpoint as Megatron-LM leaves it: iteration folder, arguments in common.pt, no plan file."""
     source, model = built("llama3_rope_native", tmp_path / "hf")
     iteration = folder / "iter_0000012"
-    save_checkpoint(model, iteration, plan=source.config())
+    save_checkpoint(model, iteration, description=source.config())
     (iteration / "megatron_infer.json").unlink()
     (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
     config = source.config().transformer
@@ -142,7 +142,7 @@ def test_a_pickle_with_code_is_refused(tmp_path, capsys):
 def test_damaged_checkpoints_name_the_place(tmp_path):
     source, model = built("llama", tmp_path / "hf")
     folder = tmp_path / "ckpt"
-    save_checkpoint(model, folder, plan=source.config())
+    save_checkpoint(model, folder, description=source.config())
     plan = folder / "megatron_infer.json"
     text = plan.read_text()
 
@@ -172,7 +172,7 @@ def test_parts_a_plan_cannot_describe_are_refused(tmp_path):
     _, model = built("llama", tmp_path / "hf")
     model.config.activation_func = torch.tanh
     with pytest.raises(ModelError, match="activation"):
-        plan_from_model(model)
+        description_from_model(model)
     model.config.num_moe_experts = 4
     with pytest.raises(ModelError, match="num_moe_experts=4"):
-        plan_from_model(model)
+        description_from_model(model)

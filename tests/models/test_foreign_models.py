@@ -29,7 +29,7 @@ REFUSED = [
     "weights of eight bits are refused",
     "a recipe of its own is refused",
     "a subclass is refused",
-    "a norm that nobody would run is refused",
+    "a norm that no operation runs is refused",
 ]
 
 
@@ -74,10 +74,10 @@ def test_such_a_model_is_adopted_and_gives_the_tokens_of_its_own_forward(results
 
 
 @pytest.mark.parametrize("case", IN_FP8)
-def test_a_model_that_trains_in_fp8_answers_as_its_own_forward_and_trains_on_as_if_nobody_had_asked(results, case):
+def test_a_model_that_trains_in_fp8_answers_as_its_own_forward_and_trains_on_as_without_requests(results, case):
     assert results[case] is None, results[case]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_lean_path_would_compute_otherwise_is_refused_by_name(results, case):
+def test_what_the_paged_path_would_compute_otherwise_is_refused_by_name(results, case):
     assert results[case] is None, results[case]

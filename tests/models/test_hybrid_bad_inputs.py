@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.hf_names import Shard
 from megatron_infer.model_loader.sources import open_source
 
@@ -135,12 +135,13 @@ def test_splits_that_do_not_divide_are_refused(case, changes, message, tmp_path)
 def test_older_spellings_mean_the_same(tmp_path):
     random_hybrid("nemotron_h").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    new = plan_from_config(config)
+    new = description_from_config(config)
     old = config | {"layers_block_type": None, "hybrid_override_pattern": "MM*-M-", "num_hidden_layers": 6}
     old |= {"time_step_limit": [0.0, float("inf")]}
-    assert plan_from_config(old) == new
+    assert description_from_config(old) == new
     assert (
-        plan_from_config(config | {"layers_block_type": ["mamba", "mamba", "attention", "mlp", "mamba", "mlp"]}) == new
+        description_from_config(config | {"layers_block_type": ["mamba", "mamba", "attention", "mlp", "mamba", "mlp"]})
+        == new
     )
 
 
@@ -156,7 +157,11 @@ def test_older_names_of_keys_act(tmp_path):
     old = {names.get(key, key): value for key, value in new.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plan_from_config(old) == plan_from_config(old | {"n_groups": 1}) == plan_from_config(new)
+        assert (
+            description_from_config(old)
+            == description_from_config(old | {"n_groups": 1})
+            == description_from_config(new)
+        )
     theirs = transformers.NemotronHConfig.from_dict(old | {"mamba_dt_limit": [0.0, float("inf")]})
     assert (theirs.time_step_min, theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias) == (0.5, 2, 3, False)
 

@@ -12,7 +12,7 @@ from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import load_checkpoint, plan_from_model, save_checkpoint
+from megatron_infer.model_loader.checkpoint import description_from_model, load_checkpoint, save_checkpoint
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
@@ -46,7 +46,7 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
     random_hybrid(case).save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     model = build_model(source)
-    save_checkpoint(model, tmp_path / "ckpt", plan=source.config() if with_plan else None)
+    save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
     loaded = load_checkpoint(tmp_path / "ckpt")
     assert same(model, loaded)
     assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
@@ -56,7 +56,7 @@ def test_weights_that_were_scaled_when_loaded_are_not_scaled_again(tmp_path):
     hf = random_hybrid("granite_factors_tied")
     hf.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
-    save_checkpoint(build_model(source), tmp_path / "ckpt", plan=source.config())
+    save_checkpoint(build_model(source), tmp_path / "ckpt", description=source.config())
     with torch.inference_mode():
         expected = hf(torch.tensor([IDS]), use_cache=False).logits[0]
     assert (full_logits(load_checkpoint(tmp_path / "ckpt"), IDS) - expected).abs().max() < 1e-4
@@ -118,7 +118,7 @@ def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(tmp_path):
     assert same(model, loaded)
     assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
     plan = open_source(tmp_path).config()
-    assert plan.hybrid == plan_from_model(model).hybrid
+    assert plan.hybrid == description_from_model(model).hybrid
     assert plan.transformer["mamba_num_heads"] == 12
     assert plan.transformer["layernorm_epsilon"] == 1e-3
     assert plan.hybrid.norm_epsilon == 1e-5, "megatron-core's mixer knows no other"
@@ -166,8 +166,8 @@ def test_mixers_that_a_plan_cannot_describe_are_refused():
     mixer = model.decoder.layers[0].mixer
     mixer.D_has_hdim = True
     with pytest.raises(ModelError, match="D_has_hdim"):
-        plan_from_model(model)
+        description_from_model(model)
     mixer.D_has_hdim = False
     mixer.norm.eps = 1e-3
     with pytest.raises(ModelError, match="mixers differ"):
-        plan_from_model(model)
+        description_from_model(model)

@@ -111,7 +111,7 @@ def test_padded_vocabulary_entries_are_zero_with_scaled_embeddings(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_paged_steps_compute_what_the_full_forward_does(case, tmp_path):
-    """Chunks, decodes and company, with states in slots: biases, limits and epsilons reach the paged path too."""
+    """Chunks and decodes in mixed steps, states in slots: biases, limits and epsilons reach the paged path too."""
     random_hybrid(case).save_pretrained(tmp_path)
     model = build_model(open_source(tmp_path))
     assert worst_difference(model, adopt(model)) < 1e-4

@@ -69,7 +69,7 @@ def test_any_text_has_the_ids_and_the_pieces_of_transformers(tokenizer, theirs, 
 
 
 def test_digits_are_cut_one_by_one_as_the_model_was_trained(tokenizer):
-    """All numerals, not 0 to 9 alone: transformers' GGUF conversion ignores the file's pre-tokenizer and joins " ½"."""
+    """All numerals, not only 0 to 9: transformers' GGUF conversion ignores the file's pre-tokenizer and joins " ½"."""
     ids = tokenizer.encode("1234567890 42 ½")
     assert [tokenizer.token_str(id) for id in ids] == [*"1234567890", "Ġ", "4", "2", "Ġ", "Â½"]
 

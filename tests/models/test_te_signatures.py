@@ -1,6 +1,6 @@
-"""What products in FP8 take of Transformer Engine is there and is called as it is called: read off its sources.
+"""What FP8 products use of Transformer Engine exists with the expected signatures, read off its sources.
 
-They need not import, which they do on a GPU alone: a wheel's unpacked folder on PYTHONPATH will do.
+Transformer Engine imports only on a GPU, so it is not imported: a wheel's unpacked folder on PYTHONPATH is enough.
 """
 
 from __future__ import annotations

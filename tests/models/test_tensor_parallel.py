@@ -46,7 +46,7 @@ def run_on_two_ranks(models, saved, tmp_path):
         with torch.inference_mode():
             expected[case] = model(torch.tensor([ids]), use_cache=False).logits[0]
     source = open_source(tmp_path / saved)
-    save_checkpoint(build_model(source), tmp_path / "saved", plan=source.config())
+    save_checkpoint(build_model(source), tmp_path / "saved", description=source.config())
     start_ranks(compute, (str(tmp_path), str(tmp_path / "saved"), list(models)), 2)
     for case in [*models, "ckpt"]:
         got = torch.cat([torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(2)], dim=-1)

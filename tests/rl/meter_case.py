@@ -73,14 +73,14 @@ def stale_decay(monkeypatch: Any, session: Any) -> None:
 
 
 def wrong_scale(monkeypatch: Any, session: Any) -> None:
-    lean = session.model.decoder.layers[1].self_attention.lean
-    lean.spec = dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+    attend = session.model.decoder.layers[1].self_attention.fused.attend
+    attend.spec = dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
 
 
 def dropped_window(monkeypatch: Any, session: Any) -> None:
-    lean = session.model.decoder.layers[1].self_attention.lean
-    assert lean.spec.window == 16
-    lean.spec = dataclasses.replace(lean.spec, window=None)
+    attend = session.model.decoder.layers[1].self_attention.fused.attend
+    assert attend.spec.window == 16
+    attend.spec = dataclasses.replace(attend.spec, window=None)
 
 
 def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
@@ -137,9 +137,9 @@ def stale_copy(monkeypatch: Any, session: Any, weight: str) -> None:
 
 def router_order(monkeypatch: Any, session: Any) -> None:
     """Experts are counted from the other end."""
-    lean = session.model.decoder.layers[1].lean.mlp
-    route = lean.route
-    lean.route = lambda *a, **k: tuple(part.flip(-1) for part in route(*a, **k))
+    _, experts = session.model.decoder.layers[1].fused.blocks[1]
+    route = experts.route
+    experts.route = lambda *a, **k: tuple(part.flip(-1) for part in route(*a, **k))
 
 
 def broken_residual(monkeypatch: Any, session: Any) -> None:

@@ -111,13 +111,13 @@ def test_an_alarm_is_told_of_and_raised_and_the_engine_goes_on(monkeypatch, capl
     session = session_of("attention")
     heard: list[Any] = []
     meter = MismatchMeter(session, share=1.0, alarm=Alarm(raises=True), on_alarm=heard.append)
-    lean = session.model.decoder.layers[1].self_attention.lean
-    right = lean.spec
+    attend = session.model.decoder.layers[1].self_attention.fused.attend
+    right = attend.spec
     case.wrong_scale(monkeypatch, session)
     with pytest.raises(MismatchAlarm, match=r"decoder\.layers\.1\.self_attention") as caught:
         rollout(session, meter)
     assert heard == [caught.value.report] == [meter.last] and "over the limit" in caplog.text
-    lean.spec = right
+    attend.spec = right
     session.engine.reset_prefix_cache()
     assert not rollout(session, meter).is_alarm
     assert meter.num_windows == 2 and meter.num_alarms == 1
@@ -153,8 +153,8 @@ def test_unfinished_requests_stand_where_they_are_while_an_alarm_is_placed(overl
     def answers(observing: bool) -> list[Any]:
         session = session_of("hybrid", overlap=overlap)
         meter = MismatchMeter(session, share=1.0)
-        lean = session.model.decoder.layers[1].self_attention.lean
-        lean.spec = case.dataclasses.replace(lean.spec, scale=2 * lean.spec.scale)
+        attend = session.model.decoder.layers[1].self_attention.fused.attend
+        attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
         engine = session.engine
         with session.generating() as roll:
             ids = [engine.add_request(prompt, params) for prompt in case.prompts()]

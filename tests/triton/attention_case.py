@@ -30,7 +30,7 @@ def on_device(case: Case, device: torch.device) -> Case:
 
 
 def padded(case: Case, *, num_decode: int, num_prefill: int, num_tokens: int, max_kv_len: int) -> Case:
-    """The same step in a larger shape: decode rows of the dummy block, rows without tokens, tokens of nobody."""
+    """The same step in a larger shape: decode rows of the dummy block, rows without tokens, padding tokens."""
     meta = case.meta
     dummy, size = case.kv_cache.shape[2] - 1, case.kv_cache.shape[3]
     more_decode, more_rows = num_decode - meta.num_decode, num_prefill - (meta.num_rows - meta.num_decode)

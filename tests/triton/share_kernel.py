@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_infer.kernels.triton.attention_deal import deal
+from megatron_infer.kernels.triton.attention_splits import share_of_program
 
 
 @triton.jit
 def share_kernel(cu_q, kv_len, num_rows, out, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    count, row, item = deal(cu_q, kv_len, num_rows, QUERIES, CHUNK, MOST, 0)
+    count, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, MOST, 0)
     at = out + 3 * tl.program_id(1)
     tl.store(at, count)
     tl.store(at + 1, row)

@@ -119,7 +119,7 @@ def test_a_long_row_takes_larger_splits_not_more(device):
     check(backend, case, device)
 
 
-def test_the_splits_of_many_rows_are_dealt_out_evenly_and_once(device):
+def test_the_splits_of_many_rows_are_split_evenly_and_once(device):
     """More rows than are looked at together; splits of 16 keys, at most 4 a row."""
     from share_kernel import share_kernel
 
@@ -130,16 +130,16 @@ def test_the_splits_of_many_rows_are_dealt_out_evenly_and_once(device):
     for programs in (1, 7, 40):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
         launch(share_kernel, (1, programs), kv_len, kv_len, len(lengths), out, QUERIES=0, CHUNK=16, MOST=4)
-        dealt = []
+        covered = []
         for count, row, split in out.tolist():
             if count > 0:
-                assert expected[len(dealt)] == (row, split)
-                dealt += expected[len(dealt) : len(dealt) + count]
-        assert dealt == expected
+                assert expected[len(covered)] == (row, split)
+                covered += expected[len(covered) : len(covered) + count]
+        assert covered == expected
         assert max(out[:, 0]) == -(-len(expected) // programs)
 
 
-def test_a_padded_step_gives_the_same_bits_and_zeros_for_nobody(backend, device, dtype):
+def test_a_padded_step_gives_the_same_bits_and_zeros_for_padding(backend, device, dtype):
     rows = [(1, 70), (1, 12), (9, 50), (20, 20)]
     case = make_case(rows, num_decode=2, dtype=dtype, rotary_dim=32, head_dim=32, num_kv_heads=1)
     plain = run(backend, case, device)
@@ -155,7 +155,7 @@ def test_a_step_padded_with_tokens_alone_gives_zeros_for_them(backend, device):
 
 
 @pytest.mark.parametrize("num_decode", [0, 4])
-def test_a_row_has_the_same_bits_alone_and_in_company(backend, device, num_decode):
+def test_a_row_has_the_same_bits_alone_and_among_others(backend, device, num_decode):
     """In any step, and with any number of programs sharing its keys."""
     rows = [(1, 70), (1, 30), (1, 100), (1, 65)] if num_decode else [(20, 70), (3, 3), (40, 64), (7, 33)]
     case = make_case(rows, num_decode=num_decode, dtype=torch.float32, head_dim=32, num_kv_heads=1)

@@ -65,7 +65,7 @@ def test_greedy_tokens_equal_those_of_torch(device, monkeypatch, kind):
     assert got == want and hits > 0
 
 
-def test_slices_whose_keys_are_cut_give_the_tokens_of_a_prompt_in_one_piece(device, monkeypatch):
+def test_slices_whose_keys_are_cut_give_the_tokens_of_a_prompt_in_one_chunk(device, monkeypatch):
     """In chunks, and as what follows a prefix that is known."""
     from megatron_infer.kernels.triton import attention
 

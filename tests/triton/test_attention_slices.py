@@ -16,7 +16,7 @@ from megatron_infer.kernels.triton.launch import launch, listening
 
 pytestmark = pytest.mark.triton
 
-CHUNK, LANES = 32, 8
+CHUNK, PROGRAMS = 32, 8
 SMALL = {"dtype": torch.float32, "head_dim": 16}
 ROWS = [(1, 20), (5, 150), (9, 40), (33, 130)]
 """The first decodes, the third has too few keys to be cut."""
@@ -25,7 +25,14 @@ ROWS = [(1, 20), (5, 150), (9, 40), (33, 130)]
 def make_backend(**settings):
     from megatron_infer.kernels.triton.attention import TritonPagedAttention
 
-    given = {"num_cores": 3, "shared_kib": 227, "chunk": CHUNK, "slice_chunk": CHUNK, "lanes": LANES, **settings}
+    given = {
+        "num_cores": 3,
+        "shared_kib": 227,
+        "chunk": CHUNK,
+        "slice_chunk": CHUNK,
+        "slice_programs": PROGRAMS,
+        **settings,
+    }
     return TritonPagedAttention(**given)
 
 
@@ -64,7 +71,7 @@ def test_a_padded_step_gives_cut_rows_the_same_bits(backend, device):
     assert not out[49:].any()
 
 
-def test_decode_rows_and_tokens_of_nobody_alone_are_a_step(backend, device):
+def test_decode_rows_and_padding_alone_are_a_step(backend, device):
     out = check(backend, make_case([(1, 90), (1, 3)], num_decode=2, num_kv_heads=1, num_padding=3, **SMALL), device)
     assert not out[2:].any()
 
@@ -77,7 +84,7 @@ def test_a_cache_of_eight_bits_is_cut_as_well(backend, device):
     check(backend, case, device)
 
 
-def test_a_cut_row_has_the_same_bits_alone_in_company_and_on_any_device(backend, device):
+def test_a_cut_row_has_the_same_bits_alone_among_others_and_on_any_device(backend, device):
     case = make_case(ROWS[1:], num_decode=0, num_kv_heads=1, group_size=2, **SMALL)
     out = run(backend, case, device)
     assert torch.equal(run(make_backend(num_cores=1), case, device), out)
@@ -88,7 +95,7 @@ def test_a_cut_row_has_the_same_bits_alone_in_company_and_on_any_device(backend,
 def test_partial_sums_of_many_rows_take_turns_in_the_same_memory(backend, device, monkeypatch):
     case = make_case(ROWS, num_decode=1, num_kv_heads=1, group_size=1, **SMALL)
     want = run(backend, case, device)
-    monkeypatch.setattr(triton_scratch, "SLICES_BYTES", 2 * 4 * LANES * 32 * (16 + 2))
+    monkeypatch.setattr(triton_scratch, "SLICES_BYTES", 2 * 4 * PROGRAMS * 32 * (16 + 2))
     seen = []
     with listening(lambda _launch, kernel, *_rest: seen.append(kernel.fn.__name__)):
         assert torch.equal(run(backend, case, device), want)
@@ -99,7 +106,7 @@ def test_no_launch_where_no_row_can_be_cut(backend, device):
     short = make_case([(1, 40), (3, 2 * CHUNK - 1)], num_decode=1, num_kv_heads=1, **SMALL)
     windowed = make_case([(3, 100)], num_decode=0, num_kv_heads=1, window=20, **SMALL)
     decode = make_case([(1, 100)], num_decode=1, num_kv_heads=1, **SMALL)
-    heads = make_case([(3, 100)], num_decode=0, num_kv_heads=LANES, group_size=1, **SMALL)
+    heads = make_case([(3, 100)], num_decode=0, num_kv_heads=PROGRAMS, group_size=1, **SMALL)
     seen: list[str] = []
     with listening(lambda _launch, kernel, *_rest: seen.append(kernel.fn.__name__)):
         for case in (short, windowed, decode, heads):
@@ -109,7 +116,7 @@ def test_no_launch_where_no_row_can_be_cut(backend, device):
 
 def test_lse_of_a_cut_row_is_the_log_of_each_heads_sum(backend, device):
     case = on_device(make_case([(6, 100)], num_decode=0, sinks=True, **SMALL), device)
-    plain = make_backend(lanes=1)
+    plain = make_backend(slice_programs=1)
     sums = []
     for one in (backend, plain):
         heads = case.fused.clone().view(6, 2, -1, 16)
@@ -121,7 +128,7 @@ def test_lse_of_a_cut_row_is_the_log_of_each_heads_sum(backend, device):
     torch.testing.assert_close(*sums, rtol=1e-6, atol=1e-6)
 
 
-def test_the_items_of_many_slices_are_dealt_out_evenly_and_once(device):
+def test_the_items_of_many_slices_are_split_evenly_and_once(device):
     """Rows without queries, with few keys and with too many tiles among them; 20 items a row at most."""
     from share_kernel import share_kernel
 
@@ -138,10 +145,10 @@ def test_the_items_of_many_slices_are_dealt_out_evenly_and_once(device):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
         lengths_at = cu_q, num_keys.contiguous(), len(lengths)
         launch(share_kernel, (1, programs), *lengths_at, out, QUERIES=8, CHUNK=32, MOST=20)
-        dealt = []
+        covered = []
         for count, row, item in out.tolist():
             if count > 0:
-                assert expected[len(dealt)] == (row, item)
-                dealt += expected[len(dealt) : len(dealt) + count]
-        assert dealt == expected
+                assert expected[len(covered)] == (row, item)
+                covered += expected[len(covered) : len(covered) + count]
+        assert covered == expected
         assert max(out[:, 0]) == math.ceil(len(expected) / programs)

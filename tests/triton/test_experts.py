@@ -1,4 +1,4 @@
-"""Experts as grouped products in Triton: the same as one expert after the other, whoever chose what."""
+"""Experts as grouped products in Triton: the same as one expert after the other, whatever the router chose."""
 
 from __future__ import annotations
 

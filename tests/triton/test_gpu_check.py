@@ -265,23 +265,23 @@ def wait_for(condition, seconds: float) -> None:
 
 
 @pytest.mark.triton
-def test_what_runs_when_the_time_is_up_is_stopped_and_told_as_skipped(monkeypatch):
+def test_what_runs_when_the_time_is_up_is_stopped_and_reported_as_skipped(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOL.parent))
     from gpu_checks import worker
     from gpu_checks.registry import Check, Result
 
     checks = [Check(name, "planted", "", lambda ctx: Result("ok"), 100.0) for name in ("slow", "next")]
     code = 'import time; print(\'{"start": "slow"}\', flush=True); time.sleep(600)'
-    told = []
+    reported = []
     started = time.monotonic()
     worker.run_group(
         *(checks, lambda names: [sys.executable, "-c", code], dict(os.environ)),
-        *(lambda check, result: told.append((check.name, result.status, result.reason)),),
+        *(lambda check, result: reported.append((check.name, result.status, result.reason)),),
         deadline=started + 2,
     )
     assert time.monotonic() - started < 15
-    assert [row[:2] for row in told] == [("slow", "skipped"), ("next", "skipped")]
-    assert "no time left: stopped after" in told[0][2] and told[1][2] == "no time left"
+    assert [row[:2] for row in reported] == [("slow", "skipped"), ("next", "skipped")]
+    assert "no time left: stopped after" in reported[0][2] and reported[1][2] == "no time left"
 
 
 @pytest.mark.triton
@@ -309,5 +309,5 @@ def test_what_matters_most_is_begun_first_and_slow_groups_leave_time_for_suspend
     checks = [Check(f"{group}{i}", group, "", lambda ctx: Result(OK), 1.0) for group in groups for i in range(2)]
     rows = gpu_check.run(checks, gpu_check.parse(["--jobs", "1", "--time-limit", "200"]))
     assert begun == ["graphs0", "graphs1", "attention0", "attention1", "memory0", "memory1", "speed0"]
-    told = {check.name: result.status for check, result in rows}
-    assert list(told) == [check.name for check in checks] and list(told.values()).count("skipped") == 3
+    reported = {check.name: result.status for check, result in rows}
+    assert list(reported) == [check.name for check in checks] and list(reported.values()).count("skipped") == 3

@@ -72,13 +72,13 @@ def chunk_of(dtype):
     return slice_tiles(SMALL.head_dim, SMALL.state_dim, dtype).chunk
 
 
-def test_ragged_mixed_step_with_captures_and_tokens_of_nobody(scan, dtype):
+def test_ragged_mixed_step_with_captures_and_padding(scan, dtype):
     rows = [(1, 5), (1, 1), (1, 9), (70, 70), (40, 200), (2, 2), (3, 10), (1, 1), (1, 30), (64, 64), (66, 70)]
     captures = [(3, 1), (3, 2), (3, 32), (3, 64), (3, 69), (4, 39), (5, 1), (9, 63), (10, 33), (10, 64)]
     case = make_case(rows, spec=SMALL, captures=captures, num_decode=3, num_padding=70, dtype=dtype, ssm_dtype=dtype)
     check_case(scan, case, TOLERANCE[dtype])
     y, _ = case.run(scan)
-    assert (y[-70:] == 0).all(), "tokens of nobody give zeros"
+    assert (y[-70:] == 0).all(), "padding gives zeros"
 
 
 def test_slices_that_end_around_a_chunk_fresh_and_going_on(scan, dtype):
@@ -99,7 +99,7 @@ def test_long_rows_go_segment_by_segment_and_are_captured_inside_and_between_the
     case, scan = make_case(rows, spec=ONE, **settings), OnDevice(TritonScan(segment=n), device)
     check_case(scan, case, TOLERANCE[dtype])
     y, _ = case.run(scan)
-    assert (y[-n - 1 :] == 0).all(), "tokens of nobody give zeros"
+    assert (y[-n - 1 :] == 0).all(), "padding gives zeros"
 
 
 @pytest.mark.parametrize("cut", [32, 64])
@@ -125,21 +125,21 @@ def test_a_cut_between_segments_and_a_capture_there_change_no_bit(segmented, cut
 
 
 @pytest.mark.parametrize("captures", [[], [(1, 7), (1, 32), (1, 70)]])
-def test_long_company_and_captures_change_no_bit_of_a_row(segmented, captures):
+def test_long_rows_beside_it_and_captures_change_no_bit_of_a_row(segmented, captures):
     for length in (20, 80):
         alone = make_case([(length, 200)], spec=ONE, seed=1)
         rows = [(1, 9), (length, 200), (50, 50)]
         kept = [(row, n) for row, n in captures if n < length]
-        company = make_case(rows, spec=ONE, captures=kept, num_decode=1, seed=2)
-        company.fused[1 : 1 + length] = alone.fused
-        for part, other in zip(company.states, alone.states, strict=True):
-            part[int(company.step.table_row[1])] = other[int(alone.step.table_row[0])]
-        company = replace(company, weights=alone.weights)
+        together = make_case(rows, spec=ONE, captures=kept, num_decode=1, seed=2)
+        together.fused[1 : 1 + length] = alone.fused
+        for part, other in zip(together.states, alone.states, strict=True):
+            part[int(together.step.table_row[1])] = other[int(alone.step.table_row[0])]
+        together = replace(together, weights=alone.weights)
         y, states = alone.run(segmented)
-        got, got_states = company.run(segmented)
+        got, got_states = together.run(segmented)
         assert torch.equal(got[1 : 1 + length], y)
         for part, other in zip(got_states, states, strict=True):
-            assert torch.equal(part[int(company.step.table_row[1])], other[int(alone.step.table_row[0])])
+            assert torch.equal(part[int(together.step.table_row[1])], other[int(alone.step.table_row[0])])
 
 
 @pytest.mark.parametrize("rows", [[(1, 7)], [(1, 1)], [(1, 3), (1, 1), (1, 90)], [(9, 9)], [(2, 40), (3, 40), (4, 5)]])
@@ -192,7 +192,7 @@ def test_states_of_another_dtype_than_the_inputs(scan, conv_dtype, ssm_dtype):
 
 
 def padded(case: Case, *, decode: int, rows: int, tokens: int) -> Case:
-    """The same step in a graph's shape: dummy decode rows behind the real ones, empty rows at the end, nobody's tokens.
+    """The same step in a graph's shape: dummy decode rows behind the real ones, then empty rows and padding tokens.
 
     Dummy rows write to the last slot, which no row of the step has.
     """
@@ -221,7 +221,7 @@ def padded(case: Case, *, decode: int, rows: int, tokens: int) -> Case:
 
 
 def without_last_slot(rows, **settings) -> Case:
-    """A case whose last slot is nobody's."""
+    """A case whose last slot no row has."""
     for seed in range(100):
         case = make_case(rows, spec=SMALL, seed=seed, **settings)
         if len(case.states.conv_SCW) - 1 not in case.step.table_row.tolist():
@@ -279,18 +279,18 @@ def same(got, want, *, exactly):
 
 
 @pytest.mark.parametrize("captures", [[], [(1, 7), (1, 32)]])
-def test_company_and_captures_change_nothing_of_a_row(scan, captures):
+def test_rows_beside_it_and_captures_change_nothing_of_a_row(scan, captures):
     alone = make_case([(40, 50)], spec=SMALL, seed=1)
-    company = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=captures, num_decode=1, seed=2)
-    company.fused[1:41] = alone.fused
-    for part, other in zip(company.states, alone.states, strict=True):
-        part[int(company.step.table_row[1])] = other[int(alone.step.table_row[0])]
-    company = replace(company, weights=alone.weights)
+    together = make_case([(1, 9), (40, 50), (5, 5)], spec=SMALL, captures=captures, num_decode=1, seed=2)
+    together.fused[1:41] = alone.fused
+    for part, other in zip(together.states, alone.states, strict=True):
+        part[int(together.step.table_row[1])] = other[int(alone.step.table_row[0])]
+    together = replace(together, weights=alone.weights)
     y, states = alone.run(scan)
-    got, got_states = company.run(scan)
+    got, got_states = together.run(scan)
     assert torch.equal(got[1:41], y)
     for part, other in zip(got_states, states, strict=True):
-        assert torch.equal(part[int(company.step.table_row[1])], other[int(alone.step.table_row[0])])
+        assert torch.equal(part[int(together.step.table_row[1])], other[int(alone.step.table_row[0])])
 
 
 def test_a_capture_holds_what_a_cut_there_would_have_left(scan, device):

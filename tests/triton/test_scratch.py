@@ -53,7 +53,7 @@ def given(*shape, dtype=torch.bfloat16):
 
 
 class Taken(TorchDispatchMode):
-    """Bytes of every tensor that is made anew; no kernel is launched."""
+    """Bytes of every new tensor; no kernel is launched."""
 
     def __init__(self, monkeypatch):
         super().__init__()

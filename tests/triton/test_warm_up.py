@@ -40,7 +40,7 @@ EVERYTHING: tuple[tuple[dict[str, Any], ...], ...] = (
 
 
 def compiled_as(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles a kernel anew for: types, and of some arguments whether they are 1 or divide by 16."""
+    """What Triton compiles a kernel again for: types, and of some arguments whether they are 1 or divide by 16."""
     loose, unaligned = set(), set()
     if (given := getattr(kernel, "kwargs", None)) is not None:  # interpreted
         loose, unaligned = set(given["do_not_specialize"] or ()), set(given["do_not_specialize_on_alignment"] or ())

@@ -26,7 +26,7 @@ import torch
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.kernels.select import Chosen, choose
+from megatron_infer.kernels.select import ChosenKernels, choose
 from megatron_infer.memory.device import Device
 from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
@@ -62,7 +62,7 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
 
 
 def make_step(
-    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: Chosen, device: Device, *, captured: bool = False
+    logits: torch.Tensor, wants: list[dict[str, Any]], kernels: ChosenKernels, device: Device, *, captured: bool = False
 ) -> Callable[[], object]:
     """A call that samples one step whose row i wants wants[i]."""
     rows, vocab = logits.shape

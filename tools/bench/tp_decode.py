@@ -1,9 +1,10 @@
-"""Time per decode step on two tensor-parallel CPU ranks: the lean path beside megatron-core's own modules, in one run.
+"""Time per decode step on two tensor-parallel CPU ranks: our layers beside megatron-core's own modules, in one run.
 
     python tools/bench/tp_decode.py [--layers 12] [--rows 1 8 32] [--steps 24] [--dtype float32]
 
-"modules" is how layers ran before: every linear and the embedding as a module with its autograd functions, the logits
-gathered on every rank. The floor beside them is what the step's all_reduces alone take, measured in the same processes.
+"layers" are the operations of `fused_layers`. "modules" runs every linear and the embedding as a module with its
+autograd functions, and gathers the logits on every rank. The floor beside them is the time of the step's all_reduces
+alone, measured in the same processes.
 """
 
 from __future__ import annotations
@@ -41,22 +42,29 @@ class GatheringSampler:
 def as_modules(engine: Any) -> Iterator[None]:
     """Within the block every linear and the embedding run as modules, and the sampler on gathered logits."""
     from megatron_infer.models.adopt import AdoptedModel
-    from megatron_infer.models.fused_layers import FusedLinear
+    from megatron_infer.models.fused_layers import AllReduce, FusedLinear
 
     live, runner = engine.parts.adopted.live, engine.parts.runner
     modules = {id(module._parameters): module for module in live.modules()}
 
-    def run(self: FusedLinear, ops: Any, x_TX: Tensor) -> Tensor:
-        out, bias = modules[id(self.parameters)](x_TX.unsqueeze(1))
+    def run(self: FusedLinear, step: Any, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out, bias = modules[id(self.parameters)](x_TX.unsqueeze(1))  # a row-parallel one sums over the ranks
         out = out.squeeze(1)
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias), residual_TD
+
+    def nothing(self: AllReduce, step: Any, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x_TD, residual_TD
 
     def embed(self: AdoptedModel, step: Any) -> Tensor:
         return live.embedding(step.token_ids_T.unsqueeze(0), step.positions_T.unsqueeze(0)).squeeze(1)
 
     sharded = runner.sampler
     runner.sampler = GatheringSampler(sharded._sampler)
-    with mock.patch.object(FusedLinear, "run", run), mock.patch.object(AdoptedModel, "_embed", embed):
+    with (
+        mock.patch.object(FusedLinear, "run", run),
+        mock.patch.object(AllReduce, "run", nothing),
+        mock.patch.object(AdoptedModel, "_embed", embed),
+    ):
         yield
     runner.sampler = sharded
 
@@ -105,17 +113,17 @@ def worker(rank: int, folder: str, args: argparse.Namespace) -> None:
     engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.5, max_requests=max(args.rows)))
     if rank == 0:
         print(f"{args.layers} layers of {hidden}, vocabulary 49152, {args.dtype}, {RANKS} ranks; ms per decode step")
-        print("rows      lean   modules   all_reduces alone   lean / modules")
+        print("rows    layers   modules   all_reduces alone   layers / modules")
     for rows in args.rows:
-        times: dict[str, list[float]] = {"lean": [], "modules": []}
+        times: dict[str, list[float]] = {"layers": [], "modules": []}
         for _ in range(args.rounds):
-            times["lean"] += decode_ms(engine, rows, args.steps)
+            times["layers"] += decode_ms(engine, rows, args.steps)
             with as_modules(engine):
                 times["modules"] += decode_ms(engine, rows, args.steps)
-        lean, modules = (statistics.median(times[kind]) for kind in ("lean", "modules"))
+        layers, modules = (statistics.median(times[kind]) for kind in ("layers", "modules"))
         floor = floor_ms(args.layers, rows, hidden, dtype)
         if rank == 0:
-            print(f"{rows:4} {lean:9.2f} {modules:9.2f} {floor:19.2f} {lean / modules:16.2f}", flush=True)
+            print(f"{rows:4} {layers:9.2f} {modules:9.2f} {floor:19.2f} {layers / modules:18.2f}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 
@@ -39,7 +40,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def graphed(ctx: Context, model: Any, *, captures: bool = True, kernels: str | None = "static", **options: Any) -> Any:
+def graphed(ctx: Context, model: Any, *, captures: bool = True, kernels: str | None = STATIC, **options: Any) -> Any:
     """An engine whose steps are captured; captures=False: only padded. kernels: the backend in a rehearsal."""
     rehearsal = {"num_cuda_graphs": 6, "max_requests": 4, "max_tokens": 32, "cuda_graph_mixed_prefill_count": 2}
     settings = ctx.pick({"num_cuda_graphs": -1}, rehearsal) | options
@@ -79,7 +80,7 @@ def on_off(ctx: Context) -> Result:
     compare, counts = Comparison("difference"), {}
     drawing = ({"temperature": 0.0}, {"temperature": 0.9, "top_k": 40}, {"temperature": 0.0, "logprobs": 1})
     for kind in _kinds(ctx):
-        kernels = "triton" if kind == "attention" else "static"
+        kernels = "triton" if kind == "attention" else STATIC
         for dtype in ctx.pick((torch.float32, torch.bfloat16), (torch.float32,)):
             model = make_model(kind, dtype, ctx.device)
             for params in ctx.pick(drawing, drawing[:1]):

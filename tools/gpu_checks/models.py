@@ -171,12 +171,12 @@ def compiled_layers(ctx: Context) -> Result:
             wanted = answers(make_engine(model, ctx.device), work)
             for graphs in ctx.pick(({}, {"num_cuda_graphs": 4}), ({},)):
                 engine = make_engine(model, ctx.device, compile_layers=True, **graphs)
-                pieces, label = engine.parts.adopted.pieces, f"{kind} {graphs}"
-                compare.require(f"{label}: {engine.parts.chosen.table()}", pieces is not None)
-                if pieces is None:
+                compiler, label = engine.parts.adopted.compiler, f"{kind} {graphs}"
+                compare.require(f"{label}: {engine.parts.chosen.table()}", compiler is not None)
+                if compiler is None:
                     continue
-                at_start = pieces.num_compiles
+                at_start = compiler.num_compiles
                 ties += compare_tokens(compare, label, answers(engine, work), wanted)
-                compare.require(f"{label}: compiled in a step", pieces.num_compiles == at_start)
-                compiled[label] = {"compiles": at_start, "seconds": round(pieces.compile_s, 2)}
+                compare.require(f"{label}: compiled in a step", compiler.num_compiles == at_start)
+                compiled[label] = {"compiles": at_start, "seconds": round(compiler.compile_s, 2)}
     return compare.result(near_ties=ties, compiled=compiled)

@@ -1,10 +1,10 @@
-// What Python hands to the attention kernels: three structs of 8-byte fields, mirrored in cpu_native.py.
+// The arguments of the attention kernels: three structs of 8-byte fields, mirrored in cpu_native.py.
 //
-// Nothing the scheduler does may change an answer, to the bit. The two kernels sum in different orders, so what decides
-// between them is the position alone: prompt positions always go to prefill.cpp, output positions to decode.cpp.
-//   prompt  whole, in chunks (of one token too), after a prefix hit, anew after an eviction   -> prefill_rows
-//   output  one a step as it is drawn, or many in a slice when they are computed anew         -> decode_rows
-// Each sums a query's keys in an order that its position and the window fix, not what else is in the step.
+// Scheduling must not change any bit of an answer. The two kernels sum in different orders, so the position alone decides
+// between them: prefill.cpp computes prompt positions, decode.cpp output positions.
+//   prompt  whole, in chunks (also of one token), after a prefix hit, again after an eviction   -> prefill_rows
+//   output  one per step as it is drawn, or many in a slice when they are recomputed            -> decode_rows
+// Each sums a query's keys in an order that depends on its position and the window, not on the rest of the step.
 #pragma once
 
 #include <vector>
@@ -13,7 +13,7 @@
 
 namespace mi {
 
-struct Step {  // once a step
+struct Step {  // once per step
     int64_t num_tokens, num_rows, num_decode, threads;
     const int32_t *q_len, *kv_len, *cu_q, *table_row, *num_prompt_queries, *block_table;
     int64_t table_stride;
@@ -22,12 +22,12 @@ struct Step {  // once a step
     int64_t rotary_stride;
 };
 
-struct Spec {  // once a kind of layer
+struct Spec {  // once per kind of layer
     int64_t num_kv, group, head_dim, block_size, rotary_dim, interleaved, window;  // window 0: none
     double scale;
 };
 
-struct Call {  // once a layer; strides in elements, the last dimension is contiguous
+struct Call {  // once per layer; strides in elements, the last dimension is contiguous
     const void *q, *k, *v;
     void *out, *keys, *values;
     int64_t q_token, q_kv, q_group, k_token, k_head, v_token, v_head;
@@ -38,7 +38,7 @@ constexpr int kMaxHeadDim = 512;
 // Workspace of one backend object; never shared between engines.
 struct Context {
     Buffer partials, arrivals, packed, items;
-    std::vector<Buffer> scratch;  // one a thread
+    std::vector<Buffer> scratch;  // one per thread
 };
 
 template <class T>
@@ -74,7 +74,7 @@ inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const
     if (dim < spec.head_dim) std::memcpy(dst + dim, src + dim, (spec.head_dim - dim) * sizeof(T));
 }
 
-// Rotate a token's key and put key and value of one kv head into the cache.
+// Rotate a token's key and write key and value of one kv head to the cache.
 template <class T>
 inline void append(const Step& step, const Spec& spec, const Call& call, int64_t token, int64_t head) {
     int64_t at = (step.kv_pos[token] * spec.num_kv + head) * spec.head_dim;

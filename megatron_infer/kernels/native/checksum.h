@@ -1,11 +1,11 @@
-// What tells that a tensor's content changed.
+// A checksum that changes with a tensor's content.
 #pragma once
 
 #include "common.h"
 
 namespace mi {
 
-// Order-sensitive hash of n bytes: 128 independent multiply-xor lanes a stretch of 1 MiB, folded in order.
+// Order-sensitive hash of n bytes: per stretch of 1 MiB, 128 independent multiply-xor lanes, folded in order.
 inline uint64_t hash_stretch(const unsigned char* p, int64_t n) {
     constexpr int kLanes = 8;
     vu lanes[kLanes];
@@ -17,7 +17,7 @@ inline uint64_t hash_stretch(const unsigned char* p, int64_t n) {
             vu words;
             std::memcpy(&words, p + at + j * sizeof(vu), sizeof words);
             lanes[j] = (lanes[j] ^ words) * 0x01000193u;
-            lanes[j] ^= lanes[j] >> 15;  // high bits reach the low ones, which a product alone never does
+            lanes[j] ^= lanes[j] >> 15;  // moves high bits to the low ones, which a product alone does not
         }
     uint64_t hash = 0xcbf29ce484222325ull;
     for (; at < n; ++at) hash = (hash ^ p[at]) * 0x100000001b3ull;

@@ -1,6 +1,6 @@
 // Vector types, conversions and threads shared by the kernels. No torch headers: this builds in seconds.
 //
-// GCC/Clang vector extensions give one source for AVX-512, AVX2 and NEON; intrinsics appear only where they pay.
+// GCC/Clang vector extensions give one source for AVX-512, AVX2 and NEON; intrinsics are used only where they are faster.
 #pragma once
 
 #include <cstddef>
@@ -74,7 +74,7 @@ inline void set(bf16& out, float x) {
     out.bits = (x == x) ? (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : (uint16_t)((u >> 16) | 0x40u);
 }
 
-// The first n < W entries; the rest read as zero and are not written.
+// The first n < W entries; the others are read as zero and not written.
 template <class T>
 inline vf load_part(const T* p, int n) {
     T part[W] = {};
@@ -101,8 +101,8 @@ inline void store_any(T* p, vf v, int64_t i, int64_t n) {
         store_part(p + i, v, (int)(n - i));
 }
 
-// a * b + c, rounded once where the CPU can. Spelled out where every copy of a loop must give the same bits: a compiler
-// is free to fuse one and not the other.
+// a * b + c, rounded once where the CPU can. Explicit where every copy of a loop must give the same bits: a compiler may
+// fuse one and not the other.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline float fma_of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
@@ -176,7 +176,7 @@ inline vf exp_of(vf x) {
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 
-// Threads come from the OpenMP runtime that torch has loaded; its entry points are handed in at start-up, so there is
+// Threads come from the OpenMP runtime that torch has loaded; its entry points are passed at start-up, so there is
 // one thread pool in the process and no compiler support for OpenMP is needed. Without them everything runs serially.
 struct Runtime {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
@@ -216,7 +216,7 @@ class Buffer {
     size_t size_ = 0;
 };
 
-// Splits 0 .. n into one contiguous range a thread.
+// Splits 0 .. n into one contiguous range per thread.
 template <class Body>
 void parallel_ranges(int threads, int64_t n, Body&& body) {  // body(begin, end)
     auto part = [&](int thread, int count) {

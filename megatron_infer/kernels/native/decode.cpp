@@ -1,22 +1,22 @@
-// Paged attention of output positions, one query at a time: decode rows, and slices that compute drawn tokens anew.
+// Paged attention of output positions, one query at a time: decode rows, and slices that recompute drawn tokens.
 //
-// Work is cut into items (row, partition of the context, kv head); a thread takes the next item when it is free. The
-// heads of a group share one pass over keys and values. How a context is cut depends on its length alone, so a row's
-// result does not depend on what else is in the batch. A row of one partition is written directly; otherwise the thread
-// that finishes the last partition of a (row, head) merges all of them in order.
+// Work is divided into items (row, partition of the context, kv head); a free thread takes the next item. The heads of a
+// group share one pass over keys and values. The partitions of a context depend on its length alone, so a row's result
+// does not depend on the rest of the batch. A row of one partition is written directly; otherwise the thread that
+// finishes the last partition of a (row, head) merges all of them in order.
 #include <type_traits>
 
 #include "attention.h"
 
 namespace mi {
 
-constexpr int kPartition = 256;  // keys an item looks at
+constexpr int kPartition = 256;  // keys of an item
 constexpr int kLanes = 4;        // heads of a group handled in one pass
-constexpr int kStretch = 32;     // keys all heads of an item look at before any looks further
+constexpr int kStretch = 32;     // keys that all heads of an item read before any head reads the next
 constexpr int kNear = 16;        // keys fetched into L1 ahead of use
 constexpr int kFar = 64;         // keys fetched into L2 ahead of use
-constexpr int kItemHeads = 16;   // query heads an item handles at most
-constexpr int64_t kPartialBytes = 1 << 25;  // rows are taken in groups whose partial results fit in about this much
+constexpr int kItemHeads = 16;   // most query heads of an item
+constexpr int64_t kPartialBytes = 1 << 25;  // rows are processed in groups whose partial results fit in about this much
 constexpr float kMasked = -1e30f;
 
 // Queries stay bf16 where the CPU multiplies bf16 pairs, and become fp32 elsewhere.
@@ -31,7 +31,7 @@ struct Query<bf16> {
 };
 #endif
 
-// Asks L2 for rows from .. to of an item's memory: its n keys, then its n values, in address order. Heads are read 128
+// Prefetches into L2 rows from .. to of an item's memory: its n keys, then its n values, in address order. Heads are read 128
 // bytes out of many, so the hardware sees no stream, and L1 alone cannot keep enough lines in flight: worth 1.6x.
 template <class T>
 inline void fetch(const T* const* keys, ptrdiff_t to_value, int n, int from, int to, int64_t offset, int span) {
@@ -39,7 +39,7 @@ inline void fetch(const T* const* keys, ptrdiff_t to_value, int n, int from, int
     for (int t = from; t < to; ++t) {
         const T* at = t < n ? keys[t] : keys[t - n] + to_value;
         for (int i = 0; i < span; i += 64 / (int)sizeof(T)) __builtin_prefetch(at + offset + i, 0, 2);
-        asm volatile("" ::: "memory");  // a function of nothing but prefetches looks pure and would be dropped
+        asm volatile("" ::: "memory");  // a function of prefetches only looks pure and would be removed
     }
 }
 
@@ -124,7 +124,7 @@ static void mix_all(const T* const* keys, ptrdiff_t to_value, int begin, int end
     for (; from < dim; from += W) mix<G, 1>(keys, to_value, begin, end, last, from, weights, acc, dim);
 }
 
-// Scores of n keys -> unnormalised weights e^(scale (s - top)); gives scale * top and their sum.
+// Scores of n keys -> unnormalised weights e^(scale (s - top)); returns scale * top and their sum.
 static void soften(float* s, int n, float scale, float* top, float* mass) {
     const int padded = (n + W - 1) / W * W;
     for (int t = n; t < padded; ++t) s[t] = kMasked;
@@ -155,7 +155,7 @@ struct DecodeTask {
     const DecodeRow* rows;
     float* partials;
     int* arrivals;
-    int64_t chunks, chunk_heads;  // items a (row, part) is cut into, query heads in one
+    int64_t chunks, chunk_heads;  // items of a (row, part), query heads of an item
 
     float* partial_of(const DecodeRow& row, int part, int64_t head) const {
         const int64_t heads = spec.num_kv * spec.group;
@@ -174,7 +174,7 @@ struct DecodeTask {
     // Query heads first .. first + heads of this row, counted over all kv heads; they never split a group unless it is large.
     void run_item(const DecodeRow& row, int part, int64_t first, int heads) const {
         const int dim = (int)spec.head_dim, group = (int)spec.group;
-        // Equal partitions: the last one is not a stub.
+        // Equal partitions, so that the last one is not short.
         const int begin = row.first_key + (int)((int64_t)row.num_keys * part / row.parts);
         const int end = row.first_key + (int)((int64_t)row.num_keys * (part + 1) / row.parts);
         const int n = end - begin;
@@ -278,8 +278,8 @@ template <class T>
 static void run_group(Context& context, const Step& step, const Spec& spec, const Call& call, const DecodeRow* rows,
                       int64_t count) {
     const int64_t parts = rows[count - 1].first_part + rows[count - 1].parts;
-    // Heads of several groups go together when there are parts enough for all threads: neighbouring memory is then read by
-    // one thread. Who computes a head does not change its result.
+    // An item has heads of several groups where there are enough parts for all threads: one thread then reads neighbouring
+    // memory. Which thread computes a head does not change its result.
     const int64_t group = spec.group, heads = spec.num_kv * group;
     const int64_t fitting = kItemHeads / group, few = parts < 4 * step.threads ? 1 : spec.num_kv;
     const int64_t chunk_heads = group > kItemHeads ? kItemHeads : group * (fitting < few ? fitting : few);
@@ -291,7 +291,7 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
     DecodeTask<T> task{step, spec, call, rows, partials, arrivals, chunks, chunk_heads};
     int64_t next = 0;
     auto body = [&](int, int) {
-        int64_t at = 0;  // items only grow, so the row of the next one lies ahead
+        int64_t at = 0;  // item numbers only grow, so the next row is not before this one
         for (;;) {
             const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), part = item / chunks;
             if (part >= parts) return;

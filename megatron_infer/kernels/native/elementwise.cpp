@@ -53,7 +53,7 @@ static void silu_mul(const T* x, T* out, int64_t rows, int64_t dim, int threads)
 
 constexpr int64_t kMostGroup = 16384;  // channels whose products one thread keeps on its stack
 
-// out = norm(y * silu(gate)) * weight over each run of `group` channels; without a weight only the product.
+// out = norm(y * silu(gate)) * weight over each group of `group` channels; without a weight only the product.
 template <class T>
 static void gated_rms_norm(const T* y, const T* gate, int64_t gate_stride, const T* weight, T* out, int64_t rows,
                            int64_t dim, int64_t group, float eps, int threads) {
@@ -81,7 +81,7 @@ static void gated_rms_norm(const T* y, const T* gate, int64_t gate_stride, const
     });
 }
 
-// The lowest index of the largest entry; a row of nothing but NaN gives 0.
+// The lowest index of the largest entry; 0 for a row of NaN only.
 template <class T>
 static void argmax(const T* x, int64_t stride, int64_t* out, int64_t rows, int64_t dim, int threads) {
     parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
@@ -129,7 +129,7 @@ void mi_init(void* parallel, void* thread_num, void* num_threads) {
     std::memcpy(&runtime.num_threads, &num_threads, sizeof num_threads);
 }
 
-// How many threads a region of `threads` really gets: the start-up check that the runtime works.
+// The number of threads that a region of `threads` gets: tests check with it that torch's runtime was found.
 int mi_count_threads(int threads) {
     int count = 0;
     auto arrive = [&](int, int) { __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED); };

@@ -1,15 +1,15 @@
-// y = x . weight^T + bias for few tokens, straight from the live weight: bounded by how fast it can be read.
+// y = x . weight^T + bias for few tokens from the live weight: bounded by the time to read it.
 //
-// A thread takes stretches of weight rows. A tile of R rows by C tokens keeps one vector of partial sums an entry; the
+// A thread takes stretches of weight rows. A tile of R rows by C tokens keeps one vector of partial sums per entry; the
 // vectors are summed by a shuffle tree at the end of the rows. Each entry is summed in the same order in every tile shape,
-// so a token's result does not depend on how many tokens come with it.
+// so a token's result does not depend on the number of tokens.
 #include "common.h"
 
 namespace mi {
 
-constexpr int kTile = 16;               // entries of a tile: what sums_of takes
+constexpr int kTile = 16;               // entries of a tile: the argument of sums_of
 constexpr int64_t kAheadBytes = 4096;   // one stream is read this far ahead, into L2
-constexpr int64_t kStripBytes = 12288;  // rows that stay in L1 while all tokens pass over them
+constexpr int64_t kStripBytes = 12288;  // rows that stay in L1 while all tokens are multiplied by them
 
 #if MI_BF16_DOT
 inline vf dot(vf acc, const bf16* a, const bf16* b) {
@@ -39,7 +39,7 @@ struct Linear {
     static constexpr int step = step_of((const T*)nullptr);
 
     // Entries (token .. token + C) x (row .. row + R), all advancing together along the inner dimension. Meanwhile num_ahead
-    // rows from `next` are fetched into L2: spread over the arithmetic, the reads cost no time of their own.
+    // rows from `next` are fetched into L2: spread over the arithmetic, these reads take no extra time.
     template <int R, int C>
     void block(int64_t token, int64_t row, int count, int64_t next, int num_ahead) const {
         const T *w[R], *in[C];
@@ -59,7 +59,7 @@ struct Linear {
         finish<R, C>(acc, token, row, count);
     }
 
-    // The same entries one row after the other: the weight is one stream, which the hardware reads ahead by itself.
+    // The same entries one row after the other: the weight is one stream, which the hardware prefetches.
     template <int R, int C>
     void stream(int64_t row, int count) const {
         vf acc[kTile] = {};
@@ -95,7 +95,7 @@ struct Linear {
         for (int64_t row = begin; row < end; row += R) stream<R, C>(row, (int)(end - row < R ? end - row : R));
     }
 
-    // Strips of rows stay in L1 while all tokens pass over them, four at a time.
+    // Strips of rows stay in L1 while all tokens are multiplied by them, four at a time.
     void block_rows(int64_t begin, int64_t end) const {
         const int64_t fitting = kStripBytes / (inner * (int64_t)sizeof(T)) / 4 * 4;
         const int strip = (int)(fitting < 4 ? 4 : fitting > 32 ? 32 : fitting);
@@ -147,7 +147,7 @@ static void linear(const Linear<T>& task, int threads) {
     parallel((int)(stretches < threads ? stretches : threads), body);
 }
 
-// The same for float64, which only small gates of experts have: eight sums an entry, added up in order.
+// The same for float64, which only small routers have: eight sums per entry, added in order.
 static void linear_f64(const double* x, const double* weight, const double* bias, double* out, int64_t tokens, int64_t inner,
                        int64_t rows, int threads) {
     parallel_ranges(threads, tokens, [&](int64_t begin, int64_t end) {
@@ -168,7 +168,7 @@ using namespace mi;
 
 extern "C" {
 
-// 1 where bf16 products have an instruction; elsewhere other libraries do them better once there are a few tokens.
+// 1 where bf16 products have an instruction; elsewhere other libraries are faster for more than a few tokens.
 int mi_has_bf16_dot() { return MI_BF16_DOT; }
 
 #define MI_LINEAR(SUFFIX, T)                                                                                            \

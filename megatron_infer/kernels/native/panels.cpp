@@ -2,19 +2,19 @@
 //
 // A panel holds W weight rows interleaved, [inner / pair][W rows][pair], so one vector load serves W outputs and nothing is
 // summed across lanes. A block of tokens keeps one accumulator each; their inputs are broadcast. While the first block of
-// tokens passes, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8 to 64
-// tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same order
-// whatever the number of tokens, so a token's result does not depend on what else is in the step.
+// tokens is computed, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8
+// to 64 tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same
+// order for any number of tokens, so a token's result does not depend on the rest of the step.
 #include "checksum.h"
 
 namespace mi {
 
 constexpr int kBlock = 12;        // tokens with an accumulator each
 constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
-constexpr int64_t kManyTokens = 20;  // from which they are: fewer tokens wait for memory, which likes one stream
-constexpr int64_t kTokens = 256;  // tokens that pass over a stretch of panels before the next ones do
+constexpr int64_t kManyTokens = 20;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
+constexpr int64_t kTokens = 256;  // tokens that are multiplied by a stretch of panels before the next tokens
 
-// pair: inner entries that one multiplication takes.
+// pair: inner entries of one multiplication.
 template <class T>
 struct Product;
 template <>
@@ -45,7 +45,7 @@ struct PanelLinear {
     T* out;
     int64_t x_stride, inner, rows;
 
-    // M tokens by N neighbouring panels: what is broadcast of an input serves N products.
+    // M tokens by N neighbouring panels: one broadcast of an input serves N products.
     template <int M, int N>
     void block(int64_t token, int64_t panel, bool fetch) const {
         constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
@@ -61,7 +61,7 @@ struct PanelLinear {
         };
         if (fetch)
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
-                // the panels are one stretch of memory, and are fetched as one
+                // the panels are contiguous and are fetched as one
                 for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, 2);
                 next += N * W * P::pair;
                 advance(i);
@@ -127,8 +127,8 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
 }
 
 #if defined(__AVX512F__)
-// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy goes past the caches:
-// nothing reads it soon, and a line need not be fetched to be overwritten.
+// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy bypasses the caches: it is
+// not read soon, and no line is fetched to be overwritten.
 inline void transpose(const char* rows, int64_t stride, char* out) {
     __m512i a[16], b[16];
     for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * stride);
@@ -172,7 +172,7 @@ static void pack_panel(const T* weight, T* out, int64_t inner, int64_t rows, int
     }
 }
 
-// -> the weight's checksum: what has just been read for it is packed before it leaves the cache.
+// Returns the weight's checksum: each stretch is packed while it is in the cache.
 template <class T>
 static uint64_t pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
     const int64_t panel_bytes = W * inner * (int64_t)sizeof(T);
@@ -203,7 +203,7 @@ int mi_panel_rows() { return W; }
                threads);                                                                                                   \
     }
 MI_PANELS(f32, float)
-#if MI_BF16_DOT  // without bf16 products other libraries do better
+#if MI_BF16_DOT  // without bf16 products other libraries are faster
 MI_PANELS(bf16, bf16)
 #endif
 }

@@ -1,9 +1,9 @@
-// Paged attention of prompt positions: tiles of queries against packed tiles of keys, softmax as it goes.
+// Paged attention of prompt positions: tiles of queries times packed tiles of keys, with a running softmax.
 //
-// Key tiles begin at multiples of kTile, and what a tile adds to a query that does not see it is exactly nothing: a query's
-// result depends on its position alone, not on the chunk it comes in (attention.h says why that matters).
+// Key tiles begin at multiples of kTile, and a tile that a query does not see adds exactly nothing to it: a query's result
+// depends on its position alone, not on its chunk (for the reason see attention.h).
 // 1. every token's key is rotated and appended;  2. keys and values of each (row, kv head) are packed once into panels the
-// inner loop can stream;  3. each (row, kv head, tile of queries) walks the key tiles it can see. The heads of a group are
+// inner loop can stream;  3. each (row, kv head, tile of queries) goes over the key tiles it sees. The heads of a group are
 // rows of one tile, so keys and values are read once for all of them.
 // Source: the tiling and running softmax of FlashAttention-2, arXiv:2307.08691.
 #include "attention.h"
@@ -12,9 +12,9 @@ namespace mi {
 
 constexpr int kTile = 128;                // keys in a tile
 constexpr int kTileRows = 48;             // (query, head) pairs in a tile
-constexpr int kMicroRows = 6;             // rows the inner loop keeps in registers
-constexpr int kPanel = W == 16 ? 4 : 2;   // vectors the inner loop keeps in registers, a row
-constexpr int64_t kPackedBytes = 1 << 25; // rows are taken in groups that pack into about this much
+constexpr int kMicroRows = 6;             // rows that the inner loop keeps in registers
+constexpr int kPanel = W == 16 ? 4 : 2;   // vectors per row that the inner loop keeps in registers
+constexpr int64_t kPackedBytes = 1 << 25; // rows are processed in groups that pack into about this much
 constexpr float kMasked = -1e30f;
 
 // How operands of the inner product are stored: bf16 in pairs where the CPU multiplies pairs, else fp32.
@@ -200,7 +200,7 @@ struct PrefillTask {
         }
     }
 
-    // Scores of row r over this tile -> weights; rescales what the row has gathered so far.
+    // Scores of row r over this tile -> weights; rescales the row's sums so far.
     void weigh(int r, int first_key, Scratch& s) const {
         float* score = s.scores + r * kTile;
         Op* weight = s.weights + r * kTile;
@@ -232,13 +232,13 @@ struct PrefillTask {
             mass += e;
         }
         s.mass[r] += sum_of(mass);
-        // What is masked got e^-87, and the keys there differ with the chunk. In the sum of all weights it vanishes.
+        // Masked keys have e^-87, and differ with the chunk. In the sum of all weights they vanish.
         std::memset(weight, 0, begin * sizeof(Op));
         std::memset(weight + end, 0, (kTile - end) * sizeof(Op));
     }
 };
 
-// Carve one thread's workspace.
+// Divide one thread's workspace.
 template <class T>
 static typename PrefillTask<T>::Scratch carve(char* memory, int dim) {
     using Op = typename Operand<T>::type;
@@ -331,7 +331,8 @@ template void prefill_rows<bf16>(Context&, const Step&, const Spec&, const Call&
 
 using namespace mi;
 
-// Keys and values of all slices come first: a row may read blocks that another slice of this step fills (shared prefix).
+// Keys and values of all slices are written first: a row may read blocks that another slice of this step fills (a shared
+// prefix).
 template <class T>
 static void append_slices(const Step& step, const Spec& spec, const Call& call) {
     if (step.num_rows == step.num_decode) return;

@@ -1,4 +1,4 @@
-// Temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. One row at a time, rows spread over threads.
+// Temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. Rows are divided over threads.
 //
 // The same definition as megatron_infer/sampling/filters.py: weights floor(2^40 e^s) with s = (x - max) / temperature in
 // double, exact integer sums, candidates by (logit descending, id ascending). Sorting is avoided: first only the few
@@ -19,9 +19,9 @@ typedef int64_t vl __attribute__((vector_size(8 * L)));
 typedef float vhalf __attribute__((vector_size(4 * L)));
 
 constexpr double kScale = 1099511627776.0;  // 2^40
-constexpr int64_t kGroup = 64;              // entries behind one entry of the table of maxima
-constexpr int64_t kMany = 256;              // candidates tried before the whole row where no top_k says how many
-constexpr int64_t kStretch = 512;           // entries behind one partial sum
+constexpr int64_t kGroup = 64;              // entries per entry of the table of maxima
+constexpr int64_t kMany = 256;              // candidates tried before the whole row for rows without a top_k
+constexpr int64_t kStretch = 512;           // entries per partial sum
 constexpr size_t kRadixFrom = 1024;
 
 // floor(2^40 e^s) for s <= 0. e^s by degree-13 Taylor after range reduction: within 1 ulp of double, exactly 1 at 0.
@@ -71,7 +71,7 @@ int64_t weigh(const T* x, int64_t n, Scaling scaling, int64_t* out) {
     return total;
 }
 
-// Ascending order of these is (logit descending, id ascending): 0.0 and -0.0 are equal, NaN does not come here.
+// Ascending order of these is (logit descending, id ascending): 0.0 and -0.0 are equal, NaN does not occur.
 uint64_t key_of(float x, int64_t id) {
     x += 0.0f;
     uint32_t bits;
@@ -94,7 +94,7 @@ struct Chosen {
     int64_t token;
     float top, cut_logit;
     int64_t cut_id;
-    int64_t mass;  // of the whole row at temperature 1, where it was summed up: what a log probability is held against
+    int64_t mass;  // of the whole row at temperature 1, where it was summed: the denominator of log probabilities
 };
 
 class Drawer {
@@ -121,8 +121,8 @@ class Drawer {
         return chosen;
     }
 
-    // The token's log probability and rank, and the `count` most likely ids with theirs; NaN where the row has none.
-    // mass: above 0 the row's, of which `top` is the maximum: integers, so summed once or twice it is the same.
+    // The token's log probability and rank, and the `count` most likely ids with theirs; NaN if the row has no mass.
+    // mass: if above 0, that of the row, with maximum `top`: integers, so that summing it again gives the same.
     template <class T>
     void score(const T* x, int64_t vocab, int64_t token, int64_t count, int64_t mass, float top, float* logprob,
                int64_t* rank, int64_t* ids, float* logprobs) {
@@ -146,7 +146,7 @@ class Drawer {
     }
 
    private:
-    // How many entries come before (own, token) in candidate order.
+    // The number of entries before (own, token) in candidate order.
     template <class T>
     static int64_t count_before(const T* x, int64_t vocab, float own, int64_t token) {
         vi above = {}, equal = {};
@@ -190,7 +190,7 @@ class Drawer {
         return broken ? std::numeric_limits<float>::quiet_NaN() : top;
     }
 
-    // In id order: the stretch that holds the target, then the entry in it. total comes as 0 and leaves as the sum.
+    // In id order: the stretch that holds the target, then the entry in it. total is 0 before and the sum after.
     template <class T>
     int64_t draw_any(const T* x, int64_t vocab, Scaling scaling, double uniform, int64_t& total) {
         sums_.clear();
@@ -214,7 +214,7 @@ class Drawer {
         keys_.clear();
         float bound = -std::numeric_limits<float>::infinity();
         if (wanted < (int64_t)maxima_.size()) {
-            // `wanted` groups have a maximum of at least the bound: so many candidates reach it
+            // `wanted` groups have a maximum of at least the bound: at least as many candidates reach it
             ordered_ = maxima_;
             std::nth_element(ordered_.begin(), ordered_.begin() + (wanted - 1), ordered_.end(), std::greater<float>());
             bound = ordered_[wanted - 1];
@@ -230,7 +230,7 @@ class Drawer {
         sort_keys();
     }
 
-    // Keys stand in id order: a stable sort by their upper halves is a sort of the whole.
+    // Keys are in id order: a stable sort by their upper halves sorts them completely.
     void sort_keys() {
         if (keys_.size() < kRadixFrom) {
             std::sort(keys_.begin(), keys_.end());
@@ -253,7 +253,7 @@ class Drawer {
         }
     }
 
-    // Filters and draws among the sorted keys; false if they are too few to tell.
+    // Filters and draws among the sorted keys; false if they are too few to decide.
     bool draw_filtered(int64_t vocab, const Wish& wish, Scaling scaling, int64_t mass, Chosen& chosen) {
         int64_t count = (int64_t)keys_.size();
         logits_.resize(count);
@@ -308,7 +308,7 @@ void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const do
     });
 }
 
-// Per row: token in; log probability, rank, `count` ids and log probabilities out. mass and top: null, or as drawn with.
+// Per row: token in; log probability, rank, `count` ids and log probabilities out. mass and top: null, or the results of the draw.
 template <class T>
 void score_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
                 const int64_t* mass, const float* top, float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) {

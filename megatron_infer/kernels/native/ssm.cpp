@@ -1,14 +1,15 @@
-// Mamba-2 layers: causal convolution, step sizes, selective scan; every row of a step, from its state slot to its state slot.
+// Mamba-2 layers: causal convolution, step sizes, selective scan; updates the state slot of every row of a step.
 //
-// Each token is computed by the recurrence itself, whatever else is in the step:
+// Each token is computed by the recurrence itself, whatever the rest of the step:
 //     h = exp(dt A) h + (dt x) B        y = C h + D x
-// so a position has the same bits in a decode row, in a chunk cut anywhere and in a whole prompt, and a state kept on the
-// way is the state that a cut there would have left. On a CPU this costs no more than a chunked scan: a few lines h[p, 0..N)
-// stay in registers through a tile of tokens while B and C come from L1. A decode row reads and writes its state once.
+// so a position has the same bits in a decode row, in any chunk and in a whole prompt, and a captured state is the state of
+// a chunk that ends there. On a CPU this costs no more than a chunked scan: a few lines h[p, 0..N) stay in registers
+// through a tile of tokens while B and C come from L1. A decode row reads and writes its state once.
 //
-// The step is taken in stretches of tokens. First, over channels: convolution, silu, softplus into fp32 work rows
+// The step is processed in stretches of tokens. First, over channels: convolution, silu, softplus into fp32 work rows
 //     [ x of all heads | B of each group | C of each group ]     each part padded with zeros to whole vectors
-// then, over (piece of a row, head, lines of the head): the recurrence. A row cut by a stretch's end is carried in fp32.
+// then, over (piece of a row, head, lines of the head): the recurrence. A piece is the part of a row in a stretch; the state
+// of a row that a stretch ends in is passed on in fp32.
 #include <type_traits>
 #include <vector>
 
@@ -16,19 +17,19 @@
 
 namespace mi {
 
-struct ScanStep {  // once a step; mirrored in native_scan.py
+struct ScanStep {  // once per step; mirrored in native_scan.py
     int64_t num_rows, threads;
     const int32_t *q_len, *kv_len, *cu_q, *slot;
     int64_t num_captures;
     const int32_t *capture_row, *capture_tokens, *capture_slot;  // by row, then by tokens
 };
 
-struct ScanSpec {  // once a kind of layer
+struct ScanSpec {  // once per kind of layer
     int64_t heads, head_dim, state_dim, groups, taps;
     double dt_min, dt_max;
 };
 
-struct ScanCall {  // once a layer; strides in elements
+struct ScanCall {  // once per layer; strides in elements
     const void *x, *dt;
     void *y, *conv, *ssm;
     const float *conv_weight, *conv_bias, *decay, *skip, *dt_bias;  // conv_bias may be null
@@ -36,8 +37,8 @@ struct ScanCall {  // once a layer; strides in elements
     int64_t conv_is_bf16, ssm_is_bf16, channel_skip;
 };
 
-constexpr int64_t kStretch = 256;  // tokens whose work rows are made, then scanned, while they are in L2
-constexpr int64_t kTile = 32;      // tokens whose B and C stay in L1 while all lines of a head pass over them
+constexpr int64_t kStretch = 256;  // tokens whose work rows are computed, then scanned, while they are in L2
+constexpr int64_t kTile = 32;      // tokens whose B and C stay in L1 for all lines of a head
 constexpr int kBlock = 4 * W;      // channels convolved together
 constexpr int kMaxTaps = 8;
 constexpr int64_t kSerialElements = 32768;  // state entries below which a parallel region costs more than it saves
@@ -47,7 +48,7 @@ struct ScanContext {
     std::vector<struct Piece> pieces;
 };
 
-// Tokens [from, to) of a row's slice: what one stretch holds of it.
+// Tokens [from, to) of a row: its part in one stretch.
 struct Piece {
     int64_t row, from, to;
     int64_t work;               // its first work row
@@ -63,14 +64,14 @@ inline vf softplus_of(vf x) {
     return fma_of(s + s, p, (x > 0.0f) ? x : vf{});
 }
 
-// One call: who reads and writes what, and the work rows between its two halves.
+// The tensors of one call, and the work rows between its two halves.
 struct Scan {
     const ScanStep& step;
     const ScanSpec& spec;
     const ScanCall& call;
     int64_t inner, state_pad, group_width, work_stride, step_stride;
     float *work, *dt, *decay;  // [tokens, work_stride], [tokens, step_stride] twice
-    const float* carried;      // states [heads, head_dim, state_pad] of the row that the last stretch has cut
+    const float* carried;      // states [heads, head_dim, state_pad] of the row that the last stretch ended in
     float* carry;              // the same for the next
     float* tiles;              // [threads, head_dim, state_pad]
 
@@ -98,8 +99,8 @@ struct Prepare : Scan {
         }
     }
 
-    // The products of `convolve`. TAPS 0: as many as there are. A window of inputs moves along; short runs of tokens stay
-    // on few pages while the vectors of the block pass over them.
+    // The products of `convolve`. TAPS 0: any number. A window of inputs moves along; short runs of tokens stay on few
+    // pages for all vectors of the block.
     template <int TAPS>
     void mix(const Piece& piece, int64_t channel, int n, int64_t out, int padded, const float (*weight)[kBlock],
              const float (*history)[kBlock], const float* bias) const {
@@ -265,7 +266,7 @@ struct Recur : Scan {
         for (int q = 0; q < n; ++q) set(to[q], fma_of(call.skip[call.channel_skip ? at + q : head], x[q], sums[q]));
     }
 
-    // Where a head's inputs lie, from a piece's first token on.
+    // The addresses of a head's inputs, from a piece's first token on.
     struct Inputs {
         const float *x, *b, *c, *dt, *decay;
     };
@@ -276,7 +277,7 @@ struct Recur : Scan {
         return {row + head * spec.head_dim, b, b + group_width, dt + sizes, decay + sizes};
     }
 
-    // Tokens [first, stop) of a piece pass over lines [begin, end), whose states are in `tile`.
+    // Tokens [first, stop) of a piece for lines [begin, end), whose states are in `tile`.
     void pass(const Piece& piece, const Inputs& in, int64_t head, int64_t begin, int64_t end, int64_t first, int64_t stop,
               float* tile) const {
         for (int64_t p = begin; p < end; p += L) {
@@ -341,7 +342,7 @@ struct Recur : Scan {
             std::memcpy(carry + first_line * V * W, tile, size * sizeof(float));
     }
 
-    // The same for a slice of one token, from state to state: one sum of lanes serves 16 lines.
+    // The same for a row of one token, from state to state: one sum of lanes serves 16 lines.
     void run_one(const Piece& piece, int64_t head, int64_t begin, int64_t end) const {
         const int64_t slot = step.slot[piece.row], first_line = head * spec.head_dim;
         const bool zeros = fresh(piece.row);
@@ -374,7 +375,7 @@ struct Recur : Scan {
     }
 };
 
-// body(item, thread) for each item; a thread takes the next one when it is free.
+// body(item, thread) for each item; a free thread takes the next one.
 template <class Body>
 static void each(int threads, int64_t items, Body&& body) {
     int64_t next = 0;
@@ -388,7 +389,7 @@ static void each(int threads, int64_t items, Body&& body) {
     parallel((int)(items < threads ? items : threads), take);
 }
 
-// Cuts what follows (row, token) into the pieces of one stretch; all three move on.
+// The pieces of one stretch from (row, token) on; advances all three arguments.
 static void next_stretch(const ScanStep& step, std::vector<Piece>& pieces, int64_t& row, int64_t& token, int64_t& capture) {
     pieces.clear();
     for (int64_t tokens = 0; row < step.num_rows && tokens < kStretch;) {
@@ -417,7 +418,7 @@ static void scan_with(ScanContext& context, const ScanStep& step, const ScanSpec
     const int64_t lines = spec.heads * spec.head_dim, tile = (spec.head_dim + Recur<T, V>::L) * V * W;
     scan.tiles = context.tiles.get<float>(step.threads * tile);
     const int threads = all * lines * spec.state_dim < kSerialElements ? 1 : (int)step.threads;
-    // Two: a stretch may finish the row that the last one has cut and cut another.
+    // Two: a stretch may finish one row and end in another.
     float *carry = context.carry.get<float>(all > kStretch ? 2 * lines * V * W : 0), *other = carry + lines * V * W;
     for (int64_t row = 0, token = 0, capture = 0; row < step.num_rows;) {
         next_stretch(step, context.pieces, row, token, capture);
@@ -428,7 +429,7 @@ static void scan_with(ScanContext& context, const ScanStep& step, const ScanSpec
         const Prepare<T> prepare{scan};
         const int64_t blocks = prepare.items();
         each(threads, pieces * blocks, [&](int64_t item, int) { prepare.run(piece[item / blocks], item % blocks); });
-        int64_t size = spec.head_dim;  // lines of an item: fewer where there are not heads enough for the threads
+        int64_t size = spec.head_dim;  // lines of an item: fewer where there are too few heads for the threads
         while (size > 16 && pieces * spec.heads * ((spec.head_dim + size - 1) / size) < 4 * threads) size = (size / 2 + 15) / 16 * 16;
         const int64_t parts = (spec.head_dim + size - 1) / size;
         const Recur<T, V> recur{scan};

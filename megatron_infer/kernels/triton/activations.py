@@ -1,7 +1,7 @@
 """Activations between fc1 and fc2 in one launch, gated or not. Not yet run on a GPU.
 
-Computed in fp32 and rounded once, at the store; torch's own in 16 bit round after each call. tanh(z) is 2 sigmoid(2 z)
-- 1 here, so that the approximate GELU is x * sigmoid(2 z). Shape legend: kernels/base.py.
+Computed in fp32 and rounded once, at the store; torch in 16 bit rounds after each call. tanh(z) is 2 sigmoid(2 z) - 1
+here, so that the approximate GELU is x * sigmoid(2 z). Shape legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SILU, SQUARED_RELU, TANH_GELU, Form
+from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SQUARED_RELU, TANH_GELU, Form
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
 
 TILE = 1024
-"""Entries a program takes."""
-_SILU, _GELU, _TANH_GELU = tl.constexpr(SILU), tl.constexpr(GELU), tl.constexpr(TANH_GELU)
+"""Entries of one program."""
+_GELU, _TANH_GELU = tl.constexpr(GELU), tl.constexpr(TANH_GELU)
 _QUICK_GELU, _RELU, _SQUARED_RELU = tl.constexpr(QUICK_GELU), tl.constexpr(RELU), tl.constexpr(SQUARED_RELU)
 
 
 @triton.jit
 def _activated(x, KIND: tl.constexpr):
-    """exp overflows to inf for large negative arguments, which gives the right 0."""
+    """The activation KIND of x. exp overflows to inf for large negative arguments, which gives the right 0."""
     if KIND == _GELU:
         out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == _RELU:
@@ -43,7 +43,7 @@ def _activate(
     x_ptr, out_ptr, x_stride, width, clamp, offset,
     KIND: tl.constexpr, GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """f(x), or of rows [gate, up] f(min(gate, clamp)) * (clip(up) + offset)."""
+    """f(x), or for rows [gate, up] f(min(gate, clamp)) * (clip(up) + offset)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def _activate(
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_CLAMP:  # comparisons that let NaN through, as torch's clamp does
+        if HAS_CLAMP:  # comparisons that keep NaN, as torch's clamp does
             x = tl.where(x > clamp, clamp, x)
             up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
         out = _activated(x, KIND) * (up + offset)
@@ -64,7 +64,7 @@ def _activate(
 
 
 def activate(form: Form, x_TX: Tensor) -> Tensor:
-    """[T, X], or of a gated one [T, 2 X] -> [T, X] contiguous."""
+    """[T, X], or [T, 2 X] for a gated activation -> [T, X] contiguous."""
     if x_TX.stride(-1) != 1:
         x_TX = x_TX.contiguous()
     num_tokens, width = x_TX.shape[0], x_TX.shape[1] // (2 if form.gated else 1)

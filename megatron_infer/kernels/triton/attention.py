@@ -1,11 +1,11 @@
-"""Paged attention on a GPU: rotate and append, then decode rows by split keys, all other rows by tiles of queries.
+"""Paged attention on a GPU: rotate and append, then decode rows by splits of keys and slices by tiles of queries.
 
-Launches a layer: one for rotation and append, one or two for decode rows (the second merges splits, where a row may
-have several), one for the others, and two for those of them whose keys are cut (few queries over many keys), where
-there may be any; those without rows in the step's shape are left out. Nothing is read from the host's
-arrays, nothing waits, and grids are bounds that follow from the step's shape: what is captured once may be replayed
-with other content. A row's bits do not depend on the rest of the step, its padding, the capacity, or the device's
-number of multiprocessors. Not yet run on a GPU. Legend: `kernels/base.py`.
+Launches per layer: one for rotation and append; one or two for decode rows (the second merges splits, if a row may have
+several); one for slices, and two more for slices whose keys are split (few queries over many keys), if there may be
+any. Launches for rows that the step's shape does not have are left out. Nothing reads the host's arrays, nothing waits,
+and grids are bounds that follow from the step's shape: a captured step may be replayed with other content. A row's bits
+do not depend on the rest of the step, its padding, the capacity, or the device's number of multiprocessors. Not yet run
+on a GPU. Legend: `kernels/base.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megatron_infer.kernels.triton.attention_slices import attend_slices
 from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
 from megatron_infer.kernels.triton.launch import AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
-from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_LANES
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_PROGRAMS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_FP8_FP32_DIM = 128
-"""Wider tiles of keys that were widened from 8 to 32 bits do not fit the registers."""
+"""With larger heads, tiles of keys widened from 8 to 32 bits do not fit the registers."""
 LARGE_KIB, SMALL_KIB = 227, 99
-"""Shared memory a block may take: Hopper's and datacentre Blackwell's, the least from Ampere on."""
+"""Shared memory of a block: on Hopper and datacentre Blackwell, and the least from Ampere on."""
 FP8_VARIANTS = {"h128_g4": ("bf16", "fp16", "fp32")} | dict.fromkeys(
     ("h64_g8_window_sinks", "h256_g8", "h80_g1"), ("bf16",)
 )
-"""Layers, and dtypes of queries, compiled ahead of time for a cache of 8 bits, too; merging never sees the cache."""
+"""Layers and dtypes of queries that are also compiled ahead of time for a cache of 8 bits; merges do not read it."""
 PROGRAMS_PER_CORE = 2
-"""Decode programs for each multiprocessor, which has room for two and more: all run at once, with even shares."""
+"""Decode programs per multiprocessor, which has room for two or more: all run at once, with even shares."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why there is no Triton attention here; None: there is."""
+    """Why Triton attention cannot run here; None: it can."""
     if (reason := launch.unavailable(device)) is not None:
         return reason
     if dtype not in DTYPES:
@@ -52,7 +52,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
-    """The backend for a device that has it (see `unavailable`)."""
+    """The backend for a device on which it is available."""
     if device.type != "cuda":
         return TritonPagedAttention(num_cores=2, shared_kib=LARGE_KIB)
     about = torch.cuda.get_device_properties(device)
@@ -66,7 +66,7 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
 
 
 def _shared_kib(capability: tuple[int, int]) -> int:
-    """Shared memory one block may take, where torch does not say."""
+    """Shared memory of one block, where torch does not know it."""
     return {(8, 0): 163, (8, 7): 163, (9, 0): LARGE_KIB, (10, 0): LARGE_KIB, (10, 3): LARGE_KIB}.get(
         capability, SMALL_KIB
     )
@@ -75,10 +75,10 @@ def _shared_kib(capability: tuple[int, int]) -> int:
 class TritonPagedAttention:
     """kernels.base.AttentionBackend in Triton.
 
-    num_cores: multiprocessors of the device; how many programs share decode rows' keys follows from it, no bit does.
-    shared_kib: shared memory a block may take; the tiles of prefill follow from it.
-    chunk: keys of a split of a decode row; bits follow from it. slice_chunk, lanes: least keys of a split of a row with
-    several queries, and items of work it may have; bits follow from them. arch: compute capability in tenths.
+    num_cores: multiprocessors of the device; decides how many programs share the keys of decode rows, but no bit.
+    shared_kib: shared memory of a block; decides the tiles of prefill.
+    chunk: keys per split of a decode row. slice_chunk, slice_programs: least keys per split of a slice, and most
+    programs for it. Bits depend on these three. arch: compute capability in tenths.
     """
 
     name = "triton"
@@ -91,20 +91,21 @@ class TritonPagedAttention:
         shared_kib: int,
         chunk: int = DECODE_CHUNK,
         slice_chunk: int = SLICE_CHUNK,
-        lanes: int = SLICE_LANES,
+        slice_programs: int = SLICE_PROGRAMS,
         arch: int = FP8_ARCH,
     ) -> None:
         self._programs = PROGRAMS_PER_CORE * num_cores
         self._shared_kib = shared_kib
         self._chunk = chunk
-        self._slice_cut = {"chunk": slice_chunk, "lanes": lanes}
+        self._slice_cut = {"chunk": slice_chunk, "max_programs": slice_programs}
         self._arch = arch
         self._step: StepMetadata | None = None
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        """Blocks may have any size; powers of two from 16 on are looked up once a tile of keys or once a key."""
+        """Blocks may have any size. The block table is read once per tile of keys where a tile lies in one block, else
+        once per key."""
         if dtype not in DTYPES:
             return f"needs bfloat16, float16 or float32, got {dtype}"
         if kv_dtype is not FP8 and (reason := only_own_dtype(dtype, kv_dtype)) is not None:
@@ -124,7 +125,7 @@ class TritonPagedAttention:
         return None
 
     def plan(self, step: StepMetadata) -> None:
-        """Keep the step; everything else happens on the device, in `run`."""
+        """Keep the step; the rest happens on the device, in `run`."""
         self._step = step
 
     def run(
@@ -138,11 +139,11 @@ class TritonPagedAttention:
         spec: AttendSpec,
         lse_TN: Tensor | None = None,
     ) -> Tensor:
-        """As AttentionBackend.run; q is rotated in place. Tokens of nobody get zeros.
+        """See AttentionBackend.run; rotates q in place. Padding tokens get zeros.
 
         lse_TN: fp32 [T, N], contiguous, to be filled with the natural log of each query head's softmax denominator, the
-        sink's term included; -inf for tokens of nobody and rows without keys. Two answers over disjoint keys combine by
-        it (sinks must then be in one of them alone).
+        sink's term included; -inf for padding tokens and rows without keys. Two results over disjoint keys can be
+        combined by it (then only one of them may have the sinks).
         """
         step = self._step
         assert step is not None, "run() before plan()"

@@ -1,19 +1,19 @@
-"""Attention of rows with one query over the paged cache, the keys of a row split over programs and merged.
+"""Attention of decode rows over the paged cache, with the keys of a row split over programs and merged.
 
-The cut (`attention_deal`), and with it every bit, is a function of the row's length and the layer alone: not of the
-other rows, the padding, the capacity, the number of multiprocessors.
+The splits (`attention_splits`), and so every bit, depend on the row's length and the layer alone: not on the other
+rows, the padding, the capacity, or the number of multiprocessors.
 
     keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
     splits  |---0---|----1----|----2----|--3---|           and a row of 1 split, 2 programs: {0, 1, 2} and {3, 0'}
     merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
-A row of one split writes its output itself. The query heads of a kv head are lines of one tile (padded to 16, the least
-a dot takes), so each key and value is read once.
+A row of one split is written without a merge. The query heads of a kv head are lines of one tile (padded to 16, the
+least that a dot takes), so each key and value is read once.
 
-Bytes a key: 2*K*H elements. A multiprocessor must keep about 30 KB in flight to draw 4.8 TB/s (132 of them, 0.8 us of
-latency); a program stages two or three tiles of 2*BLOCK_N*H elements, 32 KiB each at H=128 in 16 bit. Partial sums are
-4*(H + 2) bytes for each query head and split against CHUNK*2*H elements read for each kv head: 1.6 % for 4 query heads
-to a kv head in 16 bit, and they mostly stay in L2.
+Bytes per key: 2*K*H elements. A multiprocessor must keep about 30 KB in flight to reach 4.8 TB/s (132 of them, 0.8 us
+of latency); a program stages two or three tiles of 2*BLOCK_N*H elements, 32 KiB each at H=128 in 16 bit. Partial sums
+are 4*(H + 2) bytes for each query head and split, against CHUNK*2*H elements read for each kv head: 1.6 % with 4 query
+heads per kv head in 16 bit, and they mostly stay in L2.
 Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
 """
 
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.triton.attention_deal import deal, row_splits
+from megatron_infer.kernels.triton.attention_splits import row_splits, share_of_program
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -50,7 +50,7 @@ from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, decode_splits, m
 
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
-"""Bytes of an element -> query heads of one tile; a larger group takes several. fp32 dots live in registers."""
+"""Bytes of an element -> query heads of one tile; a larger group has several. fp32 dots are in registers."""
 
 
 # fmt: off
@@ -63,7 +63,7 @@ def _attend_splits(
     MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Splits first_split .. stop_split - 1 of one row; line: of each query head in the parts, in its row's outputs."""
+    """Splits first_split .. stop_split - 1 of one row; line: index of each query head in the parts and the outputs."""
     first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
     real = group < GROUP
     dim = tl.arange(0, HEAD_PAD)[None, :]
@@ -125,7 +125,7 @@ def decode_kernel(
     group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    left, row, split = deal(kv_len, kv_len, num_rows, 0, CHUNK, MAX_SPLITS, WINDOW)
+    left, row, split = share_of_program(kv_len, kv_len, num_rows, 0, CHUNK, MAX_SPLITS, WINDOW)
     while left > 0:
         num_keys = tl.load(kv_len + row)
         _, _, _, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
@@ -192,7 +192,7 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How decode cuts its work for one kind of layer and dtype; never by what a step holds."""
+    """The sizes of decode's work for one kind of layer and dtype, the same for every step."""
 
     chunk: int
     keys: int
@@ -208,8 +208,8 @@ def decode_tiles(
 ) -> DecodeTiles:
     """32 KiB of keys and values a tile in 16 bit (H=128: 64 keys), half as many keys in fp32.
 
-    fp8: as many keys in half of the bytes for queries in 16 bit; more tiles are loaded ahead, so that as much is on its
-    way. For queries in fp32 half as many, since what they become is in registers.
+    fp8: for queries in 16 bit as many keys in half of the bytes, and more tiles loaded ahead, so that as many bytes are
+    in flight. For queries in fp32 half as many keys, since the widened keys are in registers.
     """
     head_pad = padded(head_dim)
     keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, (2048 if fp8 else 4096) // head_pad)
@@ -224,7 +224,7 @@ def decode_tiles(
 
 @functools.cache
 def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of decode_kernel, those of merge_kernel."""
+    """(constexprs of decode_kernel, constexprs of merge_kernel)."""
     both = {
         "HEAD_DIM": layer.head_dim,
         "HEAD_PAD": padded(layer.head_dim),
@@ -258,11 +258,11 @@ def attend_decode(
     *,
     programs: int,
 ) -> None:
-    """Outputs of tokens 0 .. num_decode - 1. programs: how many the device holds at once; they change no bit."""
+    """Outputs of tokens 0 .. num_decode - 1. programs: how many run at once on the device; changes no bit."""
     num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
     visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
     splits = decode_splits(visible, tiles.max_splits, tiles.chunk)
-    # in fp32 where nothing is split, too: one kernel for both
+    # fp32 memory also where nothing is split: one kernel for both cases
     acc, top, total = partials(out_TX, num_rows * num_heads * splits if splits > 1 else 1, spec.head_dim)
     decode, merge = _constexprs(layer, tiles)
     overlap = overlapping(out_TX.device)

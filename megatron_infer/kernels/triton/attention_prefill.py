@@ -1,15 +1,15 @@
-"""Attention of rows with several queries over the paged cache: prompts, chunks of prompts, mixed steps.
+"""Attention of slices over the paged cache: prompts, chunks of prompts, mixed steps.
 
-A row that has few queries over many keys is not for this kernel: `attention_slices` cuts its keys.
+A slice with few queries over many keys is left to `attention_slices`, which splits its keys.
 
-A program attends one tile of queries of one row with the query heads of one kv head: BLOCK_M lines, line m being query
+A program computes one tile of queries of one row with the query heads of one kv head: BLOCK_M lines, line m being query
 m // GROUP_TILE and head m % GROUP_TILE of the group, so that keys and values are loaded once for the whole group.
-Key tiles that every query of the tile sees whole run without masks, those on the diagonal and all under a window with.
+Key tiles that every query of the tile sees completely need no masks; those on the diagonal and all with a window do.
 
-The grid is an upper bound known from the step's shape. Row r gets the tiles from (cu_q[r] - cu_q[0]) // Q + r on
-(Q queries a tile): at least as many as its queries need, and searchable without a table of them. Behind the last row
-comes one more, of the tokens that belong to nobody: their outputs become zeros. So R rows and T tokens take
-T // Q + R + 1 tiles a kv head. Tiles run from the last to the first: the longest start earliest.
+The grid is an upper bound from the step's shape. Row r has the tiles from (cu_q[r] - cu_q[0]) // Q + r on (Q queries
+per tile): at least as many as its queries need, and found by bisection without a table. Behind the last row there is
+one more row, that of the padding tokens, whose outputs are zeros. So R rows and T tokens need T // Q + R + 1 tiles per
+kv head. Tiles run from the last to the first, so that the longest start earliest.
 
 Work: 4*H FLOP for each query head and visible key; a key tile of N rows is 4*N*H bytes (16 bit) for 4*N*H*BLOCK_M
 FLOP, BLOCK_M FLOP a byte, from L2 for all tiles of a row but one. Source: FlashAttention-2, arXiv:2307.08691; the
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.triton.attention_deal import slice_splits
+from megatron_infer.kernels.triton.attention_splits import slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -43,10 +43,10 @@ from megatron_infer.kernels.triton.attention_tiles import (
 )
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 from megatron_infer.kernels.triton.ragged import find_row
-from megatron_infer.kernels.triton_scratch import SLICE_CHUNK, SLICE_LANES, query_lines, slice_items
+from megatron_infer.kernels.triton_scratch import SLICE_CHUNK, SLICE_PROGRAMS, query_lines, slice_items
 
 LARGE_SHARED_KIB = 160
-"""Shared memory of a block from which on tiles are the large ones; consumer cards have 99."""
+"""Least shared memory of a block for the large tiles; consumer cards have 99."""
 
 
 # fmt: off
@@ -74,7 +74,7 @@ def attend_range(
     QUERIES: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """What QUERIES queries from `position` on see of keys begin .. stop - 1, both multiples of BLOCK_N."""
+    """QUERIES queries from `position` on over keys begin .. stop - 1, both multiples of BLOCK_N; see attend_tile."""
     # The first query sees all key tiles before `whole`; the last query none from `end` on.
     end = tl.minimum(tl.cdiv(tl.minimum(position + QUERIES, num_keys), BLOCK_N) * BLOCK_N, stop)
     if WINDOW > 0:
@@ -101,7 +101,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on, but for those whose keys are cut."""
+    """Grid (tiles, NUM_KV * group tiles); num_rows rows from row num_decode on, without those whose keys are split."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
     GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     KEY_STRIDE: tl.constexpr = NUM_KV * HEAD_DIM
@@ -155,7 +155,7 @@ def prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """How prefill cuts its work for one kind of layer, dtype and GPU; never by what a step holds."""
+    """The sizes of prefill's work for one kind of layer, dtype and GPU, the same for every step."""
 
     lines: int
     """BLOCK_M: queries times heads of a group."""
@@ -164,20 +164,20 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     chunk: int = SLICE_CHUNK
-    """Least keys of a split of a slice, a multiple of `keys`."""
-    lanes: int = SLICE_LANES
-    """Tiles times splits times heads of a slice that is cut, at most."""
+    """Least keys per split of a slice, a multiple of `keys`."""
+    max_programs: int = SLICE_PROGRAMS
+    """Most tiles times splits times tiles of heads of a slice whose keys are split."""
 
 
 @functools.cache
 def prefill_tiles(
-    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = SLICE_CHUNK, lanes: int = SLICE_LANES
+    head_pad: int, element_bytes: int, shared_kib: int, *, chunk: int = SLICE_CHUNK, max_programs: int = SLICE_PROGRAMS
 ) -> PrefillTiles:
-    """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory a block.
+    """Tiles whose queries and staged keys and values fit `shared_kib` KiB of shared memory per block.
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
-    16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. Shapes are those that torch's flex attention found
-    good on H100 and A100; H=256 takes twice the warps, since 4 spill registers.
+    16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. The shapes are those of torch's flex attention, which
+    are good on H100 and A100; H=256 has twice the warps, since 4 spill registers.
     """
     large = shared_kib >= LARGE_SHARED_KIB
     lines = query_lines(head_pad, element_bytes, large=large)
@@ -189,12 +189,12 @@ def prefill_tiles(
         keys, num_warps, num_stages = (64, 8, 3) if large else (64, 4, 2)
     else:
         keys, num_warps, num_stages = 32, 8, 3 if large else 2
-    return PrefillTiles(lines, keys, num_warps, num_stages, chunk=max(chunk, keys), lanes=lanes)
+    return PrefillTiles(lines, keys, num_warps, num_stages, chunk=max(chunk, keys), max_programs=max_programs)
 
 
 @functools.cache
 def constexprs_of(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
-    """What prefill_kernel is compiled for."""
+    """The constexprs of prefill_kernel."""
     assert tiles.chunk % tiles.keys == 0, tiles
     group_tile = min(layer.group, tiles.lines)
     return {
@@ -207,7 +207,7 @@ def constexprs_of(layer: Layer, tiles: PrefillTiles) -> dict[str, Any]:
         "BLOCK_M": tiles.lines,
         "BLOCK_N": tiles.keys,
         "CHUNK": tiles.chunk,
-        "ITEMS": slice_items(layer.num_kv, layer.group, tiles.lines, tiles.lanes),
+        "ITEMS": slice_items(layer.num_kv, layer.group, tiles.lines, tiles.max_programs),
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
         "HAS_LSE": layer.has_lse,
@@ -226,7 +226,7 @@ def attend_prefill(
     tiles: PrefillTiles,
     lse_TN: Tensor | None,
 ) -> None:
-    """Outputs of rows num_decode .. num_rows - 1 but those that attend_slices does, zeros for tokens of nobody."""
+    """Outputs of rows num_decode .. num_rows - 1 without those of attend_slices; zeros for padding tokens."""
     num_decode, num_rows = step.num_decode, step.num_rows - step.num_decode
     num_tokens = q_TKGH.shape[0]
     constexprs = constexprs_of(layer, tiles)
@@ -266,6 +266,6 @@ def layer_variants(layer: Layer, name: str, dtype: str, shared_kib: int) -> list
 
 
 def for_gpus_of(tiles: PrefillTiles, layer: Layer, one: AotVariant) -> AotVariant:
-    """`one`, a launch with these tiles, for devices that take them: large ones are not for all."""
+    """`one`, a variant with these tiles, restricted to devices with enough shared memory for them."""
     is_large = tiles != prefill_tiles(padded(layer.head_dim), layer.element_bytes, 0)
     return replace(one, min_shared=LARGE_SHARED_KIB << 10) if is_large else one

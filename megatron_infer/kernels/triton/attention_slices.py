@@ -1,16 +1,17 @@
-"""Attention of rows with few queries over many keys: the last piece of a prompt, what follows a known prefix, drafts.
+"""Attention of slices with few queries over many keys: the last chunk of a prompt, a prompt behind a cached prefix,
+drafts.
 
-Such a row has too few tiles of queries to occupy a GPU (32 queries, 4 heads to a kv head: one tile for each kv head).
-So its keys are cut as those of decode rows are, and each split of each tile is an item of work, dealt out on the
-device. A row may have LANES items over all heads, so a row of many tiles is not cut, nor is one of few keys: which is
-which follows from the row's own queries and keys, as every bit of it does. What is not cut `attention_prefill` does.
+Such a row has too few tiles of queries to occupy a GPU (32 queries, 4 heads per kv head: one tile for each kv head). So
+its keys are split like those of decode rows, and each split of each tile is an item of work, which programs share on
+the device. A row may have SLICE_PROGRAMS items over all heads, so a row of many tiles is not split, nor is one of few
+keys: both, and every bit, depend on the row's own queries and keys. Other slices are left to `attention_prefill`.
 
     queries  |--tile 0--|--tile 1--|              keys  0       512      1024  ...     2048
     items    tile 0: splits 0 1 2 3, tile 1: splits 0 1 2 3
     merge    sum over splits, first to last, of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
-Partial sums are BLOCK_M * (H + 2) fp32 for each item and head's program, LANES of them for a row (8 MiB at H=128 in 16
-bit), whatever its length; steps of more rows than SLICES_BYTES hold take several pairs of launches over the same
+Partial sums are BLOCK_M * (H + 2) fp32 for each item and tile of heads, SLICE_PROGRAMS of them for a row of any length
+(8 MiB at H=128 in 16 bit); a step with more rows than fit SLICES_BYTES has several pairs of launches over the same
 memory. Source: Flash-Decoding (Dao et al., 2023). Not yet run on a GPU. Legend: `kernels/base.py`.
 """
 
@@ -24,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.triton.attention_deal import deal, slice_splits
 from megatron_infer.kernels.triton.attention_prefill import (
     PrefillTiles,
     attend_range,
@@ -32,6 +32,7 @@ from megatron_infer.kernels.triton.attention_prefill import (
     for_gpus_of,
     prefill_tiles,
 )
+from megatron_infer.kernels.triton.attention_splits import share_of_program, slice_splits
 from megatron_infer.kernels.triton.attention_tiles import (
     LOG2E,
     LOOSE,
@@ -78,7 +79,7 @@ def slices_kernel(
     line = tl.arange(0, BLOCK_M)
     group = (tl.program_id(0) % GROUP_TILES) * GROUP_TILE + line % GROUP_TILE
     dim = tl.arange(0, HEAD_PAD)[None, :]
-    left, row, item = deal(cu_q, kv_len, num_rows, QUERIES, CHUNK, ITEMS, WINDOW)
+    left, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, ITEMS, WINDOW)
     while left > 0:
         first_token = tl.load(cu_q + row)
         num_queries = tl.load(cu_q + row + 1) - first_token
@@ -123,11 +124,11 @@ def merge_slices_kernel(
     """Grid (rows * max_tiles, NUM_KV * group tiles * (BLOCK_M / LINES)): partial sums of LINES lines -> outputs."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP_TILE
     GROUP_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
-    PIECES: tl.constexpr = BLOCK_M // LINES
+    LINE_TILES: tl.constexpr = BLOCK_M // LINES
     row = tl.program_id(0) // max_tiles
     tile = tl.program_id(0) % max_tiles
-    head_tile = tl.program_id(1) // PIECES
-    first_line = tl.program_id(1) % PIECES * LINES
+    head_tile = tl.program_id(1) // LINE_TILES
+    first_line = tl.program_id(1) % LINE_TILES * LINES
     first_token = tl.load(cu_q + first_row + row)
     num_queries = tl.load(cu_q + first_row + row + 1) - first_token
     num_keys = tl.load(kv_len + first_row + row)
@@ -175,7 +176,7 @@ def merge_slices_kernel(
 
 @functools.cache
 def _constexprs(layer: Layer, tiles: PrefillTiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of slices_kernel, those of merge_slices_kernel."""
+    """(constexprs of slices_kernel, constexprs of merge_slices_kernel)."""
     of_prefill = constexprs_of(layer, tiles)
     slices = {name: value for name, value in of_prefill.items() if name in slices_kernel.arg_names}
     merge = {name: value for name, value in of_prefill.items() if name in merge_slices_kernel.arg_names}
@@ -199,7 +200,7 @@ def attend_slices(
     *,
     programs: int,
 ) -> None:
-    """Outputs of rows behind the decode rows whose keys are cut. programs: as of attend_decode."""
+    """Outputs of the slices whose keys are split. programs: see attend_decode."""
     slices, merge = _constexprs(layer, tiles)
     items, queries = slices["ITEMS"], tiles.lines // slices["GROUP_TILE"]
     lines = head_tiles(layer.num_kv, layer.group, tiles.lines)
@@ -208,8 +209,8 @@ def attend_slices(
     if spec.window is not None:
         visible = min(visible, spec.window + max_tiles * queries - 1)
     if not max_tiles or visible < 2 * tiles.chunk or step.num_rows == step.num_decode:
-        return  # no row of such a step is cut
-    num_parts = slice_parts(layer.num_kv, layer.group, tiles.lines, tiles.lanes)
+        return  # no row of such a step is split
+    num_parts = slice_parts(layer.num_kv, layer.group, tiles.lines, tiles.max_programs)
     num_rows = slices_at_once(step.num_rows - step.num_decode, num_parts, layer.head_dim)
     parts, lengths = partials(out_TX, num_rows * num_parts, layer.head_dim), (step.cu_q_R1, step.kv_len_R)
     for first_row in range(step.num_decode, step.num_rows, num_rows):

@@ -1,9 +1,9 @@
-"""What decode and prefill attention share: where keys lie in the cache, and one step of the online softmax.
+"""What decode and prefill attention share: the places of keys in the cache, and one step of the online softmax.
 
-Scores are kept in base 2: with c = scale * log2(e), exp(scale*qk - max) = exp2(c*qk - m), where m = c*max. `qk` is
-masked before it meets c, so that the product and the difference are the same instruction with a mask and without; a
-tile that a query does not see at all leaves its sums as they were, to the bit. So a query's bits do not depend on which
-other queries share its tile. Source: FlashAttention-2, arXiv:2307.08691.
+Scores are in base 2: with c = scale * log2(e), exp(scale*qk - max) = exp2(c*qk - m), where m = c*max. `qk` is masked
+before the product with c, so that the product and the difference are the same instruction with a mask and without; a
+tile that a query does not see at all leaves its sums unchanged, to the bit. So a query's bits do not depend on the
+other queries of its tile. Source: FlashAttention-2, arXiv:2307.08691.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 
 LOG2E = 1.4426950408889634
 FP8_ARCH = 89
-"""Compute capability, in tenths, from which on the compiler converts FP8."""
+"""Least compute capability, in tenths, for which the compiler converts FP8."""
 LOOSE = ["sinks", "kv_len", "table_row", "block_table", "lse"]
-"""Arguments read an element at a time: the compiler is not to make another kernel where they are aligned otherwise."""
+"""Arguments read one element at a time: another alignment must not compile another kernel."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def blocks_of(table, start, num_keys, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
     """Cache blocks of keys start .. start + BLOCK_N - 1: one where a tile lies in one block, else that of each key.
 
     start is a multiple of BLOCK_N. Entries of the table behind key num_keys - 1 are not read; their keys get block 0.
-    Loops ask for the next tile's while they attend this one: were the answer needed at once, the compiler could load
+    Loops load the next tile's blocks while they compute this one: if they were needed at once, the compiler could load
     keys and values only half as far ahead.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -59,7 +59,7 @@ def key_places(block, start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, rows_mask, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, HEAD_PAD] elements at base + rows + dim; zeros behind HEAD_DIM and, if MASKED, where rows_mask is not."""
+    """[rows, HEAD_PAD] elements at base + rows + dim; zeros behind HEAD_DIM and, if MASKED, outside rows_mask."""
     dim = tl.arange(0, HEAD_PAD)[None, :]
     where = base + rows[:, None] + dim
     if MASKED and HEAD_DIM == HEAD_PAD:
@@ -75,7 +75,7 @@ def load_tile(base, rows, rows_mask, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.conste
 
 @triton.jit
 def finish(acc, top, total):
-    """(weighted mean [M, HEAD_PAD], log of the sum of exponentials [M]); zeros and -inf where no key was seen."""
+    """(weighted mean [M, HEAD_PAD], log of the sum of exponentials [M]); zeros and -inf without visible keys."""
     divisor = tl.where(total == 0.0, 1.0, total)
     out = acc / divisor[:, None]
     lse = tl.where(total == 0.0, float("-inf"), top * 0.6931471805599453 + tl.log(divisor))
@@ -90,12 +90,12 @@ def attend_tile(
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Keys start .. start + BLOCK_N - 1 of the queries q [M, HEAD_PAD] -> (acc [M, HEAD_PAD], top [M], total [M]).
+    """Add keys start .. start + BLOCK_N - 1 for queries q [M, HEAD_PAD] -> (acc [M, HEAD_PAD], top [M], total [M]).
 
     acc: values weighted by exp2(score - top), total: the sum of these weights, top: the greatest score, in base 2.
     Query m sees keys last_key[m] - WINDOW + 1 (WINDOW 0: 0) .. last_key[m]; without MASKED it sees the whole tile.
-    Keys from num_keys on are not loaded: what lies there may be anything, NaN too. Keys and values of 8 bits become q's
-    dtype, which holds every one of them.
+    Keys from num_keys on are not loaded: their memory may hold anything, NaN too. Keys and values of 8 bits are
+    converted to q's dtype, which represents each of them exactly.
     """
     at = key_places(block, start, BLOCK_SIZE, BLOCK_N) * KEY_STRIDE
     key = start + tl.arange(0, BLOCK_N)
@@ -111,7 +111,7 @@ def attend_tile(
             seen = seen & (key[None, :] > last_key[:, None] - WINDOW)
         qk = tl.where(seen, qk, float("-inf"))
     new_top = tl.maximum(top, tl.max(qk, 1) * scale2)
-    # a query that has seen no key yet: its weights are exp2(-inf - 0) = 0
+    # a query without a visible key so far: its weights are exp2(-inf - 0) = 0
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weight = tl.exp2(qk * scale2 - shift[:, None])
     shrink = tl.exp2(top - shift)
@@ -121,7 +121,7 @@ def attend_tile(
 
 
 def partials(like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(weighted values, greatest scores, sums of weights) of so many lines, as many bytes as `partial_bytes` says."""
+    """(weighted values, greatest scores, sums of weights) of `num_parts` lines; `partial_bytes` bytes together."""
     acc = like.new_empty(num_parts * head_dim, dtype=torch.float32)
     top, total = like.new_empty(2, num_parts, dtype=torch.float32).unbind()
     return acc, top, total
@@ -129,7 +129,7 @@ def partials(like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What of a layer and its cache a kernel is compiled for."""
+    """The properties of a layer and its cache that a kernel is compiled for."""
 
     num_kv: int
     group: int
@@ -140,25 +140,25 @@ class Layer:
     has_sinks: bool = False
     has_lse: bool = False
     fp8: bool = False
-    """The cache keeps 8 bits of each key and value."""
+    """The cache is FP8."""
 
     @classmethod
     def of(cls, spec: AttendSpec, *, block_size: int, element_bytes: int, has_lse: bool, fp8: bool) -> Layer:
-        """That of a spec, without its tensors."""
+        """From a spec, without its tensors."""
         sinks, window = spec.sinks_N is not None, spec.window or 0
         sizes = spec.num_kv_heads, spec.group_size, spec.head_dim
         return cls(*sizes, block_size, element_bytes, window, sinks, has_lse, fp8)
 
 
 def precision(element_bytes: int) -> str:
-    """`input_precision` of dots: fp32 is multiplied as fp32, never rounded to TF32; of no effect in 16 bit."""
+    """`input_precision` of dots: fp32 is multiplied as fp32, not rounded to TF32; no effect in 16 bit."""
     return "ieee" if element_bytes > 2 else "tf32"
 
 
 def variant(
     name: str, kernel: Any, constexprs: dict[str, Any], options: dict[str, int], dtype: str, *, fp8: bool = False
 ) -> AotVariant:
-    """An attention kernel for elements of `dtype` ("bf16"): argument names say which types the others have."""
+    """An attention kernel for elements of `dtype` ("bf16"); the names of arguments decide the other types."""
     of_dtype = dict.fromkeys(("q", "out"), f"*{dtype}")
     of_dtype |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if fp8 else f"*{dtype}")
     of_fp32 = dict.fromkeys(("lse", "sinks", "acc_part", "top_part", "total_part"), "*fp32")

@@ -1,9 +1,9 @@
-"""The causal convolution in front of a Mamba-2 scan, in Triton: state in and out by state slot, ragged rows.
+"""The causal convolution before a Mamba-2 scan, in Triton: states by state slot, rows of any lengths.
 
-A slot keeps the last W inputs of each channel. Decode rows shift theirs by one and take the product on the way. Tokens
-of slices are convolved wherever they lie, from their neighbours in the step and, near the row's beginning, from the
-slot; the slot is written by a launch of its own behind that, so that nobody reads what another has begun to write.
-The sum and silu are fp32, rounded once to the inputs' dtype. Not yet run on a GPU.
+A slot holds the last W inputs of each channel. A decode row shifts them by one and convolves in one launch. Tokens of
+slices are convolved in any order, from their neighbours in the step and, near the beginning of the row, from the slot;
+a later launch writes the slot, so that no program reads what another has begun to write. The sum and silu are fp32,
+rounded once to the inputs' dtype. Not yet run on a GPU.
 
 Shape legend: kernels/ssm.py, TAPS the power of two above W, BLOCK_C channels and BLOCK_T tokens of a program.
 """
@@ -27,7 +27,7 @@ SLICE_TOKENS = 16
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _row_of_tokens(row_ptr, cu_q_ptr, num_tokens, num_rows, BLOCK: tl.constexpr):
-    """row[t]: whose token t is; -1 for tokens behind the rows, which the program behind those of the rows sees to."""
+    """row[t]: the row of token t; -1 for padding tokens, which the last program writes."""
     row = tl.program_id(0)
     first = tl.load(cu_q_ptr + row)
     stop = tl.load(cu_q_ptr + row + 1, mask=row < num_rows, other=num_tokens)
@@ -42,7 +42,7 @@ def _convolve_decode(
     x_ptr, out_ptr, conv_ptr, weight_ptr, bias_ptr, kv_len_ptr, table_row_ptr, x_stride, slot_stride, num_channels,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One token of each decode row: shift the state, convolve what it holds then."""
+    """One token of each decode row: shift the state, then convolve it."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     tap = tl.arange(0, TAPS)
@@ -60,7 +60,7 @@ def _convolve_decode(
         mixed += tl.load(bias_ptr + channel, mask=inside_C, other=0.0)
     mixed = mixed / (1.0 + tl.exp(-mixed))
     tl.store(out_ptr + row * num_channels + channel, mixed.to(out_ptr.dtype.element_ty), mask=inside_C)
-    tl.debug_barrier()  # a tap that one thread overwrites may be what another has yet to read
+    tl.debug_barrier()  # one thread may overwrite a tap that another has yet to read
     tl.store(slot + at, state.to(conv_ptr.dtype.element_ty), mask=inside)
 
 
@@ -70,7 +70,7 @@ def _convolve_slices(
     x_stride, slot_stride, first_token, num_tokens, num_channels,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [first_token, num_tokens), whatever rows they belong to; those of nobody are left alone."""
+    """Tokens [first_token, num_tokens) of any rows; padding tokens are not written."""
     token = first_token + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel < num_channels
@@ -104,7 +104,7 @@ def _keep_inputs(
     x_ptr, conv_ptr, captures_ptr, cu_q_ptr, kv_len_ptr, table_row_ptr, x_stride, slot_stride, first_row, num_channels,
     CAPTURES: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The last W inputs of rows from first_row on go to their slots; with CAPTURES, those of captures [*, 3]."""
+    """Write the last W inputs of rows from first_row on to their slots; with CAPTURES, those of captures [*, 3]."""
     if CAPTURES:
         capture = captures_ptr + 3 * tl.program_id(0)
         row = tl.load(capture)
@@ -132,13 +132,13 @@ def _keep_inputs(
     source = conv_ptr + source_slot * slot_stride + channel[:, None] * WIDTH + (WIDTH + offset)[None, :]
     old = tl.load(source, mask=stored, other=0.0)
     kept = tl.where((offset >= 0)[None, :], x.to(conv_ptr.dtype.element_ty), old)
-    tl.debug_barrier()  # a tap that one thread overwrites may be what another has yet to read
+    tl.debug_barrier()  # one thread may overwrite a tap that another has yet to read
     target = conv_ptr + target_slot * slot_stride + channel[:, None] * WIDTH + tap[None, :]
     tl.store(target, kept, mask=inside)
 
 
 def rows_of_tokens(cu_q_R1: Tensor, num_tokens: int) -> Tensor:
-    """int32 [T] on the device: whose each token is, -1 of those behind the rows; one launch."""
+    """int32 [T] on the device: the row of each token, -1 for padding tokens; one launch."""
     num_rows = cu_q_R1.shape[0] - 1
     row_T = torch.empty(num_tokens, dtype=torch.int32, device=cu_q_R1.device)
     launch(_row_of_tokens, (num_rows + 1,), row_T, cu_q_R1, num_tokens, num_rows, BLOCK=1024, num_warps=4)
@@ -148,7 +148,7 @@ def rows_of_tokens(cu_q_R1: Tensor, num_tokens: int) -> Tensor:
 def convolve_decode(
     x_TC: Tensor, out_TC: Tensor, conv_SCW: Tensor, weight_CW: Tensor, bias_C: Tensor | None, rows: tuple[Tensor, ...]
 ) -> None:
-    """Tokens 0 .. D-1 of D decode rows, whose (kv_len_D, table_row_D) are `rows`; the slots hold them afterwards."""
+    """Tokens 0 .. D-1 of D decode rows; updates the slots. rows: (kv_len_D, table_row_D)."""
     kv_len_D, table_row_D = rows
     channels, width = weight_CW.shape
     block = min(DECODE_CHANNELS, max(16, power_of_2(channels)))
@@ -170,7 +170,7 @@ def convolve_slices(
     *,
     first_row: int,
 ) -> None:
-    """Tokens of the rows from first_row on, one token a row before them; slots are read and not written.
+    """Tokens of the rows from first_row on; the rows before have one token each. Reads the slots and writes none.
 
     rows: (row_T, cu_q_R1, kv_len_R, table_row_R).
     """
@@ -193,9 +193,10 @@ def keep_inputs(
     first_row: int,
     captures_E3: Tensor | None = None,
 ) -> None:
-    """Slots of rows from first_row on hold their last inputs; given captures (row, num_tokens, slot), theirs do.
+    """Write the last inputs of rows from first_row on to their slots; given captures (row, num_tokens, slot), those of
+    the captures instead.
 
-    rows: (cu_q_R1, kv_len_R, table_row_R). Captures read the rows' slots: they come before the rows' own.
+    rows: (cu_q_R1, kv_len_R, table_row_R). Captures read the rows' slots, so they must be written first.
     """
     channels, width = conv_SCW.shape[1:]
     block = min(DECODE_CHANNELS, max(16, power_of_2(channels)))

@@ -1,10 +1,10 @@
-"""Gated norms and activations in Triton, one launch each; products of weights stay with cuBLAS.
+"""Gated norms and activations in Triton, one launch each; linears are cuBLAS's.
 
-A program takes ROWS whole rows: one wide row, or several narrow ones (heads under a norm of their own). ROWS follows
-from the width alone, so that a row's bits do not depend on how many come along. Everything is computed in fp32 and
-rounded once, at the store. Kernels are not specialised by numbers of rows: a step of another size compiles nothing.
-Other norms are those of `norms`. Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is
-the power of two above.
+A program computes ROWS whole rows: one wide row, or several narrow ones (heads with a norm of their own). ROWS depends
+on the width alone, so that a row's bits do not depend on the number of rows. Everything is computed in fp32 and rounded
+once, at the store. Kernels are not specialised by numbers of rows: a step of another size compiles nothing. Other norms
+are in `norms`. Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is the power of two
+above.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron_infer.kernels.triton.launch import unavailable as triton_unavailab
 from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
 TILE = 1024
-"""Entries a program of an activation takes."""
+"""Entries of one program of an activation."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `make` would not work here; None: it does."""
+    """Why these kernels cannot run here; None: they can."""
     if dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got {dtype}"
     return triton_unavailable(device)
@@ -65,7 +65,7 @@ def _gated_rms_norm(
     y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
     HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row is one group of one token."""
+    """A row is one group of channels of one token."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -86,7 +86,7 @@ def _gated_rms_norm(
 
 
 class TritonOps:
-    """Norms and activations as one launch each; linears by cuBLAS, whose bits may depend on the batch."""
+    """Norms and activations as one launch each; linears by cuBLAS, with bits that may depend on the batch."""
 
     name = "triton"
 
@@ -141,7 +141,7 @@ class TritonOps:
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
-        """One launch where the function is a known activation; in fp32, rounded once."""
+        """One launch where the function is a known activation: in fp32, rounded once."""
         form = form_of(function)
         return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX)
 

@@ -1,14 +1,14 @@
-"""Mixture-of-experts layers in Triton without a word to the host: sort the choices, two grouped products, one sum.
+"""Mixture-of-experts layers in Triton without the host: sort the choices, two grouped products, one sum.
 
     logits --> `routing`: ids, weights, counts --> pairs (token, expert) by expert, then by token --> tiles of BLOCK_M
-    x, tiles --> fc1 --> activation --> weight, fc2 --> one product a pair --> each token's, added up by expert
+    x, tiles --> fc1 --> activation --> weight, fc2 --> one product per pair --> sum of each token's, by expert
 
-Which expert gets how many tokens is found and used on the device: grids have room for the most tiles there can be, and
-programs behind the last return. A token's products are added in fp32 in its experts' order: there are no atomics. The
-tile's height follows from the step's shape, as cuBLAS's choice of kernel does; inside of it a pair's bits do not depend
-on which pairs come along. Weights are read where they are, through a table of addresses. Not yet run on a GPU.
+The device computes and uses the number of tokens of each expert: grids are large enough for the most possible tiles,
+and programs behind the last tile return. A token's products are added in fp32 in the order of its experts, without
+atomics. The height of tiles depends on the step's shape, like cuBLAS's choice of kernel; for one height a pair's bits
+do not depend on the other pairs. Weights are read in place, through a table of addresses. Not yet run on a GPU.
 
-Shape legend: T tokens, E all ranks' experts, K experts a token chooses, P = T*K pairs, C runs of tokens counted
+Shape legend: T tokens, E experts of all ranks, K experts that a token chooses, P = T*K pairs, C runs of tokens counted
 together, X inputs and Y outputs of a product.
 """
 
@@ -40,8 +40,8 @@ def _sort_pairs(
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of this rank's experts by expert, then by token: token[p], weight[p]; place[t, k] = p, where it is this
-    rank's; tile[i] = (expert, first, stop)."""
+    """Pairs of this rank's experts by expert, then by token: token[p], weight[p]; place[t, k] = p for this rank's
+    experts; tile[i] = (expert, first, stop)."""
     expert = tl.program_id(0)
     each = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -85,7 +85,7 @@ def _grouped_linear(
 ):  # fmt: skip
     """out[p] = x W^T + b of the pair's expert; W is [out_stride, w_stride].
 
-    GATHER: x are tokens; else they are pairs, which are weighted.
+    GATHER: rows of x are tokens; else they are pairs, which are multiplied by their weights.
     """
     expert = tl.load(tile_ptr + 3 * tl.program_id(0))
     if expert < 0:
@@ -140,7 +140,7 @@ def _add_up(
 
 
 def tile_sizes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages) for so many pairs of all ranks' experts."""
+    """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages) for `num_pairs` pairs of all ranks' experts."""
     if dtype is torch.float32:
         return 16, 32, 32, 4, 2
     block_m = min(MAX_HEIGHT, max(MIN_HEIGHT, power_of_2(-(-num_pairs // num_experts))))
@@ -148,7 +148,7 @@ def tile_sizes(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[in
 
 
 class TritonExperts:
-    """Grouped products of the experts that a step's tokens chose; nobody waits and nothing depends on how many."""
+    """Grouped products of the chosen experts; nothing waits, and no launch depends on the tokens of an expert."""
 
     name = "triton"
 
@@ -220,7 +220,7 @@ class TritonExperts:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of tl.dot: fp32 operands are multiplied as such, which tensor cores would not do."""
+    """`input_precision` of tl.dot: fp32 operands are multiplied as fp32, not as TF32."""
     return "ieee" if dtype is torch.float32 else "tf32"
 
 

@@ -1,7 +1,7 @@
-"""How Triton kernels are reached: where they run, the one launch for all of them, and what is compiled ahead of time.
+"""Where Triton kernels can run, the one function that launches them, and descriptions for ahead-of-time compilation.
 
 With TRITON_INTERPRET=1 in the environment, set before a kernel's module is imported, kernels run on a CPU: slowly, for
-tests. The interpreter is right in float32 and float16 only, and knows neither autotuning nor libdevice nor PDL.
+tests. The interpreter is correct in float32 and float16 only, and has no autotuning, libdevice or PDL.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from megatron_infer.kernels.triton_scratch import cdiv as cdiv
 from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""What kernels compute in, by Triton's names."""
+"""The dtypes of kernels -> Triton's names."""
 MIN_CAPABILITY = (8, 0)
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 INTERPRETER_NEEDS_NUMPY_BELOW = (2, 4)
-"""Triton 3.6's interpreter takes a loaded scalar as a bound of range(), which later numpy refuses."""
+"""Triton 3.6's interpreter uses a loaded scalar as a bound of range(), which later versions of numpy refuse."""
 PDL_VARIABLE = "MEGATRON_INFER_PDL"
-"""For debugging only, off until it has been measured: 1 lets a kernel's programs start while those of the one before
-end (programmatic dependent launch)."""
+"""For debugging only, off until it has been measured: 1 lets the programs of a kernel start while those of the kernel
+before end (programmatic dependent launch)."""
 PDL_CAPABILITY = (9, 0)
 COMPILER_OPTIONS = ("launch_pdl",)
-"""Options of a launch that the interpreter does not know."""
+"""Options of a launch that the interpreter does not accept."""
 MAX_PROGRAMS = 2**31 - 1
-"""Of a launch: Triton's launcher multiplies the axes in an int, and launches nothing where the product is negative."""
+"""Most programs of a launch: Triton's launcher multiplies the axes as int, and launches nothing if that overflows."""
 MAX_GRID = (MAX_PROGRAMS, 65535, 65535)
-"""Programs along each axis that CUDA takes."""
+"""Most programs along each axis in CUDA."""
 
 Launch = Callable[..., None]
 
 
 def interpreted() -> bool:
-    """Whether kernels imported from now on run in the interpreter."""
+    """Whether kernels that are imported now run in the interpreter."""
     return os.environ.get(INTERPRET_VARIABLE, "0") not in ("", "0")
 
 
@@ -70,8 +70,8 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def _no_launcher() -> str | None:
-    """Why Triton cannot launch what it compiles; None: it can. It compiles C for that: for the driver, here, and later
-    for each kernel's arguments. Images that only run things often have no compiler."""
+    """Why Triton cannot launch compiled kernels; None: it can. It compiles C for that: for the driver, here, and later
+    for each kernel's arguments. Images for deployment often have no compiler."""
     try:
         from triton.runtime import driver
 
@@ -83,10 +83,10 @@ def _no_launcher() -> str | None:
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Options of a launch on this device whether it may begin before the one before has ended.
+    """Options that let a launch on this device begin before the previous one has ended, where that is turned on.
 
-    A kernel that takes PDL waits before it touches memory, so that its own programs' start is all that overlaps; what
-    comes before may be anybody's kernel.
+    A kernel with PDL waits before it accesses memory, so that only the start of its programs overlaps; the previous
+    kernel may be any.
     """
     if os.environ.get(PDL_VARIABLE) != "1" or device.type != "cuda" or not _can_overlap(device):
         return {"PDL": False}
@@ -102,11 +102,11 @@ _LISTENERS: list[Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run `kernel` over `grid`: every launch of the package goes through here, so that it can be seen and replayed.
+    """Run `kernel` over `grid`; every launch of the package comes here, so that it can be recorded and replayed.
 
-    Numbers among `args` are those of this launch: a captured graph repeats them, only what tensors hold may change.
-    The first argument is a tensor, whose device it runs on, whichever the thread's own is. A grid without programs is
-    no launch; one that a GPU cannot have raises ValueError, in the interpreter too.
+    A captured graph repeats the numbers among `args`; only the content of tensors may change. The kernel runs on the
+    device of the first argument, a tensor, whatever the thread's current device. An empty grid launches nothing; a grid
+    that a GPU does not support raises ValueError, in the interpreter too.
     """
     programs = math.prod(grid)
     if programs <= 0:
@@ -125,7 +125,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if not where.is_cuda:
         _refuse_what_is_not_compiled(kernel, args)
         options = {name: value for name, value in options.items() if name not in COMPILER_OPTIONS}
-    # who listens has heard of the launch: what the interpreter does for it in torch is not theirs
+    # listeners have seen the launch: hide the interpreter's own torch calls from their dispatch modes
     with _disable_current_modes() if _LISTENERS else _NOTHING, _device_of(where):
         kernel.run(*args, grid=grid, warmup=False, **options)
 
@@ -134,7 +134,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _refuse_what_is_not_compiled(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Triton compiles for tensors, None and Python's own numbers; its interpreter also takes numpy's."""
+    """Raise TypeError for what only the interpreter takes: Triton compiles for tensors, None and Python's numbers."""
     for name, value in zip(kernel.arg_names, args, strict=False):
         if not isinstance(value, torch.Tensor | int | float | None):
             raise TypeError(
@@ -143,7 +143,7 @@ def _refuse_what_is_not_compiled(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 def _device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device's current stream: make that the device of x, where it is another."""
+    """Triton launches on the current stream of the current device: make that the device of x."""
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return torch.cuda.device(x.get_device())
     return _NOTHING
@@ -153,7 +153,7 @@ def _device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
 def listening(
     listener: Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]], None],
 ) -> Iterator[None]:
-    """Tell `listener(launch, kernel, grid, args, options)` of every launch in the body, before it runs."""
+    """Call `listener(launch, kernel, grid, args, options)` before every launch in the body."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -172,11 +172,11 @@ class AotVariant:
     """Argument -> Triton's type of it ("*bf16", "i32", "fp32"); constexpr arguments are "constexpr"."""
     constexprs: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
-    """num_warps, num_stages, ... as the launch gives them."""
+    """num_warps, num_stages, ...: options of the launch."""
     min_arch: int = 80
-    """Older architectures lack an instruction of it."""
+    """Least architecture that has all its instructions."""
     min_shared: int = 0
-    """Bytes: no device whose blocks have less shared memory launches it."""
+    """Least shared memory of a block in bytes on devices that launch it."""
     aligned: frozenset[str] | None = None
     """Arguments that are multiples of 16; None: pointers, and integers named for a stride."""
 

@@ -1,7 +1,7 @@
-"""Norms of every kind in one launch: layer and RMS, with weights around 0 or none, of heads inside a projection.
+"""Every kind of norm in one launch: layer and RMS norms, with zero-centered weights or none, also of heads in place.
 
-A row of a view is found by its numbers along up to three axes, so that heads are normed where the projection left
-them; a plain matrix has one axis. Otherwise as in `elementwise`. Not yet run on a GPU. Legend: kernels/base.py.
+A row of a strided view is found by its indices along up to three axes, so that heads can be normed inside the fused
+projection; a matrix has one axis. The rest is as in `elementwise`. Not yet run on a GPU. Legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
 
 TILE = 1024
-"""Entries a program of narrow rows takes."""
+"""Entries of one program of narrow rows."""
 MAX_WIDTH = 1 << 17
-"""Of a row that is normed: 128 entries a thread of the largest program."""
+"""Most entries of a row: 128 for each thread of the largest program."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -28,7 +28,7 @@ def _norm(
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row r is x[r // (num_1 * num_2), r // num_2 % num_1, r % num_2]; those of out and residual are contiguous."""
+    """Row r is x[r // (num_1 * num_2), r // num_2 % num_1, r % num_2]; rows of out and residual are contiguous."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Tiles of rows of different lengths, found without a table of them."""
+"""Find the tiles of rows of different lengths without a table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def find_row(cu_q, tile, num_rows, LENGTH: tl.constexpr):
-    """(row, its first tile): the last row whose tiles begin at `tile` or before; num_rows: the tokens of nobody.
+    """(row, its first tile): the last row whose tiles begin at `tile` or before; num_rows: the padding tokens.
 
-    cu_q: where rows begin, that of row 0 first, from any token on. Row r has the tiles from (cu_q[r] - cu_q[0]) //
-    LENGTH + r on: at least as many as it has runs of LENGTH tokens, and searchable by halving.
+    cu_q: first token of each row; row 0 may begin at any token. Row r has the tiles from (cu_q[r] - cu_q[0]) // LENGTH
+    + r on: at least as many as it has runs of LENGTH tokens, and found by bisection.
     """
     base = tl.load(cu_q)
     low = tile * 0

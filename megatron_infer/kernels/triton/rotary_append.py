@@ -1,14 +1,14 @@
-"""Rotary embedding of a step's queries and keys, and its keys and values into the paged cache, in one launch.
+"""Rotate a step's queries and keys, and write its keys and values into the paged cache, in one launch.
 
-A program does some heads of one token: query heads are turned in place, key heads are turned on their way into the
-cache, value heads are copied there. What moves is read once and written once; for T tokens of N + 2K heads of H
-elements that is 2*T*(N + 2K)*H elements, plus the cos and sin of each token, which stay in the cache near the core.
+A program handles some heads of one token: it rotates query heads in place, writes rotated key heads into the cache, and
+copies value heads there. Everything is read once and written once; for T tokens of N + 2K heads of H elements that is
+2*T*(N + 2K)*H elements, plus the cos and sin of each token, which stay in L1.
 
-A cache of 8 bits gets the bits of `kernels.kv_rounding`, computed here in integers: the same on every GPU, and in the
+A cache of 8 bits gets the bits of `kernels.kv_rounding`, computed here in integers: the same on every GPU and in the
 interpreter, whose own conversion rounds some numbers wrongly.
 
-Pairs that turn together are loaded by one thread and written by it: in place is safe. Arithmetic is in fp32 and rounded
-once, as the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. Legend: `kernels/base.py`.
+One thread loads and writes both members of a pair, so rotating in place is safe. The arithmetic is fp32 and rounded
+once, like the reference's. Source of the rotation: RoFormer, arXiv:2104.09864. Legend: `kernels/base.py`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_infer.kernels.triton.attention_tiles import cdiv, power_of_2
 from megatron_infer.kernels.triton.launch import AotVariant, launch
 
 TILE = 2048
-"""Elements of one program's tile at most."""
+"""Most elements of one program's tile."""
 NUM_WARPS = 4
 
 
 @triton.jit
 def _load_head(base, at, mask, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two members of each pair, fp32, and where they are; `at` is an index of pairs."""
+    """The two members of each pair, fp32; `at` is an index of pairs."""
     if INTERLEAVED:
         first = 2 * at
         second = first + 1
@@ -43,10 +43,10 @@ def _load_head(base, at, mask, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constex
 
 @triton.jit
 def to_e4m3(x):
-    """The e4m3 code (uint8) nearest to x (fp32), ties to even; beyond 448 that of 448; NaN stays NaN."""
+    """The e4m3 code (uint8) nearest to x (fp32), ties to even; above 448 that of 448; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Normal: keep 3 bits of the mantissa, a carry goes to the exponent, whose bias is 7 instead of 127.
+    # Normal: keep 3 bits of the mantissa, a carry goes to the exponent; its bias is 7 instead of 127.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below 2**-6: adding 2**14 leaves multiples of 2**-9, which are the codes.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -70,7 +70,7 @@ def _as_kept(x, source, target):
 def _turn(
     source, target, heads_mask, cos, sin, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Turn the leading dims of heads at `source` [HEADS, 1] and write them at `target` [HEADS, 1].
+    """Rotate the leading dims of heads at `source` [HEADS, 1] and write them at `target` [HEADS, 1].
 
     A pair (a, b) with its own cos and sin for each member becomes (a*cos_a - b*sin_a, b*cos_b + a*sin_b).
     """
@@ -94,7 +94,7 @@ def _turn(
 
 @triton.jit
 def _copy(source, target, heads_mask, BEGIN: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Dims BEGIN .. HEAD_DIM - 1 of heads at `source` [HEADS, 1], as they are kept, to `target` [HEADS, 1]."""
+    """Dims BEGIN .. HEAD_DIM - 1 of heads at `source` [HEADS, 1], rounded as in the cache, to `target` [HEADS, 1]."""
     at = BEGIN + tl.arange(0, HEAD_PAD)[None, :]
     mask = heads_mask & (at < HEAD_DIM)
     tl.store(target + at, _as_kept(tl.load(source + at, mask=mask), source, target), mask=mask)
@@ -130,7 +130,7 @@ def rotary_append_kernel(
     HEADS: tl.constexpr,
     KV_TILES: tl.constexpr,
 ):
-    """Grid (T, KV_TILES + tiles of query heads); without rotation the latter are not launched."""
+    """Grid (T, KV_TILES + tiles of query heads); without rotation there are no tiles of query heads."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos += token * cos_stride
@@ -166,10 +166,10 @@ def rotary_append(
     rotary_dim: int,
     interleaved: bool,
 ) -> None:
-    """Turn q in place; turn k and write it, and v as it is, to place kv_pos of `keys` and `values` [blocks, B, K, H].
+    """Rotate q in place; write rotated k, and v, to places kv_pos of `keys` and `values` [blocks, B, K, H].
 
-    q, k, v may be strided views with a contiguous last dim. Without cos and sin, or rotary_dim 0, nothing is turned and
-    q is not touched. Tokens that share a position (those of the dummy block) leave one of their values there.
+    q, k, v may be strided views with a contiguous last dim. Without cos and sin, or with rotary_dim 0, nothing is
+    rotated and q is not accessed. If tokens share a place (in the dummy block), the value of one of them stays.
     """
     num_tokens, num_kv, group, head_dim = q_TKGH.shape
     if num_tokens == 0:

@@ -1,11 +1,10 @@
-"""Which experts a token goes to, in one launch: scores, groups, the choice, weights, and counts for the sort.
+"""The choice of each token's experts in one launch: scores, groups, the choice, weights, and counts for the sort.
 
-A program has a run of tokens, each token's experts on the lanes of a row; groups of experts are padded to a power of
-two each, so that they are an axis. Numbers are rounded to the router's dtype where torch rounds them, and computed in
-fp32 between (fp64 for a router in fp64, whose softmax and sigmoid are fp32 in megatron-core, too). Not yet run on a
-GPU.
+A program handles a run of tokens, with each token's experts along a row; groups of experts are padded to a power of two
+each, so that they form an axis. Numbers are rounded to the router's dtype where torch rounds them, and are fp32 between
+(fp64 for a router in fp64; its softmax and sigmoid are fp32, as in megatron-core). Not yet run on a GPU.
 
-Shape legend: T tokens, E all ranks' experts, K experts a token chooses, C runs of tokens, G groups of S experts.
+Shape legend: T tokens, E all ranks' experts, K experts that a token chooses, C runs of tokens, G groups of S experts.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
 from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
 
 DTYPES = COMPUTED | {torch.float64: "fp64"}
-LANES = 2048
+ENTRIES = 2048
 """Experts times tokens of one program."""
 MAX_RUN = 32
 
 
 @triton.jit
-def _best(key, free, lane, AXIS: tl.constexpr):
-    """Where the first of the largest free keys is; behind all lanes if none is free."""
+def _best(key, free, column, AXIS: tl.constexpr):
+    """True at the first of the largest free keys, nowhere if none is free; column: the index along AXIS."""
     top = tl.max(tl.where(free, key, float("-inf")), axis=AXIS, keep_dims=True)
-    return lane == tl.min(tl.where(free & (key == top), lane, 2147483647), axis=AXIS, keep_dims=True)
+    return column == tl.min(tl.where(free & (key == top), column, 2147483647), axis=AXIS, keep_dims=True)
 
 
 @triton.jit
 def _as_keys(x):
-    """What to compare by: what is no number is the largest, as for torch.topk."""
+    """Keys for comparison: NaN is the largest, as in torch.topk."""
     return tl.where(x != x, float("inf"), x)
 
 
@@ -45,7 +44,7 @@ def _of_best_groups(
     key, real, ROUNDED: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Lanes of the GROUP_TOPK groups whose GROUP_BEST largest keys have the largest sum."""
+    """Entries of the GROUP_TOPK groups with the largest sums of their GROUP_BEST largest keys."""
     key_TGS = tl.reshape(key, [BLOCK_T, BLOCK_G, BLOCK_S])
     free_TGS = tl.reshape(real, [BLOCK_T, BLOCK_G, BLOCK_S])
     exists_TG1 = tl.max(free_TGS.to(tl.int32), axis=2, keep_dims=True) > 0
@@ -76,9 +75,9 @@ def _choose(
     dtype = weight_ptr.dtype.element_ty
     exact = tl.float64 if dtype == tl.float64 else tl.float32
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
-    lane = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
-    expert = lane // BLOCK_S * GROUP_SIZE + lane % BLOCK_S
-    real = (lane % BLOCK_S < GROUP_SIZE) & (expert < NUM_EXPERTS) & (token < num_tokens)
+    column = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
+    expert = column // BLOCK_S * GROUP_SIZE + column % BLOCK_S
+    real = (column % BLOCK_S < GROUP_SIZE) & (expert < NUM_EXPERTS) & (token < num_tokens)
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=real, other=float("-inf"))
     score, raw = logits.to(exact), logits.to(tl.float32)
     if SIGMOID:
@@ -98,7 +97,7 @@ def _choose(
     taken = real & (real == 0)
     for _ in tl.static_range(TOP_K):
         free = among & (taken == 0)
-        taken = taken | (_best(key, free, lane, 1) & free)
+        taken = taken | (_best(key, free, column, 1) & free)
 
     weight = score
     if SIGMOID:
@@ -114,7 +113,7 @@ def _choose(
     place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
     tl.store(ids_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_G * BLOCK_S]), mask=taken)
     tl.store(weight_ptr + place, weight.to(dtype), mask=taken)
-    here = lane % BLOCK_S < GROUP_SIZE
+    here = column % BLOCK_S < GROUP_SIZE
     count = count_ptr + tl.program_id(0) * NUM_EXPERTS + expert
     tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=here & (expert < NUM_EXPERTS))
 
@@ -125,7 +124,7 @@ def _list(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same of a choice that was made elsewhere, of up to TOP_K experts a token."""
+    """ids, weights and counts of a choice made elsewhere, of up to TOP_K experts per token."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
     expert = tl.arange(0, BLOCK_E)[None, :]
     real = (expert < NUM_EXPERTS) & (token < num_tokens)
@@ -141,9 +140,9 @@ def _list(
     tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=expert < NUM_EXPERTS)
 
 
-def _run_of(lanes: int) -> int:
-    """Tokens of a program whose tokens take so many lanes each."""
-    return min(MAX_RUN, max(1, LANES // lanes))
+def _run_of(width: int) -> int:
+    """Tokens of a program whose tokens have `width` entries each."""
+    return min(MAX_RUN, max(1, ENTRIES // width))
 
 
 def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[str, Any]:
@@ -174,7 +173,7 @@ def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Ten
 
 
 def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
-    """As ExpertsBackend.choose."""
+    """See ExpertsBackend.choose."""
     num_tokens, num_experts = logits_TE.shape
     if logits_TE.dtype not in DTYPES or rules.unroutable(num_experts) is not None:
         return None
@@ -200,7 +199,7 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Exp
 
 
 def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
-    """As ExpertsBackend.listed."""
+    """See ExpertsBackend.listed."""
     num_tokens, num_experts = chosen_TE.shape
     chosen_TE, probs_TE = chosen_TE.bool().contiguous().view(torch.uint8), probs_TE.contiguous()
     block_e = power_of_2(num_experts)

@@ -1,25 +1,25 @@
-"""Draws, log probabilities and masks in Triton: one token a row out of logits that never leave the device.
+"""Draws, log probabilities and masks in Triton: one token per row from logits that stay on the device.
 
     logits [S, V] --chunk_maxima--> maxima of groups, best of chunks --chunk_masses--> sums of weights --draw--> token
     captured:            `--mark, edit--> fp32 logits of rows with penalties, bias, ... --^         draw --rank--> rank
 
-The first two run a program per chunk of CHUNK ids, the third one per row; a greedy row leaves the last two at once, and
-a row without a filter reads one chunk again. A filtered row collects the few candidates that its filters can reach
-(`gather_candidates`) and searches them in registers, with four times as many where they are not enough. Where these are
-too few (a nucleus of a thousand tokens, a top_k above HELD, very many equal logits) the whole row is searched by
-bisection: up to 16 (bfloat16) or 32 (float32) passes over it a filter, read from the L2 cache by one multiprocessor and
-summing only what is still undecided. Integer sums are exact, so that a row's token depends neither on the cut of the
-work nor on the row's company.
+The first two kernels run one program per chunk of CHUNK ids, the third one per row; programs of a greedy row return
+early from the last two, and a row without a filter reads one chunk again. A filtered row collects the few candidates
+that its filters can reach (`gather_candidates`) and searches them in registers, with four times as many where they are
+not enough. Where these are too few (a nucleus of a thousand tokens, a top_k above HELD, very many equal logits) the
+whole row is searched by bisection: per filter up to 16 (bfloat16) or 32 (float32) passes over it, read from the L2
+cache by one multiprocessor, which sum only what is still undecided. Integer sums are exact, so that a row's token does
+not depend on how the work is divided or on the other rows.
 
 The tokens are those of sampling/filters.py and of native/sampling.cpp. Their exponentials differ in the last unit of a
 float64: one weight in about 2**13 differs by 1 of 2**40, and a token could differ where the draw falls on such a
 boundary, about once in 2**30 draws.
 
-A captured draw tells log probabilities, too: of what the draw has summed up, and of weights at temperature 1 taken
-while the same logits are in registers. Its edits and ranks are in `sampling_rows`.
+A captured draw also gives log probabilities, from the sums of the draw and from sums of weights at temperature 1,
+computed while the same logits are in registers. Its edits and ranks are in `sampling_rows`.
 
-Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses; for a row whose logits are edited V * 20
-more, for one that asks for its rank V * (2 or 4). Not yet run on a GPU.
+Bytes: V * (2 or 4) from memory once, the same again from L2 for the masses; for a row with edited logits V * 20 more,
+for a row with a rank V * (2 or 4). Not yet run on a GPU.
 Legend: S rows drawn, A rows scored, R request rows, V vocab, C chunks, G groups, W words of 32 tokens.
 """
 
@@ -47,40 +47,40 @@ from megatron_infer.kernels.triton_scratch import DRAW_HELD as HELD
 from megatron_infer.kernels.triton_scratch import draw_chunks
 
 TILE = 32
-"""Groups read at a time."""
+"""Groups that are read at once."""
 BLOCK = 4096
 DRAW_WARPS = 16
 MANY = 256
-"""Groups whose maxima bound the candidates where no top_k says how many."""
+"""Groups whose maxima bound the candidates of rows without a top_k."""
 PARTS, MARKED = 16, 1024
-"""Programs that mark the ids of a row's context, and how many of them at a time."""
+"""Programs that mark the ids of a row's context, and ids that one marks at once."""
 UNFUSED = {"enable_fp_fusion": False}
-"""Compiler's option: a product is rounded before it is added, as torch does it."""
+"""Compiler option: a product is rounded before it is added, as in torch."""
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Low bits of a fp32 value that the dtype never sets."""
+"""Low bits of a fp32 value that are always 0 in values of the dtype."""
 
 
 class TritonSampling:
-    """`sampling.filters`, `logprobs`, `token_masks` and a captured draw, for fp32, bf16 or fp16 logits on a GPU."""
+    """sampling/filters.py, logprobs.py, token_masks.py and the captured draw for fp32, bf16, fp16 logits on a GPU."""
 
     def __init__(self, *, held: int = HELD) -> None:
-        """held: a power of two; a smaller one sends more rows the way over the whole row."""
+        """held: candidates in registers, a power of two; with fewer of them more rows are searched as a whole."""
         self._held = held
 
     def argmax(self, logits_SV: Tensor) -> Tensor:
         """int64 [S], the lowest id among equals; rows may be strided."""
-        room = _Room(logits_SV, self._held)
-        room.scan()
-        token_S = torch.empty(room.num_rows, dtype=torch.int64, device=logits_SV.device)
-        if room.num_rows:
+        scratch = _Scratch(logits_SV, self._held)
+        scratch.scan()
+        token_S = torch.empty(scratch.num_rows, dtype=torch.int64, device=logits_SV.device)
+        if scratch.num_rows:
             launch(
                 best_kernel,
-                (room.num_rows,),
-                room.best,
-                room.best_id,
+                (scratch.num_rows,),
+                scratch.best,
+                scratch.best_id,
                 token_S,
-                room.num_chunks,
-                CHUNKS=room.chunks,
+                scratch.num_chunks,
+                CHUNKS=scratch.chunks,
                 num_warps=1,
             )
         return token_S
@@ -92,12 +92,12 @@ class TritonSampling:
         token, cut_id, mass = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
         top, cut_logit, own = (torch.empty(rows, device=device) for _ in range(3))
         if rows:
-            room = _Room(logits_MV, self._held)
-            room.scan()
-            room.sum_up(columns_5M)
+            scratch = _Scratch(logits_MV, self._held)
+            scratch.scan()
+            scratch.sum_up(columns_5M)
             outputs = (token, top, None, cut_logit, cut_id, mass, own, None, None)
-            nobodys = (None, None, None, None, 0, None, 0, None, None)
-            self._draw(room, logits_MV, (columns_5M, columns_5M.stride(0), *nobodys), outputs)
+            absent = (None, None, None, None, 0, None, 0, None, None)
+            self._draw(scratch, logits_MV, (columns_5M, columns_5M.stride(0), *absent), outputs)
         return token, top, cut_logit, cut_id, mass, own
 
     def static_draw(
@@ -118,23 +118,25 @@ class TritonSampling:
         assert len(row_S) == len(position_S) == len(out.tokens) == rows
         if not rows:
             return
-        room = _Room(logits_SV, self._held)
-        asked = _Asked(room, columns_NR, lists_RI, row_S, position_S)
-        room.scan(asked)
+        scratch = _Scratch(logits_SV, self._held)
+        asked = _CapturedRows(scratch, columns_NR, lists_RI, row_S, position_S)
+        scratch.scan(asked)
         asked.edit(token_pool)
-        room.sum_up(asked.values, asked)
+        scratch.sum_up(asked.values, asked)
         pool = (token_pool, token_pool.stride(0))
         inputs = (asked.values, asked.stride, columns_NR, row_S, position_S, *pool, logits_SV, logits_SV.stride(0))
         found = (out.tokens, out.top, out.bad.view(torch.uint8), out.cut_logit, out.cut_id, out.mass)
         for logits, edited in ((logits_SV, False), (asked.work, True)):
-            told = (asked.model_best, asked.model_mass)
-            self._draw(room, logits, (*inputs, *told), (*found, out.own, out.raw, out.rank), static=True, edited=edited)
+            of_model = (asked.model_best, asked.model_mass)
+            self._draw(
+                scratch, logits, (*inputs, *of_model), (*found, out.own, out.raw, out.rank), static=True, edited=edited
+            )
         asked.count_ranks(out)
 
     def score(
         self, logits_AV: Tensor, token_A: Tensor, top: int, known: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`SamplingKernels.score`; logits stay in their dtype, nothing of [A, V] is made."""
+        """`SamplingKernels.score`; logits keep their dtype, and no tensor [A, V] is made."""
         (rows, vocab), device = logits_AV.shape, logits_AV.device
         assert token_A.dtype is torch.int64 and token_A.is_contiguous() and len(token_A) == rows and top <= vocab
         logprob, top_logprobs = torch.empty(rows, device=device), torch.empty((rows, top), device=device)
@@ -142,24 +144,24 @@ class TritonSampling:
         top_ids = torch.empty((rows, top), dtype=torch.int64, device=device)
         if not rows:
             return logprob, rank, top_ids, top_logprobs
-        room = _Room(logits_AV, self._held)
-        room.scan()
-        before = torch.empty((rows, room.num_chunks), dtype=torch.int32, device=device)
+        scratch = _Scratch(logits_AV, self._held)
+        scratch.scan()
+        before = torch.empty((rows, scratch.num_chunks), dtype=torch.int32, device=device)
         mass = None if known is None else known[0]
         launch(
             chunk_ranks_kernel,
-            (rows, room.num_chunks),
+            (rows, scratch.num_chunks),
             logits_AV,
             logits_AV.stride(0),
-            room.best,
-            room.mass,
+            scratch.best,
+            scratch.mass,
             before,
             token_A,
             mass,
             vocab,
-            room.num_chunks,
+            scratch.num_chunks,
             CHUNK=CHUNK,
-            CHUNKS=room.chunks,
+            CHUNKS=scratch.chunks,
             num_warps=4,
         )
         launch(
@@ -167,12 +169,12 @@ class TritonSampling:
             (rows,),
             logits_AV,
             logits_AV.stride(0),
-            room.maxima,
-            room.best,
-            room.mass,
+            scratch.maxima,
+            scratch.best,
+            scratch.mass,
             before,
-            room.listed,
-            room.held,
+            scratch.listed,
+            scratch.held,
             token_A,
             mass,
             logprob,
@@ -181,14 +183,14 @@ class TritonSampling:
             top_logprobs,
             top,
             vocab,
-            room.num_chunks,
-            **room.cuts(self._held, logits_AV.dtype),
+            scratch.num_chunks,
+            **scratch.cuts(self._held, logits_AV.dtype),
             num_warps=8,
         )
         return logprob, rank, top_ids, top_logprobs
 
     def forbid(self, work_MV: Tensor, bits_GW: Tensor, rows_G: Tensor | None) -> None:
-        """`masks.forbid`."""
+        """`forbid` of sampling/token_masks.py."""
         masks, words = bits_GW.shape
         vocab = work_MV.shape[1]
         assert work_MV.dtype is torch.float32 and work_MV.stride(1) == 1 and bits_GW.is_contiguous()
@@ -210,7 +212,7 @@ class TritonSampling:
 
     def _draw(
         self,
-        room: _Room,
+        scratch: _Scratch,
         logits: Tensor,
         inputs: tuple[Tensor | int | None, ...],
         outputs: tuple[Tensor | None, ...],
@@ -218,32 +220,32 @@ class TritonSampling:
         static: bool = False,
         edited: bool = False,
     ) -> None:
-        """logits: those that tokens are drawn from."""
+        """logits: the ones that tokens are drawn from."""
         launch(
             draw_kernel,
-            (room.num_rows,),
+            (scratch.num_rows,),
             logits,
             logits.stride(0),
-            room.maxima,
-            room.best,
-            room.best_id,
-            room.mass,
-            room.listed,
-            room.held,
+            scratch.maxima,
+            scratch.best,
+            scratch.best_id,
+            scratch.mass,
+            scratch.listed,
+            scratch.held,
             *inputs,
             *outputs,
-            room.vocab,
-            room.num_chunks,
+            scratch.vocab,
+            scratch.num_chunks,
             STATIC=static,
             EDITED=edited,
             MANY=min(MANY, self._held // 2),
-            **room.cuts(self._held, logits.dtype),
+            **scratch.cuts(self._held, logits.dtype),
             num_warps=DRAW_WARPS,
         )
 
 
-class _Room:
-    """What the kernels of one call hand to each other."""
+class _Scratch:
+    """The scratch tensors of one call's kernels."""
 
     def __init__(self, logits_SV: Tensor, held: int) -> None:
         self.num_rows, self.vocab = logits_SV.shape
@@ -261,8 +263,8 @@ class _Room:
         self.listed = torch.empty((self.num_rows, self.groups), dtype=torch.int32, device=device)
         self.held = torch.empty((self.num_rows, 4, held), dtype=torch.int32, device=device)
 
-    def scan(self, asked: _Asked | None = None) -> None:
-        """Fill the maxima; asked: of a captured draw."""
+    def scan(self, asked: _CapturedRows | None = None) -> None:
+        """Fill the maxima. asked: in a captured draw."""
         if not self.num_rows:
             return
         rows = (None, None, None, 0, None, None) if asked is None else asked.scanned()
@@ -283,8 +285,8 @@ class _Room:
             num_warps=8,
         )
 
-    def sum_up(self, columns: Tensor, asked: _Asked | None = None) -> None:
-        """Fill the masses of those rows whose draw needs them."""
+    def sum_up(self, columns: Tensor, asked: _CapturedRows | None = None) -> None:
+        """Fill the masses of the rows whose draw needs them."""
         rows = (None, None, None, None, None, None) if asked is None else asked.summed()
         launch(
             chunk_masses_kernel,
@@ -305,7 +307,7 @@ class _Room:
         )
 
     def cuts(self, held: int, dtype: torch.dtype) -> dict[str, int]:
-        """Constants of the kernels that run a row a program, over logits of this dtype."""
+        """Constexprs of the kernels with one program per row, for logits of this dtype."""
         return {
             "CHUNK": CHUNK,
             "CHUNKS": self.chunks,
@@ -318,19 +320,21 @@ class _Room:
         }
 
 
-class _Asked:
-    """What the rows of a captured draw ask for, and the logits of those that have them edited."""
+class _CapturedRows:
+    """The parameters of the rows of a captured draw, and the edited logits of rows that have them."""
 
-    def __init__(self, room: _Room, columns_NR: Tensor, lists_RI: Tensor, row_S: Tensor, position_S: Tensor) -> None:
-        self._room, self._numbers, self._lists = room, columns_NR, lists_RI
+    def __init__(
+        self, scratch: _Scratch, columns_NR: Tensor, lists_RI: Tensor, row_S: Tensor, position_S: Tensor
+    ) -> None:
+        self._scratch, self._numbers, self._lists = scratch, columns_NR, lists_RI
         self._row, self._position = row_S, position_S
         self.values, self.stride = columns_NR.view(torch.float64), columns_NR.stride(0)
-        device = room.best.device
-        self.work = torch.empty((room.num_rows, room.vocab), device=device)
-        """fp32 [S, V]: marks, then logits; written and read of edited rows alone."""
+        device = scratch.best.device
+        self.work = torch.empty((scratch.num_rows, scratch.vocab), device=device)
+        """fp32 [S, V]: marks, then logits; only used for edited rows."""
         self._marks = self.work.view(torch.int32)
-        self.model_best = torch.empty_like(room.best)
-        self.model_mass = torch.empty_like(room.mass)
+        self.model_best = torch.empty_like(scratch.best)
+        self.model_mass = torch.empty_like(scratch.mass)
 
     def scanned(self) -> tuple[Tensor | int, ...]:
         return self.model_best, self._marks, self._numbers, self.stride, self._row, self._position
@@ -339,11 +343,11 @@ class _Asked:
         return self._row, self._position, self._numbers, self.work, self.model_best, self.model_mass
 
     def edit(self, token_pool: Tensor) -> None:
-        """Make the logits of edited rows, and their maxima."""
-        room, logits = self._room, self._room.logits
+        """Compute the logits of edited rows, and their maxima."""
+        scratch, logits = self._scratch, self._scratch.logits
         launch(
             mark_kernel,
-            (room.num_rows, PARTS),
+            (scratch.num_rows, PARTS),
             self._marks,
             self._numbers,
             self.stride,
@@ -352,7 +356,7 @@ class _Asked:
             self._position,
             token_pool,
             token_pool.stride(0),
-            room.vocab,
+            scratch.vocab,
             PARTS,
             LISTED=LISTED,
             TILE=MARKED,
@@ -360,21 +364,21 @@ class _Asked:
         )
         launch(
             edit_kernel,
-            (room.num_rows, room.num_chunks),
+            (scratch.num_rows, scratch.num_chunks),
             logits,
             logits.stride(0),
             self._marks,
-            room.maxima,
-            room.best,
-            room.best_id,
+            scratch.maxima,
+            scratch.best,
+            scratch.best_id,
             self.values,
             self._numbers,
             self.stride,
             self._lists,
             self._row,
             self._position,
-            room.vocab,
-            room.num_chunks,
+            scratch.vocab,
+            scratch.num_chunks,
             LISTED=LISTED,
             CHUNK=CHUNK,
             GROUP=GROUP,
@@ -383,11 +387,11 @@ class _Asked:
         )
 
     def count_ranks(self, out: DrawRoom) -> None:
-        """Of the drawn tokens, for rows that want to know."""
-        room, logits = self._room, self._room.logits
+        """The ranks of drawn tokens, for rows that ask for them."""
+        scratch, logits = self._scratch, self._scratch.logits
         launch(
             drawn_rank_kernel,
-            (room.num_rows, room.num_chunks),
+            (scratch.num_rows, scratch.num_chunks),
             logits,
             logits.stride(0),
             self.work,
@@ -400,7 +404,7 @@ class _Asked:
             out.cut_logit,
             out.cut_id,
             out.rank,
-            room.vocab,
+            scratch.vocab,
             CHUNK=CHUNK,
             num_warps=4,
         )
@@ -457,7 +461,7 @@ _TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16
 
 _OF_ROWS = ("numbers_ptr", "row_ptr", "position_ptr", "pool_ptr", "model_ptr", "model_best_ptr", "model_mass_ptr")
 _OF_ROWS += ("bad_ptr", "raw_ptr", "rank_ptr", "work_ptr")
-"""Absent of a draw that is not captured."""
+"""Arguments that a draw outside of a graph does not have."""
 
 
 def _variant(
@@ -477,7 +481,7 @@ def _variant(
 
 
 def aot_variants() -> list[AotVariant]:
-    """Each kernel for each dtype, with the cuts of a vocabulary of 131072; those of a small and a larger one once."""
+    """Each kernel for each dtype with the sizes of a vocabulary of 131072; those of a small and a larger one once."""
     variants = [_variant("argmax", best_kernel, torch.float32, 1, CHUNKS=32)]
     variants.append(_variant("mark", mark_kernel, torch.float32, 4, LISTED=LISTED, TILE=MARKED))
     for chunks in (1, 64):
@@ -509,7 +513,7 @@ def _variants_of(dtype: torch.dtype) -> list[AotVariant]:
         )
         draws = {"STATIC": static, "EDITED": False, "MANY": MANY, **many, **shift}
         variants.append(_variant(f"draw_{name}_{tag}", draw_kernel, dtype, DRAW_WARPS, absent, **draws))
-    if dtype is torch.bfloat16:  # what is drawn from is fp32, whatever the model's dtype
+    if dtype is torch.bfloat16:  # edited logits are fp32 whatever the model's dtype
         draws = {"STATIC": True, "EDITED": True, "MANY": MANY, **many, "SHIFT": 0}
         variants.append(_variant("draw_edited", draw_kernel, dtype, DRAW_WARPS, (), **draws))
     edits = {"LISTED": LISTED, **grouped}

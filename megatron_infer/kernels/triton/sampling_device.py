@@ -1,9 +1,9 @@
 """Device functions behind `triton.sampling`: integer weights, sort keys, and the search for a place in candidate order.
 
-The definition is sampling/filters.py's: weights floor(2**40 * exp((logit - max) / temperature)), exact int64 sums,
-candidates by (logit descending, id ascending). A *level* is a logit as an integer that sorts as it does: the bits of
-the fp32 value made monotone, without those low bits that the logits' dtype never sets. Everything kept or drawn is
-"all candidates above a level, and the first few at it": a level is found by bisection on sums over what lies above.
+The definition is that of sampling/filters.py: weights floor(2**40 * exp((logit - max) / temperature)), exact int64
+sums, candidates by (logit descending, id ascending). A *level* is an integer that sorts as the logit: the bits of the
+fp32 value made monotone, without the low bits that are always 0 in the logits' dtype. What is kept or drawn is "all
+candidates above a level, and the first few at it": a level is found by bisection on sums over what lies above.
 
 Legend: C candidates held in registers, V vocab, one row a program.
 """
@@ -24,8 +24,8 @@ ANY_BOUND = tl.constexpr(1.0e300)
 def weight_of(x, top, inverse):
     """floor(2**40 * e**s) of fp32 logits, s = (x - top) * inverse <= 0 in float64 -> int64.
 
-    e**s by degree-13 Taylor after range reduction, as in native/sampling.cpp: within 1 ulp, 2**40 exactly at s = 0, and
-    the same bits on every GPU and with every version of Triton's own exp.
+    e**s is a degree-13 Taylor polynomial after range reduction, as in native/sampling.cpp: within 1 ulp, 2**40 exactly
+    at s = 0, and with the same bits on every GPU and for every version of Triton, whose own exp is not used.
     """
     s = tl.maximum((x.to(tl.float64) - top.to(tl.float64)) * inverse, -40.0)  # 2**40 e**-40 is below 1
     shifted = s * 1.4426950408889634 + 6755399441055744.0  # adding 1.5 * 2**52 rounds to an integer
@@ -51,7 +51,7 @@ def weight_of(x, top, inverse):
 
 @triton.jit
 def level_of(x, SHIFT: tl.constexpr):
-    """int32 that sorts as the logits; 0.0 and -0.0 are one level."""
+    """int32 that sorts as the logits; 0.0 and -0.0 have the same level."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -69,7 +69,7 @@ def between(
     level_C, weight_C, above, upto, x_ptr, vocab, top, inverse, ROW: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(count, mass) of candidates with above < level <= upto; of the held ones, or of the whole ROW."""
+    """(count, mass) of candidates with above < level <= upto, of the held ones or of the whole ROW."""
     if ROW:
         count = tl.zeros((), tl.int32)
         mass = tl.zeros((), tl.int64)
@@ -96,8 +96,8 @@ def lowest_level(
 ):
     """The lowest level from which a candidate may still be taken -> (level, count above it, mass above it).
 
-    It may while fewer than `most` and less than `bound` (as float64) and `limit` lie above it, and a weight at it is at
-    least `least`. The highest level always qualifies, one below `lowest` never does.
+    A level qualifies while fewer than `most` candidates, and less mass than `bound` (as float64) and `limit`, lie above
+    it, and a weight at it is at least `least`. The highest level always qualifies, one below `lowest` never does.
     """
     low, high = lowest - 1, highest
     count, mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
@@ -116,7 +116,7 @@ def lowest_level(
 
 @triton.jit
 def nth_at(level_C, id_C, level, index, x_ptr, vocab, ROW: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Id of the index-th candidate at a level, by id; the held ones are in that order."""
+    """Id of the index-th candidate at a level, by id; held candidates are in that order."""
     if ROW:
         seen = tl.zeros((), tl.int32)
         found = tl.zeros((), tl.int32)
@@ -138,7 +138,7 @@ def nth_at(level_C, id_C, level, index, x_ptr, vocab, ROW: tl.constexpr, SHIFT: 
 def lowest_present(
     level_C, from_level, highest, x_ptr, vocab, ROW: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The lowest level >= from_level that some candidate has."""
+    """The lowest level >= from_level of a candidate."""
     if ROW:
         found = highest
         for start in range(0, vocab, BLOCK):
@@ -156,8 +156,8 @@ def draw_from(
     level_C, id_C, weight_C, lowest, highest, mass_V, top_k, top_p, min_p, uniform, x_ptr, vocab, top, inverse,
     ROW: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """top_k, top_p on what is left, min_p, then the draw -> (token, logit and id of the last candidate kept, the sum of
-    the weights of all that are)."""
+    """top_k, top_p on the rest, min_p, then the draw -> (token, logit and id of the last candidate kept, the sum of the
+    weights of all candidates kept)."""
     has_top_k = top_k < vocab
     bound = tl.full((), ANY_BOUND, tl.float64)
     if top_p < 1.0:
@@ -176,7 +176,7 @@ def draw_from(
     )
     num, _ = between(level_C, weight_C, level - 1, level, x_ptr, vocab, top, inverse, ROW, SHIFT, BLOCK)
     weight = weight_of(logit_of(level, SHIFT), top, inverse)
-    low, kept = num * 0, num  # how many at the level are kept: at least `low`, at most `kept`
+    low, kept = num * 0, num  # candidates at the level that are kept: at least `low`, at most `kept`
     while low < kept:
         middle = (low + kept + 1) // 2
         may = (count + middle <= top_k) & ((above + (middle - 1).to(tl.int64) * weight).to(tl.float64) < bound)
@@ -185,7 +185,7 @@ def draw_from(
     kept = tl.where((count == 0) & (num > 0), tl.maximum(kept, 1), kept)
     total = above + kept.to(tl.int64) * weight
     cut = lowest_present(level_C, level, highest, x_ptr, vocab, ROW, SHIFT, BLOCK)
-    if num == 0:  # nothing lies at the level itself: all of the one before it is kept
+    if num == 0:  # no candidate is at the level itself: all at the level before are kept
         kept, _ = between(level_C, weight_C, cut - 1, cut, x_ptr, vocab, top, inverse, ROW, SHIFT, BLOCK)
     cut_id = nth_at(level_C, id_C, cut, kept - 1, x_ptr, vocab, ROW, SHIFT, BLOCK)
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -203,10 +203,10 @@ def gather_candidates(
     x_ptr, maxima_ptr, listed_ptr, held_ptr, wanted, vocab, num_groups, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, HELD: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    """Collect the first candidates: at least `wanted`, and all that equal the last -> (how many, the last's level).
+    """Collect the first candidates: at least `wanted`, and all that equal the last -> (count, the last one's level).
 
-    `wanted` groups of neighbouring ids have a largest logit of at least the bound, so many candidates reach it, and no
-    others lie in other groups. held_ptr: [2, HELD] levels and ids, by id; of more than HELD only the number is told.
+    `wanted` groups of neighbouring ids have a largest logit of at least the bound, so at least as many candidates reach
+    it, and groups below it have none. held_ptr: [2, HELD] levels and ids, by id; beyond HELD they are only counted.
     """
     group_G = tl.arange(0, GROUPS)
     here_G = group_G < num_groups
@@ -221,7 +221,7 @@ def gather_candidates(
     chosen = ((level_G >= low) & here_G).to(tl.int32)
     tl.store(listed_ptr + tl.cumsum(chosen, 0) - 1, group_G, mask=chosen == 1)
     num_listed = tl.sum(chosen, 0)
-    tl.debug_barrier()  # what some threads stored, all may load
+    tl.debug_barrier()  # every thread may load what another stored
     num_held = tl.zeros((), tl.int32)
     at = tl.arange(0, TILE * GROUP)
     for start in range(0, num_listed, TILE):

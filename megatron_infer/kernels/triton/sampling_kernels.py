@@ -1,4 +1,4 @@
-"""The kernels of `triton.sampling`; what they promise is said there.
+"""The kernels of `triton.sampling`, which describes them.
 
 Legend: C chunks, G groups of neighbouring ids, H candidates held in registers.
 """
@@ -26,7 +26,7 @@ def chunk_maxima_kernel(
     x_ptr, x_stride, maxima_ptr, best_ptr, best_id_ptr, model_best_ptr, work_ptr, numbers_ptr, columns_stride, row_ptr,
     position_ptr, vocab, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):
-    """Maxima of groups and chunks of the model's logits. STATIC: and no marks where logits will be edited."""
+    """Maxima of groups and chunks of the model's logits. STATIC: also clears the marks where logits will be edited."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_G = tl.arange(0, CHUNK // GROUP)
     ids = chunk * CHUNK + group_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -41,7 +41,7 @@ def chunk_maxima_kernel(
 
 @triton.jit
 def largest(best_ptr, row, num_chunks, CHUNKS: tl.constexpr):
-    """(largest logit of the row, whether the row is fit to draw from, its chunks' largest)."""
+    """(largest logit of the row, whether the row can be drawn from, largest logits of its chunks)."""
     at = tl.arange(0, CHUNKS)
     best_C = tl.load(best_ptr + row * num_chunks + at, mask=at < num_chunks, other=-float("inf"))
     broken = tl.max((best_C != best_C).to(tl.int32), 0) > 0
@@ -60,7 +60,7 @@ def wishes(columns_ptr, stride, at):
 
 @triton.jit
 def needs_mass(top_k, top_p, min_p, vocab):
-    """Whether a row is drawn from the whole distribution, or its nucleus measured against it."""
+    """Whether the draw needs the sum of all weights: without filters, or for a nucleus without a top_k."""
     return (top_k >= vocab) & ((top_p < 1.0) | (min_p <= 0.0))
 
 
@@ -69,8 +69,8 @@ def chunk_masses_kernel(
     x_ptr, x_stride, best_ptr, mass_ptr, columns_ptr, columns_stride, row_ptr, position_ptr, numbers_ptr, work_ptr,
     model_best_ptr, model_mass_ptr, vocab, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STATIC: tl.constexpr,
 ):
-    """Sums of weights of the chunks, for rows that are drawn from the whole or measured against it. STATIC: and of the
-    model's logits at temperature 1, for rows that want to know."""
+    """Sums of weights of the chunks, for rows whose draw needs them. STATIC: also those of the model's logits at
+    temperature 1, for rows that ask for them."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row
     if STATIC:
@@ -111,7 +111,7 @@ def chunk_masses_kernel(
 
 @triton.jit
 def logprob_of(x, top, inverse, mass):
-    """fp32 log probability of a fp32 logit in a distribution of that largest logit and sum of weights."""
+    """fp32 log probability of a fp32 logit in a distribution with largest logit `top` and sum of weights `mass`."""
     return ((x.to(tl.float64) - top.to(tl.float64)) * inverse - tl.log(mass.to(tl.float64) / SCALE)).to(tl.float32)
 
 
@@ -125,7 +125,7 @@ def mix(x):
 
 @triton.jit
 def uniform_of(stream, position):
-    """`rng.uniform` of a row's stream (int64 bits of mix(seed)) and position -> float64, bit for bit."""
+    """`rng.uniform` of a row's stream (int64 bits of mix(seed)) and position -> float64, the same bits."""
     counter = (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     drawn = mix(stream.to(tl.uint64, bitcast=True) + counter) >> 11
     return drawn.to(tl.int64, bitcast=True).to(tl.float64) * 1.1102230246251565e-16
@@ -133,11 +133,11 @@ def uniform_of(stream, position):
 
 @triton.jit
 def draw_free(x_ptr, mass_C, uniform, vocab, top, inverse, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Without a filter the sum runs by id: the chunk that holds the target, then the entry in it."""
+    """Draw without a filter, by sums in order of ids: first the chunk that holds the target, then the entry in it."""
     at_C = tl.arange(0, CHUNKS)
     total = tl.sum(mass_C, 0)
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    chunk = tl.sum((tl.cumsum(mass_C, 0) <= target).to(tl.int32), 0)  # chunks of padding lie above it
+    chunk = tl.sum((tl.cumsum(mass_C, 0) <= target).to(tl.int32), 0)  # chunks of padding are above it
     before = tl.sum(tl.where(at_C < chunk, mass_C, 0), 0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
@@ -151,7 +151,7 @@ def draw_held(
     inverse, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Among the first candidates, if they can be held -> (whether they were enough, then as `draw_from`)."""
+    """Draw among the first candidates, if they can be held -> (whether they were enough, *results of `draw_from`)."""
     token, cut_id = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     cut_logit = tl.full((), -float("inf"), tl.float32)
     kept_mass = tl.zeros((), tl.int64)
@@ -174,7 +174,7 @@ def draw_held(
                     level_H, id_H, weight_H, lowest, level_of(top, SHIFT), total, top_k, top_p, min_p, uniform,
                     x_ptr, vocab, top, inverse, False, SHIFT, BLOCK,
                 )
-        tl.debug_barrier()  # the room may be filled again
+        tl.debug_barrier()  # held_ptr may be filled again
     return enough, token, cut_logit, cut_id, kept_mass
 
 
@@ -184,7 +184,7 @@ def draw_filtered(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    """Among few candidates, else among more, else among all -> as `draw_from`."""
+    """Draw among few candidates, else among more, else among all -> results of `draw_from`."""
     wanted = tl.where(top_k < vocab, top_k, MANY)
     enough, token, cut_logit, cut_id, kept_mass = draw_held(
         x_ptr, maxima_ptr, listed_ptr, held_ptr, total, wanted, top_k, top_p, min_p, uniform, vocab, num_groups, top,
@@ -216,8 +216,8 @@ def draw_kernel(
     GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """One row's token. STATIC: parameters by request row, the uniform made here, the token put into the pool; of rows
-    whose logits are EDITED, or of the others."""
+    """One row's token. STATIC: parameters are read by request row, the uniform is computed here, and the token is
+    written to the pool; for rows with EDITED logits, or for the others."""
     row = tl.program_id(0).to(tl.int64)
     at, asks = row, tl.zeros((), tl.int32)
     if STATIC:
@@ -300,7 +300,7 @@ def chunk_ranks_kernel(
     x_ptr, x_stride, best_ptr, mass_ptr, before_ptr, token_ptr, known_ptr, vocab, num_chunks, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Of each chunk: how many come before the row's token, and the sum of weights at temperature 1 where not known."""
+    """For each chunk: the number of ids before the row's token, and the sum of weights at temperature 1 if unknown."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x_ptr += row * x_stride
     at = row * num_chunks + chunk
@@ -326,7 +326,7 @@ def score_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):
-    """Log probability and rank of a row's token, and the best candidates one after the other."""
+    """Log probability and rank of a row's token, and the best candidates in order."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     at_C = tl.arange(0, CHUNKS)
@@ -374,13 +374,13 @@ def score_kernel(
 
 @triton.jit
 def order_of(level, id):
-    """int64 that sort as candidates do, the first one largest."""
+    """int64 keys that sort as the candidates, the first one largest."""
     return (level.to(tl.int64) << 32) | (0x7FFFFFFF - id).to(tl.int64)
 
 
 @triton.jit
 def put_alternative(id_ptr, logprob_ptr, key, top, mass, SHIFT: tl.constexpr):
-    """The candidate of a key, and its log probability."""
+    """Store the candidate of a key and its log probability."""
     tl.store(id_ptr, 0x7FFFFFFF - (key & 0x7FFFFFFF))
     logit = logit_of((key >> 32).to(tl.int32), SHIFT)
     tl.store(logprob_ptr, logprob_of(logit, top, tl.full((), 1.0, tl.float64), mass))
@@ -388,7 +388,7 @@ def put_alternative(id_ptr, logprob_ptr, key, top, mass, SHIFT: tl.constexpr):
 
 @triton.jit
 def next_candidate(x_ptr, last, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The first candidate of a row after the one with the key `last`, as a key."""
+    """The key of a row's first candidate behind the one with key `last`."""
     key = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -400,7 +400,7 @@ def next_candidate(x_ptr, last, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def forbid_kernel(work_ptr, work_stride, bits_ptr, num_words, rows_ptr, vocab, BLOCK: tl.constexpr):
-    """-inf where a row's bit is not set."""
+    """Write -inf where a row's bit is not set."""
     mask = tl.program_id(0).to(tl.int64)
     row = mask
     if rows_ptr is not None:

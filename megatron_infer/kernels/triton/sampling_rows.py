@@ -1,11 +1,11 @@
-"""Kernels around a captured draw that do what only some rows ask for: edits of logits before it, ranks after it.
+"""Kernels around a captured draw for what only some rows ask for: edits of logits before it, ranks after it.
 
-    token pool, lists --mark--> what is known of each id [S, V] --edit--> logits [S, V] fp32, in the same memory
-    model's logits ------------------------------------------^
+    token pool, lists --mark--> a mark of each id [S, V] --edit--> logits [S, V] fp32, in the same memory
+    model's logits -----------------------------------^
 
-A mark says whether an id is allowed, banned, in the prompt, and counts how often it was drawn: sums and disjunctions
-of integers, so that the order in which programs come does not matter. A program of a row that asks for
-nothing leaves after reading the row's parameters.
+A mark says whether an id is allowed, banned or in the prompt, and counts how often it was drawn. It is built by sums
+and disjunctions of integers, so that the order of programs does not matter. A program of a row without requests returns
+after it has read the row's parameters.
 Legend: S rows drawn, V vocab, G groups of neighbouring ids, C chunks.
 """
 
@@ -58,14 +58,14 @@ def asks_of(numbers_ptr, stride, at):
 
 @triton.jit
 def masks_stops(numbers_ptr, stride, at, position):
-    """Whether stop ids may not be drawn yet."""
+    """Whether stop ids must not be drawn yet."""
     asks = asks_of(numbers_ptr, stride, at)
     return ((asks & _ASK_MIN_TOKENS) != 0) & (position < number_of(numbers_ptr, stride, at, _MIN_TOTAL))
 
 
 @triton.jit
 def is_edited(numbers_ptr, stride, at, position):
-    """Whether something changes the row's logits before a token is chosen."""
+    """Whether the row's logits are edited before a token is chosen."""
     asks = asks_of(numbers_ptr, stride, at)
     return ((asks & (_ASK_PENALTY | _ASK_EDIT)) != 0) | masks_stops(numbers_ptr, stride, at, position)
 
@@ -92,7 +92,7 @@ def mark_kernel(
                 given = inside & (place < prompt_len)
                 tl.atomic_add(work_ptr + token, tl.full((TILE,), _DRAWN, tl.int32), mask=drawn, sem="relaxed")
                 known = tl.load(work_ptr + token, mask=given, other=_SEEN)
-                given = (known & _SEEN) == 0  # a token that comes often is marked a few times
+                given = (known & _SEEN) == 0  # a frequent token is marked a few times at most
                 tl.atomic_or(work_ptr + token, tl.full((TILE,), _SEEN, tl.int32), mask=given, sem="relaxed")
         biased = number_of(numbers_ptr, columns_stride, at, _BIASED_END)
         allowed = number_of(numbers_ptr, columns_stride, at, _ALLOWED_END)
@@ -109,8 +109,7 @@ def mark_kernel(
 
 @triton.jit
 def with_bias(x, ids, first, end, lists_ptr, num_biased):
-    """Logits of neighbouring ids first .. end - 1 plus their biases: the row's list is ascending, and entered by
-    bisection."""
+    """Logits of neighbouring ids first .. end - 1 plus their biases, found by bisection in the row's ascending list."""
     low, high = num_biased * 0, num_biased
     while low < high:
         middle = (low + high) // 2
@@ -131,8 +130,8 @@ def edit_kernel(
     x_ptr, x_stride, work_ptr, maxima_ptr, best_ptr, best_id_ptr, columns_ptr, numbers_ptr, columns_stride, lists_ptr,
     row_ptr, position_ptr, vocab, num_chunks, LISTED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Marks become edited logits: bias, allowed and banned ids, repetition, frequency, presence, each rounded to fp32
-    (compile without fusing products into sums); maxima become those of the edited ones."""
+    """Replace marks by edited logits: bias, allowed and banned ids, repetition, frequency, presence, each rounded to
+    fp32 (compile without fusing products into sums); and maxima by those of the edited logits."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(row_ptr + row).to(tl.int64)
     if is_edited(numbers_ptr, columns_stride, at, tl.load(position_ptr + row)):
@@ -161,7 +160,7 @@ def edit_kernel(
 
 @triton.jit
 def put_maxima(x, ids, maxima_ptr, best_ptr, best_id_ptr, at, group_G, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Maxima of a chunk's groups [G, GROUP] and its largest logit (NaN if any is), with the lowest id that has it."""
+    """Store the maxima of a chunk's groups [G, GROUP] and its largest logit (NaN if one is NaN) with its lowest id."""
     broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
     x = tl.where(x == x, x, -float("inf"))
     maxima = tl.max(x, 1)
@@ -179,7 +178,7 @@ def drawn_rank_kernel(
     x_ptr, x_stride, work_ptr, columns_ptr, numbers_ptr, columns_stride, row_ptr, position_ptr, token_ptr,
     cut_logit_ptr, cut_id_ptr, rank_ptr, vocab, CHUNK: tl.constexpr,
 ):
-    """Adds to a row's rank how many of a chunk come before its token, in the model's order or the processed one."""
+    """Add to a row's rank the number of ids in a chunk before its token, in the model's order or the processed one."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(row_ptr + row).to(tl.int64)
     asks = asks_of(numbers_ptr, columns_stride, at)

@@ -1,10 +1,10 @@
 """Mamba-2's convolution and scan in Triton behind the seam of kernels/ssm.py: decode rows, slices, captures.
 
-A step of decode rows alone is two launches a layer; slices add four, those of a segment or more two, captures up to
-three. Everything is found on the device from the step's mirrors, grids and scratch follow from the shape of the step,
-so that it can be captured in a graph and replayed. Only captures come from the host: `plan` copies them once a step,
-and such a step is not replayed. x, B and C are rounded to the inputs' dtype behind the convolution.
-Not yet run on a GPU. Legend: `kernels/ssm.py`; how slices are cut: `scan_slices.py`.
+A step with decode rows only has two launches per layer; slices add four, slices of a segment or more two, captures up
+to three. Kernels read the step's device mirrors, and grids and scratch follow from the step's shape, so that a step can
+be captured in a graph and replayed. Only captures come from the host: `plan` copies them once per step, and such a step
+is not replayed. x, B and C are rounded to the inputs' dtype after the convolution.
+Not yet run on a GPU. Legend: `kernels/ssm.py`; the segments of slices: `scan_slices.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megatron_infer.kernels.triton_scratch import SCAN_SEGMENT, scan_chunk, scan
 
 MAX_STATE_DIM = 256
 DECODE_TILE = 4096
-"""Entries of the state a decode program updates: 32 registers a thread of 4 warps."""
+"""Entries of the state that a decode program updates: 32 registers for each thread of 4 warps."""
 STEPS_HEADS = 16
 CARRY_BLOCK = 1024
 """Entries of a state that a program carries from segment to segment."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `make` would not work here; None: it does."""
+    """Why these kernels cannot run here; None: they can."""
     if dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got {dtype}"
     return triton_unavailable(device)
@@ -53,7 +53,7 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonScan:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a scan kernel's work is cut; the same for every step of an engine, as the bits of a row must be."""
+    """The sizes of a scan kernel's work, the same for every step of an engine, so that a row has the same bits."""
 
     block_p: int
     block_n: int
@@ -69,9 +69,9 @@ def decode_tiles(head_dim: int, state_dim: int) -> Tiles:
 
 
 def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
-    """What keeps the state and a chunk's products in registers, as compiled for sm_80, sm_90 and sm_100.
+    """Sizes that keep the state and a chunk's products in registers, as compiled for sm_80, sm_90 and sm_100.
 
-    Operands of tl.dot have 16 entries at least in every direction.
+    Operands of tl.dot have at least 16 entries along every axis.
     """
     block_n = max(16, power_of_2(state_dim))
     whole, chunk = max(16, power_of_2(head_dim)), scan_chunk(dtype.itemsize)
@@ -83,7 +83,7 @@ def slice_tiles(head_dim: int, state_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def _upload(captures: StateCaptures, device: torch.device) -> Tensor:
-    """int32 [*, 3] on the device: (row, num_tokens, slot). One copy, which nobody waits for."""
+    """int32 [*, 3] on the device: (row, num_tokens, slot). One copy, not awaited."""
     captures_E3 = np.stack((captures.row, captures.num_tokens, captures.state_slot), axis=1)
     uploaded = torch.from_numpy(captures_E3.astype(np.int32, copy=False))
     if device.type == "cuda":
@@ -96,7 +96,7 @@ def has_channel_skip(weights: SsmWeights, spec: SsmSpec) -> bool:
 
 
 def layer_constexprs(spec: SsmSpec, dtype: torch.dtype, tiles: Tiles, segment: int) -> dict[str, Any]:
-    """What kernels over slices are compiled for."""
+    """Constexprs of the kernels over slices."""
     return {
         "NUM_HEADS": spec.num_heads,
         "HEADS_PER_GROUP": spec.num_heads // spec.num_groups,
@@ -113,22 +113,22 @@ def layer_constexprs(spec: SsmSpec, dtype: torch.dtype, tiles: Tiles, segment: i
 
 
 def only(constexprs: dict[str, Any], kernel: Any) -> dict[str, Any]:
-    """Those that the kernel takes."""
+    """The constexprs that the kernel takes."""
     return {name: value for name, value in constexprs.items() if name in kernel.arg_names}
 
 
 class TritonScan:
-    """Where a step's tokens lie is worked out once by `plan`, on the device, and shared by all layers."""
+    """`plan` finds the row of each token once per step, on the device; all layers share it."""
 
     name = "triton"
     graph_safe = True
 
     def __init__(self, segment: int = SCAN_SEGMENT) -> None:
-        """segment: a multiple of the chunks that `slice_tiles` cuts."""
+        """segment: a multiple of the chunk in `slice_tiles`."""
         self._segment = segment
         self._step: StepMetadata | None = None
         self._row_T: Tensor | None = None
-        """Whose each token is; None: the step has decode rows alone."""
+        """The row of each token; None: the step has decode rows only."""
         self._captures: Tensor | None = None
         """int32 [*, 3]: (row, num_tokens, slot)."""
 
@@ -184,7 +184,7 @@ class TritonScan:
         weights: SsmWeights,
         spec: SsmSpec,
     ) -> None:
-        """Rows behind the decode rows, and the tokens of nobody; in the order that `scan_slices` tells."""
+        """Slices and padding tokens, in the order of launches given in `scan_slices`."""
         tiles = slice_tiles(spec.head_dim, spec.state_dim, mixed_TC.dtype)
         layer = layer_constexprs(spec, mixed_TC.dtype, tiles, self._segment)
         layer["CHANNEL_SKIP"] = has_channel_skip(weights, spec)
@@ -213,16 +213,16 @@ class TritonScan:
             mixed_TC, scores_GTL, step.cu_q_R1, *lengths, **only(layer, scan_scores), num_warps=4, num_stages=1,
         )  # fmt: skip
         is_long = step.max_q_len >= self._segment
-        states_EHPN = states_EHPN if is_long else sums_3HT  # an address at least
+        states_EHPN = states_EHPN if is_long else sums_3HT  # some address
         for later in (0, 1) if is_long else (0,):
             if later:
                 launch(
                     scan_states, (num_tiles * programs,), mixed_TC, sums_3HT, states_EHPN, step.cu_q_R1, *lengths,
                     **only(layer, scan_states), **options,
                 )  # fmt: skip
-                token_details = num_rows * spec.num_heads * cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
+                carries = num_rows * spec.num_heads * cdiv(spec.head_dim * spec.state_dim, CARRY_BLOCK)
                 launch(
-                    scan_carry, (token_details,),
+                    scan_carry, (carries,),
                     states_EHPN, decay_EH, ssm_SHPN, *rows, slot, step.num_decode,
                     **only(layer, scan_carry), num_warps=4,
                 )  # fmt: skip
@@ -255,14 +255,14 @@ class TritonScan:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of tl.dot: fp32 operands are multiplied as such, which tensor cores would not do."""
+    """`input_precision` of tl.dot: fp32 operands are multiplied as fp32, not as TF32."""
     return "ieee" if dtype is torch.float32 else "tf32"
 
 
 AOT_LAYERS = ((64, 128), (80, 96), (128, 256))
-"""(head_dim, state_dim): a usual one, one that fills no tile, the largest."""
+"""(head_dim, state_dim): a usual pair, one that fills no tile, the largest."""
 WALKING = (scan_segments, scan_states, scan_captures)
-"""Kernels that go from chunk to chunk, as `slice_tiles` says."""
+"""Kernels that loop over chunks, with the tiles of `slice_tiles`."""
 
 
 def aot_variants() -> list[AotVariant]:
@@ -302,7 +302,7 @@ def aot_variants() -> list[AotVariant]:
             layer = layer_constexprs(spec, torch_dtype, tiles, SCAN_SEGMENT) | skip
             kernels = (scan_segments, scan_scores, scan_states)
             if (head_dim, state_dim) == AOT_LAYERS[0]:
-                kernels = (scan_segments, scan_captures, scan_carry)  # those that know states' dtype
+                kernels = (scan_segments, scan_captures, scan_carry)  # kernels that depend on the states' dtype
                 kernels += (scan_scores, scan_states, scan_steps) if ssm == "fp32" else ()
             for kernel in kernels:
                 options = (tiles.num_warps, tiles.num_stages) if kernel in WALKING else (4,)

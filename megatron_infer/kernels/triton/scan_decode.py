@@ -1,4 +1,4 @@
-"""One token of each decode row of a Mamba-2 scan, and the step sizes of all of it. Legend: kernels/ssm.py."""
+"""The decode rows of a Mamba-2 scan, and the step sizes of all rows. Legend: kernels/ssm.py."""
 
 from __future__ import annotations
 

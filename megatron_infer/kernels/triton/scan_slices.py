@@ -1,4 +1,4 @@
-"""Slices of several tokens in a Mamba-2 scan: segments side by side, inside each its chunks one after the other.
+"""Slices in a Mamba-2 scan: segments in parallel, the chunks of a segment one after the other.
 
     row's tokens        |  segment 0   |  segment 1   |  segment 2   | rest |   SEGMENT tokens each, from the slice's
     1  first segments     y from the slot                                       first token of the step on
@@ -6,22 +6,22 @@
     3  carry        slot -----> h0 -----------> h1 -----------> h2              h <- decay of a segment * h + its own
     4  later segments                    y from h0      y from h1     y from h2, state to the slot
 
-A row shorter than a segment has the first launch alone, which leaves its state in the slot, and where a step's shape
-has no longer row the others are not made. States are captured on the way before what they begin with is overwritten: in
-first segments before 1, in later ones behind 3. Inside a chunk the scan is a masked product of C and B on tensor cores;
-one program carries the state of a head's channels from chunk to chunk in registers:
+A row shorter than a segment needs only the first launch, which writes its state to the slot; the others are left out
+where a step's shape has no longer row. Captures are written before the state that they start from is overwritten: in
+first segments before 1, in later segments after 3. Inside a chunk the scan is a masked product of C and B on tensor
+cores; one program keeps the state of a head's channels in registers from chunk to chunk:
 
     decay(s, l) = exp(step[s + 1] + ... + step[l]),   step = dt A <= 0,   l, s tokens of the chunk
     y[l] = sum over s <= l of (C[l] . B[s]) decay(s, l) dt[s] x[s] + exp(step[first] + ... + step[l]) C[l] . h + D x[l]
     h   <- exp(step[first] + ... + step[last]) h + sum over s of decay(s, last) dt[s] x[s] B[s]^T
 
-Sums of steps reach hundreds: `scan_steps` takes them in float64, in base 2, and keeps a rounded part and the factor of
-the rest, so that differences of neighbours keep their digits; only powers <= 1 are ever used. What bits a row gets
-depends on where its tokens are cut into steps, not on its company, captures or padding; cuts at multiples of SEGMENT
-tokens change none. Operands of products are rounded to the inputs' dtype, sums and states on the way are fp32.
+Sums of steps reach hundreds: `scan_steps` computes them in float64, in base 2, and keeps a rounded part and the factor
+of the rest, so that differences of neighbours keep their digits; only powers <= 1 are used. A row's bits depend on how
+its tokens are chunked over steps, not on other rows, captures or padding; chunk ends at multiples of SEGMENT tokens
+change none. Operands of products are rounded to the inputs' dtype, intermediate sums and states are fp32.
 
-C . B is one product a group, `scan_scores`, for all its heads. Traffic: x and B are read twice, C twice, y is written
-once, and a state goes by four times a segment, of which scratch holds one.
+C . B is one product per group, `scan_scores`, for all its heads. Traffic: x and B are read twice, C twice, y is written
+once, and a state is moved four times per segment; scratch holds one state per segment.
 Shape legend: kernels/ssm.py, L tokens of a chunk. Source: Mamba-2, arXiv:2405.21060, section 6.
 """
 
@@ -34,7 +34,7 @@ from megatron_infer.kernels.triton.ragged import find_row
 from megatron_infer.kernels.triton.scan_decode import step_size
 
 FORGOTTEN = tl.constexpr(-128.0)
-"""Where a token's log decay stops: e^-128 is zero in fp32 already, and sums of more would drown what is near them."""
+"""Lower limit of a token's log decay: e^-128 is zero in fp32, and larger sums would lose the digits of small ones."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -42,7 +42,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _find_segment(cu_q_ptr, tile, num_rows, num_tokens, SEGMENT: tl.constexpr):
     """(row, segment, its first token, the row's first and the one behind its last), rows counted from cu_q's first.
 
-    Which tiles a row has: see find_row. Row num_rows is that of the tokens of nobody.
+    For the tiles of a row see find_row. Row num_rows is that of the padding tokens.
     """
     row, first_tile = find_row(cu_q_ptr, tile, num_rows, SEGMENT)
     first = tl.load(cu_q_ptr + row)
@@ -59,7 +59,7 @@ def scan_steps(
     """Sums of steps within chunks, of all heads, and the decay over each whole segment.
 
     sums [3, H, T]: s rounded to fp32, where s = (step[first] + ... + step[l]) log2(e); 2^rest of it; dt / 2^rest.
-    segment_decay [*, H] has one line for each SEGMENT tokens, as `scan_carry` counts them.
+    segment_decay [*, H] has one line for each SEGMENT tokens, in the order of `scan_carry`.
     """
     cu_q_ptr += first_row
     tile, head = tl.program_id(0), tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -148,7 +148,7 @@ def _state_behind(
     h_NP, x_LP, b_LN, sum_L, weight_L, sums_ptr, start, stop, num_tokens, head,
     NUM_HEADS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk as `_load_chunk` loads it, which begins with state h."""
+    """The state behind a chunk, loaded by `_load_chunk`, that begins with state h."""
     sums_ptr += head.to(tl.int64) * num_tokens + tl.minimum(start + CHUNK, stop) - 1
     end = tl.load(sums_ptr)
     end_rest = tl.load(sums_ptr + num_tokens.to(tl.int64) * NUM_HEADS)
@@ -180,7 +180,7 @@ def _place(
     program, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(what the program is of, head, channels [P], entries of a slot's state [N, P], which of them there are)."""
+    """(tile or capture of the program, head, channels [P], offsets in a slot's state [N, P], their mask)."""
     TILES_P: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = program // TILES_P % NUM_HEADS
     channel = program % TILES_P * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -198,10 +198,10 @@ def scan_segments(
     CHANNEL_SKIP: tl.constexpr, PRECISION: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of rows' first segments, and zeros of the tokens of nobody; or those of `later` segments.
+    """Outputs of rows' first segments, and zeros for padding tokens; or outputs of `later` segments.
 
-    A program a segment, head and BLOCK_P channels. The state behind a part of a segment goes to the row's slot. Later
-    segments begin with states, as `scan_carry` leaves them.
+    One program per segment, head and BLOCK_P channels. The state behind an incomplete segment is written to the row's
+    slot. Later segments begin with the states that `scan_carry` computed.
     """
     INNER: tl.constexpr = NUM_HEADS * HEAD_DIM
     STATE: tl.constexpr = INNER * STATE_DIM
@@ -270,7 +270,7 @@ def scan_states(
     NUM_HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What each whole segment adds to the state; programs as `scan_segments` has them.
+    """What each whole segment adds to the state; programs as in `scan_segments`.
 
     states [*, H, P, N] has one for each SEGMENT tokens: row r's from (cu_q[r] - cu_q[first_row]) // SEGMENT on.
     """
@@ -295,9 +295,9 @@ def scan_carry(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """states[k] of a row, what segment k adds, becomes the state behind it, from the slot's on, segments in order.
+    """states[k] of a row, what segment k adds, becomes the state behind segment k, in order, starting with the slot's.
 
-    A row that ends with a whole segment has its slot written. A program takes BLOCK of a head's entries.
+    Writes the slot of a row that ends with a whole segment. A program handles BLOCK entries of a head.
     """
     HEAD_STATE: tl.constexpr = HEAD_DIM * STATE_DIM
     TILES: tl.constexpr = (HEAD_STATE + BLOCK - 1) // BLOCK
@@ -320,7 +320,7 @@ def scan_carry(
     added = tl.load(states_ptr, mask=inside, other=0.0)
     for segment in range(count):
         h = h * tl.load(segment_decay_ptr) + added
-        # the next one is asked for before this one is stored
+        # the next one is loaded before this one is stored
         added = tl.load(states_ptr + NUM_HEADS * HEAD_STATE, mask=inside & (segment + 1 < count), other=0.0)
         tl.store(states_ptr, h, mask=inside)
         states_ptr += NUM_HEADS * HEAD_STATE
@@ -336,8 +336,8 @@ def scan_captures(
     NUM_HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """States on the way, captures [*, 3] being (row, num_tokens, slot): those inside first segments, which begin with
-    the row's slot, or those of `later` ones, which begin with what `scan_carry` left."""
+    """The states of captures [*, 3] = (row, num_tokens, slot): those inside first segments, which begin with the row's
+    slot, or those of `later` segments, which begin with the states that `scan_carry` computed."""
     capture, head, channel, h_at, inside_NP = _place(tl.program_id(0), NUM_HEADS, HEAD_DIM, STATE_DIM, BLOCK_P, BLOCK_N)
     captures_ptr += 3 * capture
     row, length = tl.load(captures_ptr), tl.load(captures_ptr + 1)

@@ -1,4 +1,4 @@
-"""A step's token ids, cache positions and rotation angles in one launch, where torch takes a dozen."""
+"""A step's token ids, cache positions and rotation angles in one launch, where torch needs a dozen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power
 from megatron_infer.kernels.triton.launch import unavailable as no_triton
 
 TOKENS = 16
-"""Of one program."""
+"""Tokens of one program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,7 +66,7 @@ def gather(position_T: Tensor, row_T: Tensor, tables: StepTables) -> StepTokens:
     """`kernels.step_gather.Gather`, equal to `torch_gather` bit for bit."""
     block_table, token_pool, block_size, cos_PR, sin_PR = tables
     num_tokens = len(position_T)
-    # memory of their own: a slice of one tensor would be aligned in one step and not in another, and compile twice
+    # separate tensors: slices of one tensor would be aligned in some steps and not in others, and compile twice
     ids_T, positions_T, kv_pos_T = (position_T.new_empty(num_tokens, dtype=torch.int64) for _ in range(3))
     rotary_dim = 0 if cos_PR is None else cos_PR.shape[1]
     cos_TR = None if cos_PR is None else cos_PR.new_empty(num_tokens, rotary_dim)

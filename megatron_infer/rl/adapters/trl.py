@@ -25,7 +25,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import plan_from_config
+from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights import apply
@@ -39,7 +39,7 @@ def engine_for(
     dtype: None is that of `model`. The config's logprobs_mode should be "processed", as with None here: importance
     weights need the distribution that tokens were drawn from.
     """
-    plan = plan_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
+    plan = description_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
     device = next(model.parameters()).device
     live = build_model(plan, dtype=model.dtype if dtype is None else dtype, device=device)
     config = InferenceConfig(logprobs_mode="processed") if config is None else config

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError, WeightUpdateError, unknown_name
-from megatron_infer.model_loader.checkpoint import plan_from_model
+from megatron_infer.model_loader.checkpoint import description_from_model
 from megatron_infer.model_loader.head_padding import PaddedReader
 from megatron_infer.model_loader.hf_names import Shard, Span
 from megatron_infer.model_loader.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
@@ -43,7 +43,7 @@ def shard_of(model: Any) -> Shard:
 def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelDescription:
     """What the model is, and by the names it is to be fed with, of which family. Raises ModelError if it has to be
     told: multipliers that a family folds into weights are not to be seen on a model."""
-    plan = plan_from_model(model)
+    plan = description_from_model(model)
     family = next((family for mark, family in _ARCHITECTURES if any(mark in name for name in names)), None)
     if family == "GraniteMoeHybridForCausalLM":
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What becomes of each layer of a decoder, decided before anything is changed: known layers get a lean body."""
+"""What adoption will make of each layer of a decoder, decided before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import check_hooks
 from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.fused_layers import (
-    FeedForward,
-    FeedForwardBody,
     FusedAttention,
-    FusedBlock,
     FusedLayer,
     FusedLinear,
     FusedMLP,
     FusedNorm,
+    Operation,
+    Operations,
 )
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
@@ -34,8 +33,8 @@ BY_SPEC = "build it by spec instead: megatron_infer.models.specs.with_inference(
 _KNOWN_LAYERS = {*PAGED_LAYERS, *PAGED_LAYERS.values()}
 
 
-class LayerPlan:
-    """What will become of one decoder layer. Raises AdoptionError for one that is not known."""
+class LayerAdoption:
+    """The operations of one decoder layer, read off its modules. Raises AdoptionError for a layer that is not known."""
 
     def __init__(
         self, layer: Any, name: str, *, model: Any, tp: Reducer | None, num_attention: int, num_mamba: int
@@ -45,52 +44,54 @@ class LayerPlan:
         self._model, self._tp = model, tp
         self.attention: FusedAttention | None = None
         self.mixer: FusedMixer | None = None
-        self.lean: FusedLayer | FusedBlock | None = None
-        """None: a layer of the user's own, around paged parts."""
         self.experts: FusedExperts | None = None
+        self.fused: FusedLayer | None = None
+        """None: a layer class of the user's, around a paged attention or mixer."""
         if isinstance(layer, mcore.TransformerLayer):
-            self._plan_transformer(num_attention)
+            self._read_transformer(num_attention)
         elif isinstance(layer, mcore.MambaLayer):
-            self._plan_mamba(num_mamba)
+            self._read_mamba(num_mamba)
         else:
             raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
-        if self.lean is not None:
+        if self.fused is not None:
             check_hooks(layer, name)
 
     def apply(self) -> None:
-        """Give the modules their paged classes and bind them."""
+        """Give the modules their paged classes and their operations."""
         if self.attention is not None:
             _bind(self.layer.self_attention, self.attention, {mcore.SelfAttention: PagedSelfAttention})
         if self.mixer is not None:
             mixer = type(self.layer.mixer)
             _bind(self.layer.mixer, self.mixer, {mixer: paged_mixer_class(mixer)} if is_stock_mixer(mixer) else {})
-        if self.lean is not None:
-            _bind(self.layer, self.lean, PAGED_LAYERS)
+        if self.fused is not None:
+            _bind(self.layer, self.fused, PAGED_LAYERS)
 
     @property
     def number(self) -> int:
-        """Of the layer in the whole model, from 0, whatever stage it is in."""
+        """The layer's number in the whole model, from 0, in any pipeline stage."""
         return int(self.layer.layer_number) - 1
 
     def linears(self) -> Iterator[FusedLinear]:
-        """Of the parts that are known."""
-        for part in (self.lean,) if self.lean is not None else (self.attention, self.mixer):
-            if part is not None:
-                yield from part.linears()
+        """The linears of the layer's known modules."""
+        for operation in self._known():
+            yield from operation.linears()
 
     def weights(self) -> Iterator[Tensor]:
-        """Weights that tell the dtype of the layer: all that go through `ops.linear`, where that is known."""
-        for part in (self.lean,) if self.lean is not None else (self.attention, self.mixer):
-            if part is not None:
-                yield from part.weights()
+        """The weights that decide the layer's dtype: those of the known modules that go through `ops.linear`."""
+        for operation in self._known():
+            yield from operation.weights()
 
-    def _plan_transformer(self, slot: int) -> None:
+    def _known(self) -> list[Operations]:
+        parts = (self.fused,) if self.fused is not None else (self.attention, self.mixer)
+        return [part for part in parts if part is not None]
+
+    def _read_transformer(self, index: int) -> None:
         layer, name = self.layer, self.name
         attends = type(layer.self_attention) is not mcore.IdentityOp
         if attends:
             where = f"{name}.self_attention"
             spec = _attention_spec(layer, name, self._model)
-            self.attention = FusedAttention(layer.self_attention, where, layer=slot, spec=spec, tp=self._tp)
+            self.attention = FusedAttention(layer.self_attention, where, layer=index, spec=spec, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
             if attends and isinstance(layer.self_attention, PagedAttention):
                 return
@@ -106,25 +107,19 @@ class LayerPlan:
         mlp = None if mlp_norm is None else _feed_forward(layer.mlp, f"{name}.mlp", self._tp)
         if type(mlp) is FusedExperts:
             self.experts = mlp
-        if self.attention is not None and mlp is not None:
-            assert input_norm is not None and mlp_norm is not None
-            self.lean = FusedLayer(input_norm=input_norm, attention=self.attention, mlp_norm=mlp_norm, mlp=mlp)
-        elif self.attention is not None:
-            assert input_norm is not None
-            self.lean = FusedBlock(input_norm, self.attention)
-        elif mlp is not None:
-            assert mlp_norm is not None
-            self.lean = FusedBlock(mlp_norm, FeedForwardBody(mlp))
-        else:
+        pairs = ((input_norm, self.attention), (mlp_norm, mlp))
+        blocks = [(norm, body) for norm, body in pairs if norm is not None and body is not None]
+        if not blocks:
             raise AdoptionError(name, "a layer with neither attention nor MLP")
+        self.fused = FusedLayer(*blocks)
 
-    def _plan_mamba(self, slot: int) -> None:
+    def _read_mamba(self, index: int) -> None:
         layer, name = self.layer, self.name
         where, found = f"{name}.mixer", type(layer.mixer)
         if not isinstance(layer.mixer, PagedMixer) and not is_stock_mixer(found):
             reason = f"mixer class {qualified(layer.mixer)} is not megatron-core's MambaMixer"
             raise AdoptionError(where, reason + (f"; {BY_SPEC}" if derives_from_stock_mixer(found) else ""))
-        self.mixer = FusedMixer(layer.mixer, where, layer=slot, tp=self._tp)
+        self.mixer = FusedMixer(layer.mixer, where, layer=index, tp=self._tp)
         if type(layer) not in _KNOWN_LAYERS:
             if isinstance(layer.mixer, PagedMixer):
                 return
@@ -132,18 +127,18 @@ class LayerPlan:
         first = (layer.mixer.in_proj, "in_proj")
         norm = _norm_before(layer, name, part="mixer", norm="norm", add="mamba_bda", first=first)
         assert norm is not None
-        self.lean = FusedBlock(norm, self.mixer)
+        self.fused = FusedLayer((norm, self.mixer))
 
 
-def _bind(module: Any, lean: Any, classes: dict[type, type]) -> None:
+def _bind(module: Any, operations: Operations, classes: dict[type, type]) -> None:
     module.__class__ = classes.get(type(module), type(module))
-    module.lean = lean
+    module.fused = operations
 
 
 def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]) -> FusedNorm | None:
-    """The norm before a part of a layer; None where the layer has no such part, and then nothing around it either.
+    """The norm before a part of a layer; None where the layer has no such part, which then has no norm and no addition.
 
-    first: the part's first linear and its name: Transformer Engine's has the norm inside of it.
+    first: the part's first linear and its name; Transformer Engine's linear may have the norm inside.
     """
     adds, before = getattr(layer, add), getattr(layer, norm)
     if type(getattr(layer, part)) is not mcore.IdentityOp:
@@ -192,10 +187,10 @@ def _attention_spec(layer: Any, name: str, model: Any) -> AttendSpec:
     rotates = rotary is not None and not (config.no_rope_freq and config.no_rope_freq[number - 1])
     return AttendSpec(
         num_kv_heads=num_kv_heads,
-        # not num_attention_heads_per_partition, which counts a whole group's queries where ranks share a kv head
+        # not num_attention_heads_per_partition: where ranks share a kv head it counts the whole group's queries
         group_size=config.num_attention_heads // size // num_kv_heads,
         head_dim=head_dim,
-        # apply_query_key_layer_scaling divides by the layer's number and multiplies again: it cancels
+        # apply_query_key_layer_scaling divides by the layer's number and multiplies by it again
         scale=1.0 / math.sqrt(head_dim) if config.softmax_scale is None else config.softmax_scale,
         window=_window(config, number, where),
         rotary_dim=2 * rotary.inv_freq.numel() if rotates else 0,
@@ -239,7 +234,7 @@ def _check_no_cross_attention(layer: Any, name: str) -> None:
             raise AdoptionError(f"{name}.{slot}", f"{qualified(module)}: cross attention is not supported")
 
 
-def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> FeedForward:
+def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> Operation:
     if type(mlp) is mcore.MLP:
         return FusedMLP(mlp, name, tp=tp, norm_apart=True)
     if type(mlp) is mcore.MoELayer:

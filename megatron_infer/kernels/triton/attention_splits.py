@@ -1,10 +1,10 @@
-"""How attention cuts rows' keys into splits, and deals all rows' splits out to programs on the device.
+"""How attention splits the keys of rows, and how programs share the splits of all rows on the device.
 
-A row's keys are cut every CHUNK keys, counted from position 0; a row of more such chunks than it may have splits takes
-the least multiple of CHUNK that gives no more than that. The splits of all rows, end to end, are dealt out evenly in
-runs to as many programs as the device holds at once, each finding its run from the rows' lengths as they are when it
-starts: a long row among short ones is spread as well, and an upper bound of lengths costs no programs. Who does a split
-changes no bit: each starts from nothing and leaves its own partial sums.
+A row's keys are split every CHUNK keys, counted from position 0; a row with more chunks than it may have splits uses
+the least multiple of CHUNK that gives no more than that. The splits of all rows, end to end, are divided evenly in runs
+over as many programs as the device holds at once. Each program finds its run from the rows' lengths at the time it
+starts: a long row among short ones is spread too, and an upper bound of lengths costs no programs. Which program
+computes a split changes no bit: each split starts from zeros and stores its own partial sums.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(256)
-"""Rows whose lengths are looked at together."""
+"""Rows whose lengths are read at once."""
 
 
 @triton.jit
 def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
-    """(origin: where the cut begins, keys of a split, splits; 1 for a row without keys)."""
+    """(origin: the first key of the first split, keys per split, splits; 1 for a row without keys)."""
     first_chunk = first_key // CHUNK
     chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
     share = tl.maximum(tl.cdiv(chunks, max_splits), 1)
@@ -27,7 +27,7 @@ def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
 
 @triton.jit
 def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """(first visible key, origin, keys of a split, splits) of a row with one query."""
+    """(first visible key, origin, keys per split, splits) of a row with one query."""
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
@@ -39,9 +39,9 @@ def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: 
 def slice_splits(
     num_queries, num_keys, QUERIES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """(tiles of QUERIES queries, origin, keys of a split, splits) of a row with several queries.
+    """(tiles of QUERIES queries, origin, keys per split, splits) of a slice.
 
-    Tiles times splits are ITEMS at most; keys of fewer than two chunks are not worth a cut.
+    Tiles times splits are at most ITEMS; fewer keys than two chunks are not split.
     """
     tiles = tl.cdiv(num_queries, QUERIES)
     first_key = num_keys * 0
@@ -56,7 +56,7 @@ def slice_splits(
 def _items_of_rows(
     cu_q, kv_len, first, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """What rows first .. first + ROWS - 1 give to do; 0 behind the last."""
+    """The number of items of rows first .. first + ROWS - 1; 0 behind the last row."""
     row = first + tl.arange(0, ROWS)
     inside = row < num_rows
     num_keys = tl.load(kv_len + row, mask=inside, other=0)
@@ -70,11 +70,13 @@ def _items_of_rows(
 
 
 @triton.jit
-def deal(cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr):
-    """This program's part of all rows' items laid end to end: (how many, row of the first, which of that row's).
+def share_of_program(
+    cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr
+):
+    """This program's share of all rows' items end to end: (number, row of the first, index of the first in its row).
 
-    QUERIES 0: rows with one query, whose items are their splits, MOST at most. Else rows' items are tiles of QUERIES
-    queries times splits, MOST at most; a row without a cut has none. cu_q is read in the second case alone.
+    QUERIES 0: rows with one query; their items are their splits, at most MOST. Else a row's items are tiles of QUERIES
+    queries times splits, at most MOST; a row with one split has none. cu_q is only read in the second case.
     """
     total = num_rows * 0
     for first in range(0, num_rows, ROWS):

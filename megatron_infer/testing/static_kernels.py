@@ -1,7 +1,7 @@
-"""Paged attention and selective scan in plain torch whose every shape is the step's: what a captured graph can hold.
+"""Paged attention and selective scan in plain torch whose shapes follow from the step's shape: a graph can hold them.
 
-For tests and debugging (MEGATRON_INFER_BACKEND=static): each token looks at the whole width of its row's block table,
-and masks made of device tensors hide what it may not see. Right on any device, slow on all of them.
+For tests of graphs where there is no GPU: each token looks at the whole width of its row's block table, and masks made
+of device tensors hide what it may not see. Right on any device, slow on all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 
+STATIC = f"{__name__}:StaticKernels"
+"""For `MEGATRON_INFER_BACKEND`."""
+
 
 def rows_of_tokens(step: StepMetadata) -> tuple[Tensor, Tensor]:
-    """(the row of each token, whether it has one), both [T]; some row for tokens of nobody."""
+    """(the row of each token, whether it has one), both [T]; padding tokens get some row."""
     token_T = torch.arange(step.num_tokens, device=step.cu_q_R1.device, dtype=step.cu_q_R1.dtype)
     # A row without tokens ends where the one before it does: the count of ends at or before a token is its row.
     row_T = torch.bucketize(token_T, step.cu_q_R1[1:], right=True)
@@ -80,7 +83,7 @@ class StaticAttention:
 
 
 class StaticScan:
-    """All decode rows at once, then one token after the other, each on the state its slot holds.
+    """All decode rows at once, then one token after the other, each on the state in its slot.
 
     Legend: `kernels/ssm.py`.
     """
@@ -125,20 +128,20 @@ class StaticScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Where the tokens of a step find their sequence's state."""
+    """Where the state of each token's sequence is."""
 
     slot_T: Tensor
     begins_T: Tensor
-    """The first of its sequence: the state before it is zeros."""
+    """True for the first token of a sequence: the state before it is zeros."""
     has_row_T: Tensor
-    """Tokens of nobody leave the slot that they name as it is."""
+    """A padding token leaves the state in its slot unchanged."""
 
     def at(self, run: slice) -> Tokens:
         return Tokens(slot_T=self.slot_T[run], begins_T=self.begins_T[run], has_row_T=self.has_row_T[run])
 
 
 def _captured(step: StepMetadata) -> dict[int, list[tuple[int, int]]]:
-    """token -> (slot, slot) copies of the state behind it; host work, none in a step that may be captured."""
+    """Token -> (source slot, target slot) copies of the state behind it. Host work: a captured step has none."""
     kept: dict[int, list[tuple[int, int]]] = {}
     captures = step.captures
     for row, count, slot in zip(captures.row, captures.num_tokens, captures.state_slot, strict=True):
@@ -149,7 +152,7 @@ def _captured(step: StepMetadata) -> dict[int, list[tuple[int, int]]]:
 def _advance(
     x_MC: Tensor, dt_MH: Tensor, tokens: Tokens, states: LayerStates, weights: SsmWeights, spec: SsmSpec
 ) -> Tensor:
-    """One token of each of M sequences -> y, fp32; their states move on in place. Source: arXiv:2405.21060."""
+    """One token of each of M sequences -> y, fp32; updates their states in place. Source: arXiv:2405.21060."""
     heads, groups, count = spec.num_heads, spec.num_groups, x_MC.shape[0]
     old_MCW = states.conv_SCW.index_select(0, tokens.slot_T)
     old_MHPN = states.ssm_SHPN.index_select(0, tokens.slot_T)
@@ -173,3 +176,11 @@ def _advance(
     states.ssm_SHPN.index_copy_(0, tokens.slot_T, torch.where(is_real[:, None, None, None], ssm_MHPN, old_MHPN))
     y_MHP = (ssm_MHPN * c_MHN[:, :, None, :]).sum(-1) + weights.skip_H.view(heads, -1) * x_MHP
     return y_MHP.flatten(1)
+
+
+class StaticKernels:
+    """`kernels.select.TorchKernels` of fixed shapes."""
+
+    name = "static"
+    attention = StaticAttention
+    scan = StaticScan
