@@ -26,7 +26,7 @@ from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
 from megatron_infer.rl.weights.sources import LazyTensors, StreamSource
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 CALL = "weights()"
 SHOWN = 8
@@ -48,7 +48,7 @@ DTYPES = {
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _PartialTensor:
     """A tensor of which pieces have come."""
 
     name: str
@@ -76,7 +76,7 @@ class RemoteWeights:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._update: WeightUpdate | None = None
-        self._arriving: _Arriving | None = None
+        self._arriving: _PartialTensor | None = None
         self._snapshot: dict[str, int] | None = None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
@@ -144,7 +144,7 @@ class RemoteWeights:
         if offset == 0:
             if arriving is not None:
                 raise WeightUpdateError(f"{name} came before all of {arriving.name}", tensor=arriving.name)
-            arriving = self._arriving = _Arriving(name, torch.empty(shape, dtype=DTYPES[dtype]))
+            arriving = self._arriving = _PartialTensor(name, torch.empty(shape, dtype=DTYPES[dtype]))
         if arriving is None or arriving.name != name:
             raise WeightUpdateError(f"{name} does not begin with its first byte", tensor=name)
         if not arriving.take(offset, data):
@@ -195,7 +195,7 @@ class RemoteWeights:
             raise ConfigError(f"{unknown_name('action', action, known)}; one of {', '.join(known)}")
         if action == "compare" and self._snapshot is None:
             raise ConfigError("compare: there is no snapshot to compare with; take one first")
-        target = Target.of(self._engine)
+        target = UpdateTarget.of(self._engine)
         digests = model_digests(target)
         if target.torn is None and not self._engine.parts.derived.is_released:
             self._engine.verify_weights()
@@ -210,7 +210,7 @@ class RemoteWeights:
 
     @torch.no_grad()
     def _spoil(self) -> dict[str, Any]:
-        target = Target.of(self._engine)
+        target = UpdateTarget.of(self._engine)
         target.hold()
         target.torn = RESET
         for local in target.inventory.tensors:

@@ -73,11 +73,11 @@ RANKS = {"spans": 2, "routing": 3}
 Arrays = dict[str, np.ndarray]
 
 
-class BundleError(InferenceError, ValueError):
+class SampleError(InferenceError, ValueError):
     """Bytes that are no bundle of this schema, or are damaged; or samples that cannot be bundled."""
 
 
-class LostGroup(InferenceError):
+class SavedGroupError(InferenceError):
     """Why a group failed, as far as a bundle tells: its message."""
 
 
@@ -97,12 +97,12 @@ def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> list[Ro
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise BundleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
+            raise SampleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
         return decode(path.read_bytes(), max_bytes=max_bytes)
     except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-    except BundleError as error:
-        raise BundleError(f"{path}: {error}") from error
+        raise SampleError(f"{path}: cannot be read: {error.strerror}") from error
+    except SampleError as error:
+        raise SampleError(f"{path}: {error}") from error
 
 
 # ------------------------------------------------------------------ writing
@@ -114,11 +114,11 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
         for index, sample in enumerate(group.samples):
             check_sample(f"group {group.group_id!r}, sample {index}", sample)
             if sample.prompt_ids != group.prompt_ids:
-                raise BundleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
+                raise SampleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
     # A sample without a token does not know the vocabulary.
     vocab_sizes = {sample.support.vocab_size for sample in samples if sample.support is not None and sample.token_ids}
     if len(vocab_sizes) > 1:
-        raise BundleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); bundle them apart")
+        raise SampleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); bundle them apart")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
     arrays: Arrays = {
         "prompt_ids": _flat([group.prompt_ids for group in groups], np.int32),
@@ -155,7 +155,7 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
     try:
         return np.array(flat, dtype=dtype)
     except OverflowError as error:
-        raise BundleError(f"a value does not fit into {np.dtype(dtype).name}: {error}") from error
+        raise SampleError(f"a value does not fit into {np.dtype(dtype).name}: {error}") from error
 
 
 def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:
@@ -187,7 +187,7 @@ def _routing(records: list[np.ndarray]) -> np.ndarray:
         return np.empty((0, 0, 0), dtype=np.uint8)
     kinds = {(record.dtype.name, record.shape[1:]) for record in records}
     if len(kinds) > 1:
-        raise BundleError(f"routing of different models ({sorted(map(str, kinds))}); bundle their samples apart")
+        raise SampleError(f"routing of different models ({sorted(map(str, kinds))}); bundle their samples apart")
     return np.ascontiguousarray(np.concatenate(records))
 
 
@@ -207,7 +207,7 @@ def _about(groups: list[RolloutGroup]) -> bytes:
     try:
         return json.dumps(about, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise BundleError(
+        raise SampleError(
             f"info of a group or sample is not JSON: {error}; keep numbers, texts, lists, dicts"
         ) from error
 
@@ -223,37 +223,37 @@ def check_sample(name: str, sample: RolloutSample) -> None:
     }
     for what, got in optional.items():
         if got != length:
-            raise BundleError(f"{name}: {what} has {got} entries for {length} tokens")
+            raise SampleError(f"{name}: {what} has {got} entries for {length} tokens")
     if sample.finish_reason not in REASONS:
-        raise BundleError(f"{name}: finish_reason is {sample.finish_reason!r}; known: {', '.join(REASONS)}")
+        raise SampleError(f"{name}: finish_reason is {sample.finish_reason!r}; known: {', '.join(REASONS)}")
     if not set(sample.loss_mask) <= {0, 1}:
-        raise BundleError(f"{name}: loss_mask holds something else than 0 and 1")
+        raise SampleError(f"{name}: loss_mask holds something else than 0 and 1")
     firsts = [span.first_token for span in sample.spans]
     if firsts != sorted(set(firsts)) or (firsts and not 0 <= firsts[0] <= firsts[-1] < max(1, length)):
-        raise BundleError(f"{name}: spans begin at {firsts} in {length} tokens")
+        raise SampleError(f"{name}: spans begin at {firsts} in {length} tokens")
     if sample.routing is not None:
         routing = sample.routing
         if routing.ndim != 3 or routing.dtype.name not in DTYPES["routing"]:
-            raise BundleError(
+            raise SampleError(
                 f"{name}: routing is {routing.dtype} {list(routing.shape)}, not uint8 or uint16 [positions, layers, k]"
             )
         if len(routing) > len(sample.prompt_ids) + length:
-            raise BundleError(f"{name}: routing has {len(routing)} positions, more than the sequence has tokens")
+            raise SampleError(f"{name}: routing has {len(routing)} positions, more than the sequence has tokens")
 
 
 def check_support(vocab_size: int, offsets: np.ndarray, words: np.ndarray) -> None:
     """Raise BundleError unless these are the arrays of a TokenSupport."""
     counts = np.diff(offsets)
     if vocab_size < 0 or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(words) or (counts < 0).any():
-        raise BundleError(f"support: offsets do not rise from 0 to its {len(words)} words")
+        raise SampleError(f"support: offsets do not rise from 0 to its {len(words)} words")
     full = -(-vocab_size // 32)
     if len(counts) and counts.max() > full:
-        raise BundleError(
+        raise SampleError(
             f"support: a token has {counts.max()} words, a vocabulary of {vocab_size} takes {full} at most"
         )
     ids = words[np.repeat(counts < full, counts)]  # the others are bits
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise BundleError(f"support: an id is outside the vocabulary of {vocab_size}")
+        raise SampleError(f"support: an id is outside the vocabulary of {vocab_size}")
 
 
 def _digest(arrays: Arrays, words: dict[str, str]) -> str:
@@ -268,38 +268,38 @@ def _digest(arrays: Arrays, words: dict[str, str]) -> str:
 def decode(content: bytes, *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
     """Groups of `encode`'s bytes. Raises BundleError that says what is wrong with them."""
     if len(content) > max_bytes:
-        raise BundleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
+        raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     metadata = _metadata(content)
     try:
         arrays: Arrays = safetensors.numpy.load(content)
     except safetensors.SafetensorError as error:
-        raise BundleError(f"damaged: {error}") from error
+        raise SampleError(f"damaged: {error}") from error
     _check_arrays(arrays)
     digest = metadata.pop("digest")
     if _digest(arrays, metadata) != digest:
-        raise BundleError("damaged: its content does not have the digest in its header")
+        raise SampleError("damaged: its content does not have the digest in its header")
     return _Reader(arrays, metadata).groups()
 
 
 def _metadata(content: bytes) -> dict[str, str]:
     """The header's own words, once they are those of a bundle this code reads."""
     if len(content) < 8:
-        raise BundleError(f"{len(content)} bytes are no bundle")
+        raise SampleError(f"{len(content)} bytes are no bundle")
     (length,) = struct.unpack("<Q", content[:8])
     if length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise BundleError("no bundle, or cut short: its header is longer than it is")
+        raise SampleError("no bundle, or cut short: its header is longer than it is")
     try:
         header = json.loads(content[8 : 8 + length])
         metadata = dict(header.get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise BundleError(f"no bundle: its header is not that of a safetensors file: {error}") from error
+        raise SampleError(f"no bundle: its header is not that of a safetensors file: {error}") from error
     if metadata.get("format") != FORMAT:
-        raise BundleError(f"a safetensors file, but no bundle: format is {metadata.get('format')!r}, not {FORMAT!r}")
+        raise SampleError(f"a safetensors file, but no bundle: format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("schema") != str(SCHEMA):
-        raise BundleError(f"schema {metadata.get('schema')!r}, this code reads {SCHEMA}; read it with its own version")
+        raise SampleError(f"schema {metadata.get('schema')!r}, this code reads {SCHEMA}; read it with its own version")
     numbers = ("groups", "samples", "vocab_size")
     if not all(_is_count(metadata.get(name)) for name in numbers) or "digest" not in metadata:
-        raise BundleError(f"its header lacks one of {', '.join(numbers)}, digest")
+        raise SampleError(f"its header lacks one of {', '.join(numbers)}, digest")
     return metadata
 
 
@@ -310,13 +310,13 @@ def _is_count(text: Any) -> bool:
 def _check_arrays(arrays: Arrays) -> None:
     missing = [name for name in DTYPES if name not in arrays]
     if missing:
-        raise BundleError(f"lacks {', '.join(missing)}")
+        raise SampleError(f"lacks {', '.join(missing)}")
     for name, known in DTYPES.items():
         array = arrays[name]
         if array.dtype.name not in known:
-            raise BundleError(f"{name} is {array.dtype.name}, not {' or '.join(known)}")
+            raise SampleError(f"{name} is {array.dtype.name}, not {' or '.join(known)}")
         if array.ndim != RANKS.get(name, 1):
-            raise BundleError(f"{name} has shape {list(array.shape)}, not {RANKS.get(name, 1)} dimensions")
+            raise SampleError(f"{name} has shape {list(array.shape)}, not {RANKS.get(name, 1)} dimensions")
 
 
 class _Reader:
@@ -335,7 +335,7 @@ class _Reader:
         self._expect("prompt_lengths", len(arrays["prompt_lengths"]), self._num_groups)
         members = np.repeat(np.arange(self._num_groups), [len(entry["samples"]) for entry in about])
         if not np.array_equal(members, arrays["sample_group"]):
-            raise BundleError("sample_group does not say what the groups' own list of samples says")
+            raise SampleError("sample_group does not say what the groups' own list of samples says")
         prompts = self._cut("prompt_ids", arrays["prompt_lengths"])
         samples = iter(self._samples([prompts[group] for group in arrays["sample_group"].tolist()]))
         groups = [
@@ -347,7 +347,7 @@ class _Reader:
                 index=entry["index"],
                 begun_version=entry["begun_version"],
                 num_cached_tokens=entry["num_cached_tokens"],
-                error=None if entry["error"] is None else LostGroup(entry["error"]),
+                error=None if entry["error"] is None else SavedGroupError(entry["error"]),
             )
             for prompt, entry in zip(prompts, about, strict=True)
         ]
@@ -411,26 +411,26 @@ class _Reader:
     def _cut(self, name: str, lengths: np.ndarray) -> list[np.ndarray]:
         """An array in pieces of these lengths, which must be its own."""
         if len(lengths) and lengths.min() < 0:
-            raise BundleError(f"{name}: a length is {lengths.min()}")
+            raise SampleError(f"{name}: a length is {lengths.min()}")
         self._expect(name, len(self._arrays[name]), int(lengths.sum(dtype=np.int64)))
         return _pieces(self._arrays[name], lengths)
 
     def _expect(self, name: str, got: int, wanted: int) -> None:
         if got != wanted:
-            raise BundleError(f"{name} has {got:,} entries, the rest of the bundle says {wanted:,}")
+            raise SampleError(f"{name} has {got:,} entries, the rest of the bundle says {wanted:,}")
 
     def _about(self) -> list[dict[str, Any]]:
         try:
             about = json.loads(self._arrays["about"].tobytes())
         except (ValueError, RecursionError) as error:
-            raise BundleError(f"'about' is not JSON: {error}") from error
+            raise SampleError(f"'about' is not JSON: {error}") from error
         keys = {"id", "index", "begun_version", "num_cached_tokens", "error", "info", "samples"}
         if not isinstance(about, list) or len(about) != self._num_groups:
-            raise BundleError(f"'about' does not list the {self._num_groups} groups")
+            raise SampleError(f"'about' does not list the {self._num_groups} groups")
         for entry in about:
             whole = isinstance(entry, dict) and set(entry) == keys and isinstance(entry["samples"], list)
             if not whole or not all(isinstance(words, list) and len(words) == 3 for words in entry["samples"]):
-                raise BundleError("'about' does not describe its groups in this schema's form")
+                raise SampleError("'about' does not describe its groups in this schema's form")
         return about
 
 
@@ -443,4 +443,4 @@ def _text(piece: np.ndarray) -> str:
     try:
         return piece.tobytes().decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise BundleError(f"a text is not UTF-8: {error}") from error
+        raise SampleError(f"a text is not UTF-8: {error}") from error

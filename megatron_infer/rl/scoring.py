@@ -148,7 +148,7 @@ class Scorer:
             return logprobs_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
         first = self._groups.tp_rank * logits_BSV.shape[-1]
         here = min(max(size - first, 0), logits_BSV.shape[-1])
-        out: Tensor = SplitLogprob.apply(logits_BSV, targets_BS - first, here, self._groups.tp)
+        out: Tensor = VocabParallelLogprob.apply(logits_BSV, targets_BS - first, here, self._groups.tp)
         return out
 
 
@@ -164,7 +164,7 @@ def micro_batches(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
         yield places
 
 
-class SplitLogprob(torch.autograd.Function):
+class VocabParallelLogprob(torch.autograd.Function):
     """log softmax at one token, of logits whose columns are spread over ranks; nobody has all of them.
 
     Three numbers a position go round: the largest logit, the sum of exponentials, the token's own logit.

@@ -13,7 +13,7 @@ import safetensors.numpy
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.token_support import TokenSupport, support_row
 from megatron_infer.rl import sample_codec, sample_file
-from megatron_infer.rl.sample_file import BundleError
+from megatron_infer.rl.sample_file import SampleError
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
@@ -165,7 +165,7 @@ def int32(*values: int) -> np.ndarray:
 )
 def test_arrays_that_do_not_fit_together_are_refused_with_the_reason(arrays, words):
     assert len(sample_file.decode(altered())) == 1
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=words):
         sample_file.decode(altered(**arrays))
 
 
@@ -176,35 +176,35 @@ def test_ids_outside_the_vocabulary_of_a_support_are_refused():
     known = safetensors.numpy.load(sample_file.encode([group]))
     wrong = known["support_words"].copy()
     wrong[5] = VOCAB
-    with pytest.raises(BundleError, match="an id is outside the vocabulary of 200"):
+    with pytest.raises(SampleError, match="an id is outside the vocabulary of 200"):
         sample_file.decode(altered(support_words=wrong, support_counts=known["support_counts"]))
 
 
 def test_every_cut_and_every_flipped_byte_is_noticed():
     content, rng = sample_file.encode([one_group()]), random.Random(2)
     for length in [0, 4, 8, 100, len(content) // 2, len(content) - 1]:
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_file.decode(content[:length])
     for _ in range(400):
         place = rng.randrange(len(content))
         damaged = bytearray(content)
         damaged[place] ^= 1 << rng.randrange(8)
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_file.decode(bytes(damaged))
 
 
 def test_files_of_others_are_refused(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(safetensors.numpy.save({"a": int32(1)}))
-    with pytest.raises(BundleError, match=r"weights: a safetensors file, but no bundle"):
+    with pytest.raises(SampleError, match=r"weights: a safetensors file, but no bundle"):
         sample_file.load(path)
-    with pytest.raises(BundleError, match="cannot be read: No such file"):
+    with pytest.raises(SampleError, match="cannot be read: No such file"):
         sample_file.load(tmp_path / "absent")
     path.write_bytes(sample_file.encode([one_group()]))
-    with pytest.raises(BundleError, match="limit is 10"):
+    with pytest.raises(SampleError, match="limit is 10"):
         sample_file.load(path, max_bytes=10)
     content = sample_file.encode([one_group()]).replace(b'"schema":"1"', b'"schema":"9"')
-    with pytest.raises(BundleError, match="schema '9', this code reads 1"):
+    with pytest.raises(SampleError, match="schema '9', this code reads 1"):
         sample_file.decode(content)
 
 
@@ -226,16 +226,16 @@ def test_samples_that_are_not_whole_are_refused_before_anything_is_written(chang
     group.samples[0].text = ""
     for name, value in change.items():
         setattr(group.samples[0], name, value)
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=words):
         sample_file.encode([group])
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=words):
         sample_codec.encode_sample(group.samples[0])
 
 
 def test_a_sample_with_another_prompt_than_its_group_is_refused():
     group = one_group()
     group.prompt_ids = [9]
-    with pytest.raises(BundleError, match="not that of the group"):
+    with pytest.raises(SampleError, match="not that of the group"):
         sample_file.encode([group])
 
 
@@ -259,12 +259,12 @@ def test_damaged_messages_are_refused():
         {"other": 1},
     ]
     for change in changes:
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_codec.decode_sample(msgspec.msgpack.encode(known | change))
     for length in range(0, len(content), 37):
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_codec.decode_sample(content[:length])
-    with pytest.raises(BundleError, match="limit is 10"):
+    with pytest.raises(SampleError, match="limit is 10"):
         sample_codec.decode_sample(content, max_bytes=10)
 
 
@@ -320,10 +320,10 @@ def test_a_header_with_words_of_another_kind_is_refused(words):
         "digest": "",
     }
     header = json.dumps({"__metadata__": known | words if isinstance(words, dict) else words}).encode()
-    with pytest.raises(BundleError):
+    with pytest.raises(SampleError):
         sample_file.decode(len(header).to_bytes(8, "little") + header)
 
 
 def test_a_header_nested_without_end_is_refused():
-    with pytest.raises(BundleError):
+    with pytest.raises(SampleError):
         sample_file.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)

@@ -86,13 +86,13 @@ def test_an_error_of_the_filter_leaves_what_was_carried_over_to_the_next_call(ro
 
     prompts, same = iter(prompts_of(40)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
     roll.collect(2, prompts, same, oversample=4.0, carry=True)
-    token_details = {*roll.flow.held}
-    assert token_details
+    carried_over = {*roll.tracker.undelivered}
+    assert carried_over
     with pytest.raises(ValueError, match="no answer"):
-        roll.collect(len(token_details) + 1, prompts, same, accept=fails)
-    assert roll.flow.held == token_details, "what nobody can have is held"
-    assert {group.group_id for group in roll.collect(len(token_details), prompts, same)} == token_details
-    assert not roll.flow.held
+        roll.collect(len(carried_over) + 1, prompts, same, accept=fails)
+    assert roll.tracker.undelivered == carried_over, "what nobody can have is held"
+    assert {group.group_id for group in roll.collect(len(carried_over), prompts, same)} == carried_over
+    assert not roll.tracker.undelivered
 
 
 def test_without_a_filter_all_are_taken_and_the_fastest_win(roll):
@@ -121,7 +121,7 @@ def test_an_error_of_the_filter_or_of_a_prompt_leaves_nothing(roll, engine):
 def test_what_is_under_way_can_be_kept_for_the_next_call(roll):
     prompts = endless()
     first = roll.collect(3, prompts, PARAMS, oversample=2.0, keep_in_flight=True)
-    left = {ticket.id for ticket in roll.unfinished}
+    left = {pending.id for pending in roll.unfinished}
     assert left and not left & {group.group_id for group in first}
     second = roll.collect(len(left), prompts, PARAMS, oversample=1.0)
     assert left & {group.group_id for group in second}

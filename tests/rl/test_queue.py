@@ -86,12 +86,12 @@ def test_a_group_that_will_be_too_stale_is_aborted_while_it_is_under_way(roll):
     # Of the groups begun first some are drawing when the weights jump by two.
     queue = RolloutQueue(roll, prompts(), PARAMS, groups_per_step=2, lag=2, max_staleness=1)
     queue.next_batch()
-    drawing = {ticket.id for ticket in roll.in_flight if roll.flow.oldest_policy(ticket) is not None}
+    drawing = {pending.id for pending in roll.in_flight if roll.tracker.oldest_policy(pending) is not None}
     assert drawing
     roll.engine.set_weight_version(roll.engine.parts.weight_version + 2)
     seen = []
     step = roll.engine.step
-    roll.engine.step = lambda: (seen.append({ticket.id for ticket in roll.in_flight}), step())[1]
+    roll.engine.step = lambda: (seen.append({pending.id for pending in roll.in_flight}), step())[1]
     queue.next_batch()
     assert seen and not drawing & seen[0]
     queue.close()

@@ -171,13 +171,13 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
     left = roll.unfinished
     assert len(first) + len(left) == 6 and left
     alive = sum(
-        sample.request.num_output for ticket in left for sample in engine.output_processor.get(ticket.id).samples
+        sample.request.num_output for pending in left for sample in engine.output_processor.get(pending.id).samples
     )
     assert roll.stats.num_tokens == sum(group.num_tokens for group in first) + alive
     if budget.groups is not None:
         assert len(first) >= 2
     rest = roll.generate([[9, 9]], SamplingParams(max_tokens=1))
-    assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [ticket.id for ticket in left]
+    assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [pending.id for pending in left]
     together = {group.index: group for group in [*first, *rest[:-1]]}
     for index, output in enumerate(expected):
         assert [s.token_ids for s in together[index].samples] == [s.token_ids for s in output.outputs]
@@ -202,15 +202,15 @@ def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, 
     assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
         g.num_tokens for g in groups
     )
-    with pytest.raises(UnknownRequest, match="under way: none"):
+    with pytest.raises(UnknownRequest, match="in flight: none"):
         roll.abort("rollout/none")
 
 
 def test_an_unfinished_group_can_be_aborted_with_what_it_has(roll, engine):
     roll.pause_at(Budget(tokens=5))
     assert roll.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=50, ignore_eos=True)) == []
-    [ticket] = roll.unfinished
-    group = roll.abort(ticket.id)
+    [pending] = roll.unfinished
+    group = roll.abort(pending.id)
     assert [sample.finish_reason for sample in group.samples] == ["abort"] * 2 and 5 <= group.num_tokens < 10
     assert roll.unfinished == []
 

@@ -307,8 +307,8 @@ def test_an_error_of_the_body_is_what_comes_out_and_everything_is_as_found(error
     session = make_session(model)
     want = answers_in(session)
     before = state_of(model)
-    for place in (session.generating, session.training):
-        with pytest.raises(error, match="from the body"), place():
+    for mode in (session.generating, session.training):
+        with pytest.raises(error, match="from the body"), mode():
             raise error("from the body")
         assert state_of(model) == before
     with pytest.raises(error, match="from within"), session.generating():

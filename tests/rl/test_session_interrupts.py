@@ -54,7 +54,7 @@ def test_an_interrupt_of_a_suspend_or_a_wake_ends_the_block_with_everything_back
     session = make_session(model, suspend_mode="recompute")
     want = answers_in(session)
     before = state_of(model)
-    for place, what in ((session.training, "release the cache"), (session.generating, "allocate the cache")):
+    for mode, what in ((session.training, "release the cache"), (session.generating, "allocate the cache")):
 
         def press(happening, what=what):
             if what in happening:
@@ -62,7 +62,7 @@ def test_an_interrupt_of_a_suspend_or_a_wake_ends_the_block_with_everything_back
                 signal.raise_signal(signal.SIGINT)
 
         session.engine.lifecycle.observers.append(press)
-        with pytest.raises(KeyboardInterrupt), place():
+        with pytest.raises(KeyboardInterrupt), mode():
             pass
         assert state_of(model) == before
         with session.training():

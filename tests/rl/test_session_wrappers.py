@@ -8,7 +8,7 @@ from session_case import PARAMS, fresh_answers, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.rl.train_mode import OptimizerShelf, torch_optimizers
+from megatron_infer.rl.train_mode import OptimizerOffload, torch_optimizers
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.weights.change_guard import OffloadedWeights
 
@@ -61,7 +61,7 @@ def test_a_wrapped_model_generates_between_steps_and_trains_as_if_it_did_not(nam
 @pytest.mark.parametrize("name", ["plain", "distributed optimizer", "Float16Module in DDP"])
 def test_optimizer_state_is_on_the_host_while_generating(name, monkeypatch):
     """With every tensor taken for one on a device: storages are empty meanwhile, and the same bytes afterwards."""
-    monkeypatch.setattr(OptimizerShelf, "is_on_device", staticmethod(lambda tensor: True))
+    monkeypatch.setattr(OptimizerOffload, "is_on_device", staticmethod(lambda tensor: True))
     alone, ours = TRAINERS[name](), TRAINERS[name]()
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     for step in range(3):
@@ -87,7 +87,7 @@ def test_optimizer_state_is_on_the_host_while_generating(name, monkeypatch):
 
 
 def test_an_optimizer_that_finds_no_room_comes_back_with_the_next_try(monkeypatch):
-    monkeypatch.setattr(OptimizerShelf, "is_on_device", staticmethod(lambda tensor: True))
+    monkeypatch.setattr(OptimizerOffload, "is_on_device", staticmethod(lambda tensor: True))
     alone, ours = TRAINERS["plain"](), TRAINERS["plain"]()
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     assert alone.step(0) == ours.step(0)

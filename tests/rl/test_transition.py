@@ -144,7 +144,7 @@ def test_where_the_way_back_fails_too_the_engine_stays_suspended_and_says_so():
     session.engine.lifecycle.observers.append(failing_at("allocate the cache", MemoryError("no room"), 2))
     with pytest.raises(SwitchFailed, match="the engine is SUSPENDED with weights of version 0") as caught:
         session.transition(other.state_dict(), mode="recompute")
-    assert "waking the engine again failed as well" in " ".join(caught.value.__notes__)
+    assert "resuming the engine again failed as well" in " ".join(caught.value.__notes__)
     assert answers_in(session) == want
 
 

@@ -14,7 +14,7 @@ from vocabularies import byte_level, sentencepiece
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InvalidPrompt, PromptTooLong
 from megatron_infer.rl.conversation import Conversation, ConversationTooLong
-from megatron_infer.rl.group_tracker import Call
+from megatron_infer.rl.group_tracker import RolloutCall
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.tool_rollouts import TurnLimits, converse, run_conversations, say
 from megatron_infer.testing.tiny import tiny_gpt
@@ -304,10 +304,10 @@ def test_a_last_turn_that_drew_nothing_leaves_the_sample_as_it_was(roll, engine)
     run(say(roll, talk))
     before = talk.sample()
     talk.add_ids([7, 8, 9])
-    call = Call()
-    roll.flow.begin(call, [talk.ask()], carry=False)
-    talk.take(roll.flow.drop(call, next(iter(call.tickets.values()))))
-    roll.flow.end(call)
+    call = RolloutCall()
+    roll.tracker.begin(call, [talk.next_request()], carry=False)
+    talk.add_answer(roll.tracker.drop(call, next(iter(call.pending.values()))))
+    roll.tracker.end(call)
     after = talk.sample()
     assert talk.turns[-1].token_ids == [] and after.finish_reason == "abort"
     assert (after.token_ids, after.loss_mask, after.support) == (before.token_ids, before.loss_mask, before.support)

@@ -12,7 +12,7 @@ import torch
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights.digest import combined, part_digest
 from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
-from megatron_infer.rl.weights.reshard_plan import Holding, ReshardPlan, messages_of, reshard_plan
+from megatron_infer.rl.weights.reshard_plan import RankLayouts, ReshardPlan, messages_of, reshard_plan
 
 TENSORS = {
     "column": ((24, 5), 0, (24,)),
@@ -81,7 +81,7 @@ def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(se
         draw.choice([torch.float32, torch.bfloat16]),
     )
     holdings = [
-        Holding(
+        RankLayouts(
             rank=rank,
             host=f"host{rank // 3}",
             has=tuple(layouts(before, trainers[rank], source_type)) if rank in trainers else (),
@@ -106,7 +106,7 @@ def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(se
     check_digests(holdings, wants, has, target_type)
 
 
-def check_digests(holdings: list[Holding], wants: dict, has: dict, dtype: torch.dtype) -> None:
+def check_digests(holdings: list[RankLayouts], wants: dict, has: dict, dtype: torch.dtype) -> None:
     """Both sides have the same digests, until one bit differs anywhere."""
 
     def side(which: str, held: dict) -> dict[str, int]:
@@ -170,7 +170,7 @@ def padded(shape: tuple[int, int], size: int, rank: int, **how: Any) -> Layout:
 def exchange(has: list[Layout], wants: list[Layout], whole: torch.Tensor) -> list[torch.Tensor]:
     size = max(len(has), len(wants))
     holdings = [
-        Holding(rank=rank, host="", has=tuple(has[rank : rank + 1]), wants=tuple(wants[rank : rank + 1]))
+        RankLayouts(rank=rank, host="", has=tuple(has[rank : rank + 1]), wants=tuple(wants[rank : rank + 1]))
         for rank in range(size)
     ]
     held = {h.rank: [layout.part_of(whole) for layout in h.has] for h in holdings}
@@ -197,7 +197,7 @@ def test_what_does_not_belong_together_is_refused_by_name():
     column = padded((12, 3), 1, 0)
 
     def plan(has: list[Layout], wants: list[Layout], **how: Any) -> None:
-        reshard_plan([Holding(rank=0, host="", has=tuple(has), wants=tuple(wants))], 0, **how)
+        reshard_plan([RankLayouts(rank=0, host="", has=tuple(has), wants=tuple(wants))], 0, **how)
 
     for other in (
         padded((10, 3), 1, 0),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights.inventory import VOCABULARY, Inventory, Layout
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16
@@ -162,12 +162,12 @@ def checksum_of(totals: Mapping[str, int]) -> str:
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
 
-def model_digests(target: Target) -> dict[str, int]:
+def model_digests(target: UpdateTarget) -> dict[str, int]:
     """Digest of every tensor of the target's whole model; every rank of its engine calls it and has all of them."""
     own = encode(digests_of(target.inventory, rank=target.rank))
     return combined([part for text in target.gather("the weights' digests", own) for part in decode(text)])
 
 
-def model_checksum(target: Target) -> str:
+def model_checksum(target: UpdateTarget) -> str:
     """Of the target's whole model, the same for every layout of the same weights in the same dtypes."""
     return checksum_of(model_digests(target))

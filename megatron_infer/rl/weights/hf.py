@@ -59,7 +59,7 @@ def spelled(name: str, plan: ModelDescription) -> str:
     return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
 
 
-class HFNames:
+class HFAssembler:
     """Collects tensors until a parameter has all that it is made of (q, k and v, say), then makes it."""
 
     def __init__(self, model: nn.Module, plan: ModelDescription) -> None:
@@ -79,7 +79,7 @@ class HFNames:
         self._is_whole = bool(getattr(model, "pre_process", True) and getattr(model, "post_process", True))
 
     @classmethod
-    def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFNames:
+    def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFAssembler:
         """first: a name of those that come; without a plan it tells the family."""
         return cls(model, plan if plan is not None else plan_of(model, (first,)))
 
@@ -123,7 +123,7 @@ class HFNames:
         return made(name, self._parameters[name], self._recipes[name], self._reader(), self._shard)
 
     def _reader(self) -> Any:
-        reader = HeldTensors(self._held)
+        reader = InMemoryReader(self._held)
         return reader if self._padded is self._plan else PaddedReader(reader, self._plan, self._padded)
 
     def _drop(self, users: set[str]) -> None:
@@ -134,7 +134,7 @@ class HFNames:
                 del self._held[source]
 
 
-class HeldTensors:
+class InMemoryReader:
     """A TensorReader over tensors at hand."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

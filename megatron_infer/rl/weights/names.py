@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
 from megatron_infer.model_loader.model_description import ModelDescription
-from megatron_infer.rl.weights.hf import HFNames, is_hf_name
+from megatron_infer.rl.weights.hf import HFAssembler, is_hf_name
 from megatron_infer.rl.weights.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, whole_name
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 NAMES = ("whole", "local")
 """How layers and experts are numbered: over the whole model, or on this rank."""
@@ -71,13 +71,13 @@ def numbering_of(inventory: Inventory, names: Mapping[str, object] | Iterable[st
     return "local" if own < whole else "whole"
 
 
-class Router:
+class TensorRouter:
     """Says of each tensor that comes which of this rank's tensors it makes, and what they become."""
 
-    def __init__(self, target: Target, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
+    def __init__(self, target: UpdateTarget, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
         """As in `WeightUpdate`."""
         self._target, self._plan, self._names, self._strict = target, plan, names, strict
-        self._hf: HFNames | None = None
+        self._hf: HFAssembler | None = None
 
     def route(self, name: str, tensor: Tensor, *, names: str | None = None) -> Iterator[tuple[LocalTensor, Tensor]]:
         """(tensor of this rank, its value) of each that is complete with this one."""
@@ -89,7 +89,7 @@ class Router:
             yield from places_of(inventory, name, tensor, names=names or self._names, strict=self._strict)
             return
         if self._hf is None:
-            self._hf = HFNames.of(self._target.model, self._plan, name)
+            self._hf = HFAssembler.of(self._target.model, self._plan, name)
         for parameter, value in self._hf.take(name, tensor, strict=self._strict):
             yield inventory.by_name[parameter], value
 

@@ -31,9 +31,9 @@ from megatron_infer.rl.weights.digest import (
 )
 from megatron_infer.rl.weights.inventory import Inventory, LocalTensor
 from megatron_infer.rl.weights.names import listed
-from megatron_infer.rl.weights.reshard_plan import Holding, Message, ReshardPlan, Slice, messages_of, reshard_plan
-from megatron_infer.rl.weights.sources import Sink
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.reshard_plan import Message, RankLayouts, ReshardPlan, Slice, messages_of, reshard_plan
+from megatron_infer.rl.weights.sources import WeightSink
+from megatron_infer.rl.weights.target import UpdateTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class ReshardSource:
 
     # ------------------------------------------------------------------ a WeightSource
 
-    def check(self, target: Target | None, *, strict: bool = True) -> None:
+    def check(self, target: UpdateTarget | None, *, strict: bool = True) -> None:
         """Make or find the plan; every rank of the group calls it. Raises the same on all, before anything moves."""
         self._planned = False
         problem, holding = "", None
@@ -125,7 +125,7 @@ class ReshardSource:
         if self._plan.any_dropped:
             self._raise_any(self._gather([self._lost()]))
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         """Take part in the exchange and write what this rank wants."""
         locals_ = update.target.inventory.tensors
         opened: dict[int, Tensor] = {}
@@ -146,7 +146,7 @@ class ReshardSource:
         assert self.report is not None
         return self.report
 
-    def verify(self, target: Target | None = None, *, strict: bool = True) -> str:
+    def verify(self, target: UpdateTarget | None = None, *, strict: bool = True) -> str:
         """Compare digests of the engine's weights with the trainer's, rounded to the engine's dtypes -> checksum.
 
         Every rank of the group calls it. Raises WeightUpdateError, the same on all, naming every tensor that differs.
@@ -176,10 +176,10 @@ class ReshardSource:
 
     # ------------------------------------------------------------------ inside
 
-    def _holding(self, target: Target | None) -> Holding:
+    def _holding(self, target: UpdateTarget | None) -> RankLayouts:
         has = () if self._source is None else tuple(local.layout for local in self._source.tensors)
         wants = () if target is None else tuple(local.layout for local in target.inventory.tensors)
-        return Holding(rank=torch.distributed.get_rank(), host=socket.gethostname(), has=has, wants=wants)
+        return RankLayouts(rank=torch.distributed.get_rank(), host=socket.gethostname(), has=has, wants=wants)
 
     def _gather(self, value: Any) -> list[tuple[int, Any]]:
         """Everyone's value with its rank in the world."""

@@ -25,7 +25,7 @@ _LARGE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class RankLayouts:
     """What one rank has of the trainer's model and wants of the engine's."""
 
     rank: int
@@ -66,7 +66,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Blank:
+class PaddingRows:
     """Rows of a target tensor that are padding which the source does not have: they become zeros."""
 
     index: int
@@ -84,8 +84,8 @@ class ReshardPlan:
     sends: dict[int, tuple[Slice, ...]]
     """By the rank they go to."""
     receives: dict[int, tuple[Slice, ...]]
-    blanks: tuple[Blank, ...]
-    dropped: tuple[Blank, ...]
+    blanks: tuple[PaddingRows, ...]
+    dropped: tuple[PaddingRows, ...]
     """Rows of this rank's source tensors that no target has room for: zero kv groups, or there is a mistake."""
     any_dropped: bool
     """On any rank."""
@@ -97,7 +97,7 @@ class ReshardPlan:
     """Of this rank alone."""
 
 
-def reshard_plan(holdings: Sequence[Holding], rank: int, *, strict: bool = True) -> ReshardPlan:
+def reshard_plan(holdings: Sequence[RankLayouts], rank: int, *, strict: bool = True) -> ReshardPlan:
     """`rank`'s part of the plan; every rank gives the same holdings.
 
     Raises WeightUpdateError, the same on every rank, naming tensors that nobody has, that nobody wants (if strict) or
@@ -111,7 +111,7 @@ def reshard_plan(holdings: Sequence[Holding], rank: int, *, strict: bool = True)
     limits = {name: limit for name in wants if (limit := _limit(name, has[name], wants[name])) is not None}
     hosts = {holding.rank: holding.host for holding in holdings}
     planner = _Planner(hosts)
-    blanks: list[Blank] = []
+    blanks: list[PaddingRows] = []
     for name, targets in sorted(wants.items()):
         limit = limits.get(name)
         for target in targets:
@@ -147,7 +147,7 @@ class _Place:
     layout: Layout
 
 
-def _by_name(holdings: Sequence[Holding], side: str) -> dict[str, list[_Place]]:
+def _by_name(holdings: Sequence[RankLayouts], side: str) -> dict[str, list[_Place]]:
     found: dict[str, list[_Place]] = defaultdict(list)
     for holding in holdings:
         for index, layout in enumerate(getattr(holding, side)):
@@ -271,12 +271,12 @@ def _next_start(places: Iterable[_Place], at: int, end: int) -> int:
     return min(starts, default=end)
 
 
-def _beyond(place: _Place, limit: int) -> Iterator[Blank]:
+def _beyond(place: _Place, limit: int) -> Iterator[PaddingRows]:
     for span in place.layout.spans:
         first = max(limit, span.whole)
         if first < span.whole + span.size:
             start = span.local + first - span.whole
-            yield Blank(place.index, place.layout.dim, start, span.whole + span.size - first)
+            yield PaddingRows(place.index, place.layout.dim, start, span.whole + span.size - first)
 
 
 def _must_move(

@@ -15,18 +15,18 @@ from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoi
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import open_source
-from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of, spelled
+from megatron_infer.rl.weights.hf import InMemoryReader, is_hf_name, plan_of, shard_of, spelled
 from megatron_infer.rl.weights.inventory import LocalTensor
 from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _SHOWN = 8
 
 
-class Sink(Protocol):
+class WeightSink(Protocol):
     """Takes a source's tensors: a `WeightUpdate` writes them, a comparison compares."""
 
-    target: Target
+    target: UpdateTarget
 
     def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
         """A tensor of the whole model or this rank's part of it, under either kind of name."""
@@ -49,11 +49,11 @@ class Sink(Protocol):
 class WeightSource(Protocol):
     """New weights for a model. Both calls are made once an update, on every rank of the engine."""
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         """Raise what can be known before anything is written: names, shapes, files that are not there."""
         ...
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         """Write all tensors of this rank."""
         ...
 
@@ -90,7 +90,7 @@ def as_source(source: Any, *, plan: ModelDescription | None = None, names: str |
 
 def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> WeightSource:
     if path.is_dir() and is_checkpoint(path):
-        return CheckpointFiles(CheckpointSource(path))
+        return TorchDistSource(CheckpointSource(path))
     if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
     if path.is_file() and path.suffix == ".safetensors":
@@ -98,7 +98,7 @@ def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> We
     model = open_source(path)  # raises ModelError that says what was looked for
     if plan is not None:
         raise ConfigError(f"{path} says itself what model it is; leave out plan")
-    return NamedTensors(model.config(), lambda: _reader_of(path, model))
+    return HFSource(model.config(), lambda: _reader_of(path, model))
 
 
 def _reader_of(path: Path, model: Any) -> Any:
@@ -134,10 +134,10 @@ class MappingSource:
         self, tensors: Mapping[str, Tensor], *, plan: ModelDescription | None = None, names: str | None = None
     ) -> None:
         self._tensors, self._plan, self._names = tensors, plan, names
-        self._hf: NamedTensors | None = None
+        self._hf: HFSource | None = None
         self._numbering = "whole"
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         keys = [name.removeprefix("module.") for name in self._tensors if not name.endswith("_extra_state")]
         self._hf = None
         foreign = [name for name in keys if is_hf_name(name)]
@@ -146,14 +146,14 @@ class MappingSource:
             if isinstance(self._tensors, LazyTensors):
                 reader: Any = self._tensors.reader
             else:
-                reader = HeldTensors({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
-            self._hf = NamedTensors(plan, lambda: reader)
+                reader = InMemoryReader({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
+            self._hf = HFSource(plan, lambda: reader)
             self._hf.check(target, strict=strict)
             return
         self._numbering = self._names or numbering_of(target.inventory, keys)
         self._check_megatron(target, strict=strict)
 
-    def _check_megatron(self, target: Target, *, strict: bool) -> None:
+    def _check_megatron(self, target: UpdateTarget, *, strict: bool) -> None:
         problems: list[WeightUpdateError] = []
         found = set()
         for key in self._tensors:
@@ -191,7 +191,7 @@ class MappingSource:
             return self._tensors.reader.shapes()[key]
         return tuple(self._tensors[key].shape)
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         if self._hf is not None:
             self._hf.write_into(update)
             return
@@ -199,14 +199,14 @@ class MappingSource:
             update.write(name, self._tensors[name], names=self._numbering)
 
 
-class NamedTensors:
+class HFSource:
     """Tensors under Hugging Face names, of which each rank reads what it needs."""
 
     def __init__(self, plan: ModelDescription, reader: Callable[[], Any]) -> None:
         self._plan, self._open = plan, reader
         self._fitted: tuple[Any, Any] | None = None
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         if not strict:
             raise ConfigError(
                 "strict=False with a complete model under Hugging Face names; give a part of it as a stream "
@@ -217,7 +217,7 @@ class NamedTensors:
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         assert self._fitted is not None, "checked first"
         reader, recipes = self._fitted
         shard = shard_of(update.target.model)
@@ -227,20 +227,20 @@ class NamedTensors:
         self._fitted = None
 
 
-class CheckpointFiles:
+class TorchDistSource:
     """A torch_dist checkpoint of any layout: each rank reads its part, beside the model, which takes as much memory."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source = source
         self._state: dict[str, Tensor] = {}
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         try:
             self._state = self._source.part_of(target.model)
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         state, self._state = self._state, {}
         for name, tensor in state.items():
             if name in update.target.inventory.by_name:
@@ -253,10 +253,10 @@ class StreamSource:
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         """Nothing can be known before they come."""
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         for name, tensor in self._pairs:
             update.write(name, tensor)
 
@@ -267,16 +267,16 @@ class AsyncStreamSource:
     def __init__(self, pairs: AsyncIterable[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return
         raise ConfigError("an async stream of weights inside an event loop; use `await apply_async(...)`")
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         asyncio.run(self.feed(update))
 
-    async def feed(self, update: Sink) -> None:
+    async def feed(self, update: WeightSink) -> None:
         async for name, tensor in self._pairs:
             update.write(name, tensor)

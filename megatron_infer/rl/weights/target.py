@@ -13,7 +13,7 @@ from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
 @dataclass(slots=True, kw_only=True)
-class Target:
+class UpdateTarget:
     """A model whose weights are to be written, and the engine that has to hear of it, if there is one."""
 
     model: Any
@@ -26,7 +26,7 @@ class Target:
     """Of a model alone: the ranks it is divided over; None: this one."""
 
     @classmethod
-    def of(cls, engine_or_model: Any) -> Target:
+    def of(cls, engine_or_model: Any) -> UpdateTarget:
         parts = getattr(engine_or_model, "parts", None)
         model = bare(engine_or_model) if parts is None else parts.adopted.live
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

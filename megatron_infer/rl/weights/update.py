@@ -27,8 +27,8 @@ from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights.digest import model_checksum
 from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import Router
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.names import TensorRouter
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _END = "the end of a weight update"
 
@@ -53,9 +53,9 @@ class WeightUpdate:
         plan: what the model is (`open_source(...).config()`), for Hugging Face names that it does not tell by itself.
         names: megatron-core's names count layers and experts over the "whole" model or on this rank ("local").
         """
-        self.target = Target.of(target)
+        self.target = UpdateTarget.of(target)
         self.report: UpdateReport | None = None
-        self._router = Router(self.target, plan=plan, names=names, strict=strict)
+        self._router = TensorRouter(self.target, plan=plan, names=names, strict=strict)
         self._undo, self._check_finite = undo, check_finite
         self._written: dict[str, LocalTensor] = {}
         self._kept: dict[str, Tensor] = {}

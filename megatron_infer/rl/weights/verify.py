@@ -13,10 +13,10 @@ from megatron_infer.errors import WeightUpdateError
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
 from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import Router, listed
+from megatron_infer.rl.weights.names import TensorRouter, listed
 from megatron_infer.rl.weights.reshard import ReshardSource
 from megatron_infer.rl.weights.sources import as_source
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def verify_update(
     group across engines that should have the same weights, each rank of which calls this. Reads all weights; on every
     rank of the engine. Raises WeightUpdateError or StaleCache naming tensor and rank.
     """
-    place = Target.of(target)
+    place = UpdateTarget.of(target)
     compared = 0
     if isinstance(source, ReshardSource):
         source.verify(place, strict=strict)  # first: other ranks of its group wait
@@ -74,9 +74,9 @@ def verify_update(
 class Comparison:
     """Takes a source's tensors as an update does, and compares them with the live ones."""
 
-    def __init__(self, target: Target, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
+    def __init__(self, target: UpdateTarget, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
         self.target = target
-        self.router = Router(target, plan=plan, names=names, strict=strict)
+        self.router = TensorRouter(target, plan=plan, names=names, strict=strict)
         self.seen: set[str] = set()
         self.wrong: dict[str, str] = {}
         """Tensor -> what differs."""
@@ -105,7 +105,9 @@ class Comparison:
         """Nothing is counted."""
 
 
-def _compare(target: Target, source: Any, *, strict: bool, plan: ModelDescription | None, names: str | None) -> int:
+def _compare(
+    target: UpdateTarget, source: Any, *, strict: bool, plan: ModelDescription | None, names: str | None
+) -> int:
     problem, tensor, count = "", "", 0
     try:
         weights = as_source(source, plan=plan, names=names)
