@@ -1,4 +1,4 @@
-"""One sample as msgpack, for streams and queues between processes; files take `bundle`, which shares what is shared."""
+"""One sample as msgpack, for streams and queues between processes; `sample_file` stores whole groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SAMPLE_BYTES = 256 << 20
 
 
 class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Arrays as their little-endian bytes: ids int32, log probabilities float32, masks as bits."""
+    """A sample with its arrays as little-endian bytes: ids int32, log probabilities float32, masks as bits."""
 
     schema: int
     length: int
@@ -32,14 +32,14 @@ class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_reason: int | str | None
     loss_mask: bytes
     support: tuple[int, bytes, bytes] | None
-    """Vocabulary, offsets (int32), words (int32)."""
+    """Vocabulary size, offsets (int32), words (int32)."""
     routing: tuple[str, tuple[int, int, int], bytes] | None
     reward: float | None
     info: dict[str, Any]
 
 
 def encode_sample(sample: RolloutSample) -> bytes:
-    """`info` must be made of what JSON has. Raises BundleError."""
+    """A sample as bytes. `info` must be JSON. Raises SampleError."""
     check_sample("sample", sample)
     support, routing = sample.support, sample.routing
     message = _Message(
@@ -66,16 +66,16 @@ def encode_sample(sample: RolloutSample) -> bytes:
     try:
         return msgspec.msgpack.encode(message)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise SampleError(f"sample: it cannot be sent: {error}") from error
+        raise SampleError(f"sample: it cannot be encoded: {error}") from error
 
 
 def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> RolloutSample:
-    """The sample of `encode_sample`'s bytes. Raises BundleError that says what is wrong with them."""
+    """The sample from the bytes of `encode_sample`. Raises SampleError that says what is wrong with them."""
     if len(content) > max_bytes:
         raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     try:
         message = msgspec.msgpack.decode(content, type=_Message)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is one of the first
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
         raise SampleError(f"no sample, or damaged: {error}") from error
     if message.schema != SCHEMA:
         raise SampleError(f"schema {message.schema}, this code reads {SCHEMA}; read it with its own version")
