@@ -71,7 +71,7 @@ class SourceUpdate:
             except (RankFailure, LockstepError, WeightUpdateError):
                 raise
             except Exception as error:  # the source's own error does not name the tensor
-                progress = f"after {update.last}" if update.last else "before the first tensor"
+                progress = f"after {update.last_written}" if update.last_written else "before the first tensor"
                 raise WeightUpdateError(
                     f"{type(error).__name__}: {error}, {progress}", rank=update.target.rank
                 ) from error
