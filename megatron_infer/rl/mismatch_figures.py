@@ -61,7 +61,7 @@ class MismatchFigures:
     token_mult_prob_error: float = _figure("mean of exp(|d|); 1 where both agree, as NeMo-RL has it", "", 1.0)
     ratio_mean: float = _figure("mean of exp(d); 1 for distributions that agree", "", 1.0)
     share_outside: float = _figure("share of tokens with exp(d) outside 0.9 .. 1.1")
-    num_processed: int = _figure("tokens whose log probability behind the sampler was scored too", "tokens", 0)
+    num_processed: int = _figure("tokens whose log probability after the sampler was scored too", "tokens", 0)
     processed_abs_diff_mean: float = _figure(
         "mean difference of what the sampler drew from, times the temperature where that is below 1", "nats"
     )
@@ -93,7 +93,7 @@ class MismatchFigures:
             f"{self.num_tokens} tokens: |d| mean {self.abs_diff_mean:.2e} max {self.abs_diff_max:.2e}, "
             f"KL {self.kl_k3:.2e}, token_mult_prob_error {self.token_mult_prob_error:.6g}, "
             f"{100 * self.share_outside:.1f} % outside {BAND[0]} .. {BAND[1]}"
-            + (f"; behind the sampler |d| mean {self.processed_abs_diff_mean:.2e}" if self.num_processed else "")
+            + (f"; after the sampler |d| mean {self.processed_abs_diff_mean:.2e}" if self.num_processed else "")
             + (f"; worst: {self.worst}" if self.worst is not None else "")
         )
 

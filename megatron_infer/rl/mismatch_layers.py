@@ -275,7 +275,7 @@ def _mean_diff(these: Mapping[int, float], those: Mapping[int, float], run: Repl
 
 
 def _error_of(ours: RowsByPosition, trainers_SX: Tensor, at: int) -> float:
-    """Relative error over all positions or at position `at`, whichever is larger; inf for NaN."""
+    """The larger relative error of all positions together and of position `at`; inf for NaN."""
     whole = _relative(*ours.paired_with(trainers_SX))
     one = _relative(*ours.paired_with(trainers_SX, at)) if bool(ours.seen_S[at]) else 0.0
     return max(whole, one) if math.isfinite(whole) and math.isfinite(one) else math.inf

@@ -70,7 +70,7 @@ def encode_sample(sample: RolloutSample) -> bytes:
 
 
 def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> RolloutSample:
-    """The sample from the bytes of `encode_sample`. Raises SampleError that says what is wrong with them."""
+    """The sample from the bytes of `encode_sample`. Raises SampleError with the reason."""
     if len(content) > max_bytes:
         raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     try:

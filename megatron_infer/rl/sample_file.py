@@ -266,7 +266,7 @@ def _digest(arrays: Arrays, metadata: dict[str, str]) -> str:
 
 # ------------------------------------------------------------------ reading
 def decode(content: bytes, *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
-    """Groups from the bytes of `encode`. Raises SampleError that says what is wrong with them."""
+    """Groups from the bytes of `encode`. Raises SampleError with the reason."""
     if len(content) > max_bytes:
         raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     metadata = _metadata(content)

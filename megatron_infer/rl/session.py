@@ -113,8 +113,8 @@ class RolloutSession:
         """The engine may run; at the end everything is as it was at the start.
 
         Generation draws from generators of its own. restore_rng: torch's global generators go back to their state, so
-        what the body draws from them (a reward model's dropout, say) does not change what training draws; a body that
-        draws its prompts from them gets the same ones every time. Within another generating() this does nothing.
+        draws of the body (a reward model's dropout, for example) do not change what training draws; a body that draws
+        its prompts from them gets the same ones every time. Within another generating() this does nothing.
         """
         outermost = self._mode is not SessionMode.GENERATING and restore_rng
         if outermost:
@@ -128,7 +128,7 @@ class RolloutSession:
 
     @contextmanager
     def training(self) -> Iterator[MemoryReport]:
-        """The engine is suspended and releases the memory that suspend_mode says; the next generating() resumes it.
+        """The engine is suspended and releases memory as in suspend_mode; the next generating() resumes it.
 
         Within generating() the model and torch's generators are as the trainer left them, and the state in which the
         body leaves them is the one that the trainer finds later.

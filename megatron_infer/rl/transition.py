@@ -131,7 +131,7 @@ class PhaseOutcome:
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
         tensor = next((found for link in chain if (found := getattr(link, "tensor", ""))), "")
-        # The innermost error of our own says most; TransitionFailed only wraps it.
+        # The innermost error of our own is the most specific; TransitionFailed only wraps it.
         ours = [link for link in chain if isinstance(link, InferenceError) and type(link) is not TransitionFailed]
         text = str(ours[-1]) if ours else f"{type(chain[-1]).__name__}: {chain[-1]}"
         return cls(text, _is_own(chain), tensor)

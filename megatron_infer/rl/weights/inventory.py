@@ -268,13 +268,13 @@ def _placed(model: Any, name: str) -> tuple[str, bool]:
 
 def _split_dim(whole: str, tensor: Tensor, size: int) -> int | None:
     known = 0 if whole.endswith(_FIRST) else 1 if whole.endswith(_SECOND) else None
-    said = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
-    if size > 1 and said is not None and said >= 0 and said != known:
+    declared = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
+    if size > 1 and declared is not None and declared >= 0 and declared != known:
         if known is not None:
-            raise ModelError(f"{whole}: split along dimension {said}, but such tensors are split along {known}")
+            raise ModelError(f"{whole}: split along dimension {declared}, but such tensors are split along {known}")
         if getattr(tensor, "partition_stride", 1) != 1:
             raise ModelError(f"{whole}: unknown split (partition_stride {tensor.partition_stride})")
-        return int(said)
+        return int(declared)
     return known
 
 
