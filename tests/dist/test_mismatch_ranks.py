@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import meter_case as case
+import mismatch_case as case
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks

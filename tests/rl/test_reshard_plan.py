@@ -1,4 +1,4 @@
-"""Any division of a tensor becomes any other: every row arrives once, and none that was there already."""
+"""Any layout of a tensor becomes any other: every missing row is sent once, and no row that the rank has already."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SIZES = (1, 2, 3, 4, 6)
 
 
 def layouts(size: int, rank: int, dtype: torch.dtype) -> list[Layout]:
-    """One rank's part of all tensors, divided over `size`."""
+    """One rank's layouts of all tensors, split over `size` ranks."""
     found = []
     for name, (shape, dim, parts) in TENSORS.items():
-        mine = (shape[dim],) if parts is None else tuple(part // size for part in parts)
-        spans = _spans(mine, *((0, 1) if parts is None else (rank, size)))
+        actual = (shape[dim],) if parts is None else tuple(part // size for part in parts)
+        spans = _spans(actual, *((0, 1) if parts is None else (rank, size)))
         found.append(Layout(name=name, shape=shape, dim=dim, spans=spans, dtype=dtype))
     return found
 
@@ -42,7 +42,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
 
 
 def carry_out(plans: dict[int, ReshardPlan], has: dict[int, list], wants: dict[int, list], bucket: int) -> int:
-    """All ranks' plans in one process -> bytes moved. Each end makes its messages itself, as ranks do."""
+    """Run all ranks' plans in one process -> bytes moved. Both ends compute their messages, as ranks do."""
     moved = 0
     for rank, plan in plans.items():
         for transfer in plan.local:
@@ -71,7 +71,7 @@ def put(wants: dict[int, list], transfer: Any, value: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(seed: int):
+def test_every_layout_becomes_every_other_with_the_fewest_possible_bytes(seed: int):
     draw = random.Random(seed)
     ranks, before, after = range(draw.randint(1, 8)), draw.choice(SIZES), draw.choice(SIZES)
     ranks = range(max(len(ranks), before, after))
@@ -109,7 +109,7 @@ def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(se
 
 
 def check_digests(layouts_of_ranks: list[RankLayouts], wants: dict, has: dict, dtype: torch.dtype) -> None:
-    """Both sides have the same digests, until one bit differs anywhere."""
+    """Both sides have the same digests; changing any one bit changes them."""
 
     def side(which: str, held: dict) -> dict[str, int]:
         return combine_digests(
@@ -146,7 +146,7 @@ def test_digests_read_every_bit_and_write_none(dtype):
         bits[2, 3] = kept.view(bits.dtype)[2, 3]
 
 
-def test_digests_tell_order_place_and_zeros():
+def test_digests_depend_on_order_position_and_zeros():
     layout = Layout(name="t", shape=(6, 4), dim=0, spans=_spans((6,), 0, 1), dtype=torch.float32)
     tensor = torch.arange(24.0).view(6, 4)
     swapped = tensor.clone()
@@ -181,7 +181,7 @@ def exchange(has: list[Layout], wants: list[Layout], whole: torch.Tensor) -> lis
     return [got[rank][0] for rank in range(len(wants))]
 
 
-def test_padded_vocabularies_and_kv_groups_fit_each_other_with_zeros_in_place_of_what_is_missing():
+def test_differently_padded_vocabularies_and_kv_groups_are_filled_with_zeros():
     whole = torch.randn(10, 3)
     vocabulary = {"padded": VOCABULARY, "true_size": 10}
     got = exchange(
@@ -195,7 +195,7 @@ def test_padded_vocabularies_and_kv_groups_fit_each_other_with_zeros_in_place_of
     assert torch.equal(torch.cat(got), torch.cat([whole[:9], torch.zeros(3, 3)]))
 
 
-def test_what_does_not_belong_together_is_refused_by_name():
+def test_tensors_of_different_models_are_refused_by_name():
     column = padded((12, 3), 1, 0)
 
     def plan(has: list[Layout], wants: list[Layout], **how: Any) -> None:
@@ -207,9 +207,9 @@ def test_what_does_not_belong_together_is_refused_by_name():
         padded((10, 3), 1, 0, padded=VOCABULARY),
         replace(column, shape=(12,), spans=_spans((12,), 0, 1)),
     ):
-        with pytest.raises(WeightUpdateError, match=r"t has shape \[12, 3\] in the source, \[") as told:
+        with pytest.raises(WeightUpdateError, match=r"t has shape \[12, 3\] in the source, \[") as error:
             plan([column], [other])
-        assert told.value.tensor == "t"
+        assert error.value.tensor == "t"
     with pytest.raises(WeightUpdateError, match="the source has no t"):
         plan([replace(column, name="u")], [column])
     with pytest.raises(WeightUpdateError, match="the target has no u"):
