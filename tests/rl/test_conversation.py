@@ -109,10 +109,8 @@ def test_messages_are_joined_as_the_template_renders_them(roll, tokenizer, ended
     end = tokenizer.eos_ids[0]
     how = {"bad_token_ids": None, "allowed_token_ids": [70, end], "logit_bias": {end: -1e9 if not ended else 1e9}}
     conversation = Conversation(roll.engine, CHAT, drawing(max_tokens=3, ignore_eos=False, **how))
-    assert (
-        tokenizer.decode(conversation.ids, skip_special=False)
-        == "<|user|>user\nhello there<|end|>\n<|user|>assistant\n"
-    )
+    prompt = tokenizer.decode(conversation.ids, skip_special=False)
+    assert prompt == "<|user|>user\nhello there<|end|>\n<|user|>assistant\n"
     turn = run(say(roll, conversation))
     assert (turn.token_ids[-1] == end) is ended
     before = list(conversation.ids)
@@ -292,12 +290,11 @@ def test_later_turns_of_a_group_with_a_seed_use_different_seeds(roll):
     """With a flat distribution equal seeds would give equal tokens."""
     flat = dict.fromkeys(range(30, 62), 100.0)
     params = SamplingParams(n=4, max_tokens=12, ignore_eos=True, seed=3, logit_bias=flat, temperature=100.0)
-    runs = [
-        run_conversations(
-            roll, [[40, 41]], params, lambda conversation, turn: [50] if len(conversation.turns) < 2 else None
-        )[0]
-        for _ in range(2)
-    ]
+
+    def tool(conversation, turn):
+        return [50] if len(conversation.turns) < 2 else None
+
+    runs = [run_conversations(roll, [[40, 41]], params, tool)[0] for _ in range(2)]
     seconds = [sample.token_ids[13:] for sample in runs[0].samples]
     same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in itertools.combinations(seconds, 2)]
     assert max(same) < 6, same

@@ -90,7 +90,7 @@ def test_an_error_of_the_filter_leaves_carried_groups_to_the_next_call(roll):
     assert carried_over
     with pytest.raises(ValueError, match="no answer"):
         roll.collect(len(carried_over) + 1, prompts, same, accept=fails)
-    assert roll.tracker.undelivered == carried_over, "what nobody can have is held"
+    assert roll.tracker.undelivered == carried_over, "groups that cannot be delivered are kept"
     assert {group.group_id for group in roll.collect(len(carried_over), prompts, same)} == carried_over
     assert not roll.tracker.undelivered
 

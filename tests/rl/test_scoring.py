@@ -50,9 +50,8 @@ def test_scores_are_those_of_each_sequence_alone(kind, limit):
 
 def test_temperature_divides_the_logits():
     model = MAKERS["attention"]()
-    for actual, expected in zip(
-        make_session(model).score(sequences(), temperature=0.7), one_by_one(model, 0.7), strict=True
-    ):
+    scores = make_session(model).score(sequences(), temperature=0.7)
+    for actual, expected in zip(scores, one_by_one(model, 0.7), strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 

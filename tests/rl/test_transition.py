@@ -65,7 +65,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("running", [False, True], ids=["idle", "requests under way"])
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "unfinished requests"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, running):
     phase, what = FAULTS[name]
