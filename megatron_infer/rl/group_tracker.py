@@ -51,8 +51,6 @@ class PendingGroup:
     index: int
     info: dict[str, Any]
     begun_version: int
-    num_samples: int
-    num_prompt_tokens: int
     tokens_before: int = 0
     """Tokens drawn before the call that waits for it began."""
 
@@ -130,8 +128,6 @@ class GroupTracker:
                 index=index,
                 info=request.info,
                 begun_version=self.engine.parts.weight_version,
-                num_samples=request.params.n,
-                num_prompt_tokens=len(request.ids),
             )
             self._enter(call, pending)
             return pending

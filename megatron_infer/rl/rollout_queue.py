@@ -26,7 +26,7 @@ class RolloutQueue:
 
     lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
     is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A failed group
-    is replaced in the same way. With several ranks every rank calls next_batch() and close(), and the leader's prompts count.
+    is replaced too. With several ranks every rank calls next_batch() and close(), and the leader's prompts count.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -333,7 +333,7 @@ class Message:
 
     transfers: tuple[RowTransfer, ...]
     dtype: torch.dtype
-    numel: int = field(default=0)
+    numel: int
 
     @property
     def num_bytes(self) -> int:
