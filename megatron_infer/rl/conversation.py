@@ -1,4 +1,4 @@
-"""A conversation of several turns, token in and token out: what was drawn stays as it is, only new text is tokenised.
+"""A conversation of several turns, token in and token out: drawn tokens stay as they are, only new text is tokenised.
 
 prompt ids -> drawn ids -> given ids (a tool's answer) -> drawn ids ...
    mask:         1              0                            1
@@ -16,12 +16,12 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong, RequestError
 from megatron_infer.outputs.token_support import TokenSupport
-from megatron_infer.rl.prompts import Ask, ask_of, is_chat
+from megatron_infer.rl.prompts import GroupRequest, group_request_of, is_chat
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
 ANSWER = "@@answer-of-the-model@@"
-"""Stands for what the model said while a template is rendered around it."""
+"""Placeholder of the model's answer while a template is rendered around it."""
 
 
 class ConversationTooLong(PromptTooLong):
@@ -38,21 +38,21 @@ class ConversationTooLong(PromptTooLong):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model said once."""
+    """One answer of the model."""
 
     token_ids: list[int]
     text: str
     finish_reason: str
     stop_reason: int | str | None
     num_cached_tokens: int
-    """Of the conversation before it, found computed."""
+    """Tokens of the conversation before it that were found in the prefix cache."""
     start: int
-    """Its first token's place among those that follow the prompt."""
+    """Index of its first token among those that follow the prompt."""
 
 
 @dataclass(slots=True)
-class _Record:
-    """What is known of the tokens that follow the prompt, in step with them."""
+class _TokenRecord:
+    """Per-token data of the tokens that follow the prompt."""
 
     logprobs: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
@@ -60,13 +60,13 @@ class _Record:
     support: list[np.ndarray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
 
-    def give(self, count: int) -> None:
+    def add_given(self, count: int) -> None:
         self.logprobs += [0.0] * count
         self.raw += [0.0] * count
         self.mask += [0] * count
         self.support += [np.empty(0, np.int32)] * count
 
-    def draw(self, sample: RolloutSample) -> None:
+    def add_drawn(self, sample: RolloutSample) -> None:
         start, length = len(self.mask), len(sample.token_ids)
         self.logprobs += sample.logprobs
         self.raw += sample.raw_logprobs if sample.raw_logprobs is not None else [0.0] * length
@@ -78,10 +78,10 @@ class _Record:
 
 
 class Conversation:
-    """One sequence that grows by turns; knows tokens and templates, and leaves drawing to `conversations`.
+    """One sequence that grows by turns; knows tokens and templates. `tool_rollouts` draws its answers.
 
-    add_ids, add_text and add_messages put in what the model did not say. Text is tokenised by itself, after the last
-    token if that is a special one, so that no token drawn before changes.
+    add_ids, add_text and add_messages append given tokens. Text is tokenised by itself, or after the last token if that
+    is a special one, so that no token drawn before changes.
     """
 
     def __init__(
@@ -93,49 +93,49 @@ class Conversation:
         max_total_tokens: int | None = None,
     ) -> None:
         """prompt: as for `Rollout`. max_total_tokens: prompt, answers and additions; None: the engine's limit."""
-        self._ask = ask_of(engine, prompt, replace(params, n=1))
+        self._request = group_request_of(engine, prompt, replace(params, n=1))
         self._tokenizer: Any = engine.tokenizer
-        self.ids: list[int] = list(self._ask.ids)
+        self.ids: list[int] = list(self._request.ids)
         """The whole conversation."""
         self.turns: list[Turn] = []
-        self.info: dict[str, Any] = self._ask.info
+        self.info: dict[str, Any] = self._request.info
         ceiling = engine.parts.input_processor.limits.max_sequence_length
         self.limit = ceiling if max_total_tokens is None else min(ceiling, max_total_tokens)
         self._limit_name = "max_sequence_length" if self.limit == ceiling else "max_total_tokens"
         chat = prompt.get("messages") if isinstance(prompt, Mapping) else prompt
         self._messages: list[Mapping[str, Any]] | None = list(chat) if is_chat(chat) else None
         self._tools = prompt.get("tools") if isinstance(prompt, Mapping) else None
-        self._record = _Record()
+        self._record = _TokenRecord()
         self._vocab_size = 0
         self._routing: np.ndarray | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
-        return self._ask.ids
+        return self._request.ids
 
     @property
     def room(self) -> int:
         """Tokens that may still be drawn or added."""
         return self.limit - len(self.ids)
 
-    # ------------------------------------------------------------------ what the model did not say
+    # ------------------------------------------------------------------ given tokens
     def add_ids(self, ids: Sequence[int]) -> None:
         """Append tokens. Raises ConversationTooLong, and appends nothing, if no answer would fit after them."""
         ids = list(ids)
         if len(self.ids) + len(ids) + 1 > self.limit:
             raise ConversationTooLong(got=len(self.ids) + len(ids), limit=self.limit, limit_name=self._limit_name)
         self.ids += ids
-        self._record.give(len(ids))
+        self._record.add_given(len(ids))
 
     def add_text(self, text: str) -> None:
-        """Append a text as it stands."""
+        """Append a text, without a chat template."""
         self.add_ids(self._ids_of(text))
 
     def add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Append chat messages (a tool's answer, a user's question) and what begins the next answer.
+        """Append chat messages (a tool's answer, a user's question) and the template's start of the next answer.
 
-        The template is rendered around a stand-in for the latest answer, and what follows that is appended, less the
-        token that ended the answer if the model drew it.
+        The template is rendered around a placeholder for the latest answer, and the text behind it is appended, without
+        the token that ends an answer if the model drew it.
         """
         messages = list(messages)
         if self._messages is None or not self.turns:
@@ -148,21 +148,21 @@ class Conversation:
     def _after_answer(self, messages: list[Mapping[str, Any]]) -> str:
         assert self._messages is not None
         options = {} if self._tools is None else {"tools": self._tools}
-        stand_in = {"role": "assistant", "content": ANSWER}
+        placeholder = {"role": "assistant", "content": ANSWER}
         text = self._tokenizer.apply_chat_template(
-            [*self._messages, stand_in, *messages], add_generation_prompt=True, **options
+            [*self._messages, placeholder, *messages], add_generation_prompt=True, **options
         )
-        pieces: list[str] = text.split(ANSWER)
-        if len(pieces) != 2:
+        halves: list[str] = text.split(ANSWER)
+        if len(halves) != 2:
             raise InvalidPrompt(
-                f"the chat template shows an answer {len(pieces) - 1} times, not once; add tokens with add_ids()"
+                f"the chat template shows an answer {len(halves) - 1} times, not once; add tokens with add_ids()"
             )
         last = self.turns[-1].token_ids[-1:]
         end = self._tokenizer.token_str(last[0]) if last and last[0] in self._tokenizer.eos_ids else ""
-        return pieces[1].removeprefix(end)
+        return halves[1].removeprefix(end)
 
     def _ids_of(self, text: str) -> list[int]:
-        """New text in tokens, as it is tokenised after the last token where that is a special one."""
+        """New text in tokens, tokenised together with the last token if that is a special one."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise InvalidPrompt("a text needs a tokenizer and this engine has none; add token ids")
@@ -174,19 +174,19 @@ class Conversation:
         alone: list[int] = tokenizer.encode(text, add_special=False)
         return alone
 
-    # ------------------------------------------------------------------ what the model says
-    def ask(self, params: SamplingParams | None = None, *, n: int = 1) -> Ask:
-        """The next turn as the engine takes it, no longer than there is room for. Raises ConversationTooLong."""
+    # ------------------------------------------------------------------ answers of the model
+    def next_request(self, params: SamplingParams | None = None, *, n: int = 1) -> GroupRequest:
+        """The request for the next answer, no longer than there is room for. Raises ConversationTooLong."""
         if self.room < 1:
             raise ConversationTooLong(got=len(self.ids), limit=self.limit, limit_name=self._limit_name)
-        params = self._ask.params if params is None else params
+        params = self._request.params if params is None else params
         most = self.room if params.max_tokens is None else min(params.max_tokens, self.room)
         least = min(params.min_tokens, most)
-        token_details = replace(params, n=n, max_tokens=most, min_tokens=least, return_sampled_logprobs=True)
-        return replace(self._ask, ids=list(self.ids), params=token_details)
+        params = replace(params, n=n, max_tokens=most, min_tokens=least, return_sampled_logprobs=True)
+        return replace(self._request, ids=list(self.ids), params=params)
 
-    def take(self, group: RolloutGroup, index: int = 0) -> Turn:
-        """Append what sample `index` of the asked turn drew. Raises the error of a failed one."""
+    def add_answer(self, group: RolloutGroup, index: int = 0) -> Turn:
+        """Append sample `index` of the group that `next_request` gave. Raises the error of a failed group."""
         if group.error is not None:
             raise group.error
         sample = group.samples[index]
@@ -200,20 +200,20 @@ class Conversation:
             num_cached_tokens=group.num_cached_tokens,
             start=len(self._record.mask),
         )
-        self._record.draw(sample)
+        self._record.add_drawn(sample)
         self.ids += sample.token_ids
         self.turns.append(turn)
         if sample.support is not None and len(sample.support):
             self._vocab_size = sample.support.vocab_size
         known = 0 if self._routing is None else len(self._routing)
-        if sample.routing is not None and len(sample.routing) >= known:  # one cut in its prompt knows less
+        if sample.routing is not None and len(sample.routing) >= known:  # one aborted in its prompt has fewer positions
             self._routing = sample.routing
         return turn
 
     def sample(self) -> RolloutSample:
-        """All of it up to the last drawn token; what was added after that is left out.
+        """The conversation up to its last drawn token, without what was added after that.
 
-        `info["turns"]` tells of each turn where it begins, its tokens, finish reason and prefix hits.
+        `info["turns"]` lists for each turn its start, number of tokens, finish reason and prefix hits.
         """
         last = self.turns[-1] if self.turns else None
         start, record = len(self.prompt_ids), self._record

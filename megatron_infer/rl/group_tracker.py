@@ -1,8 +1,8 @@
-"""Groups under way: which requests of the engine belong to which caller, and how a step's outputs reach them.
+"""Groups in flight: which requests of the engine belong to which call, and how a step's outputs reach them.
 
-prompts -> Call (tickets) -> engine requests -> step() -> finished groups -> Call.ready
-                |
-                +-- a call that pauses leaves its tickets loose; the next call takes them over
+GroupRequest -> RolloutCall.pending -> engine requests -> step() -> finished groups -> RolloutCall.ready
+                     |
+                     +-- a call that pauses leaves its pending groups in `unfinished`; the next call takes them over
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.rl.prompts import Ask
+from megatron_infer.rl.prompts import GroupRequest
 from megatron_infer.rl.samples import RolloutGroup, group_of
 from megatron_infer.rl.stats import RolloutStats, stats_of
 
 PREFIX = "rollout/"
-"""Of the engine's requests that are groups."""
+"""Begins the ids of the engine's requests that are groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Where generating stops although groups are unfinished: what comes first of these. None: no limit."""
+    """When a call stops although groups are unfinished: at the first limit that is reached. None: no limit."""
 
     groups: int | None = None
     """Groups finished."""
     tokens: int | None = None
-    """Tokens drawn since the call began; a step that reaches it is the last."""
+    """Tokens drawn since the call began; the step that reaches it is the last."""
     seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -44,41 +44,38 @@ class Budget:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Ticket:
-    """A group under way."""
+class PendingGroup:
+    """A group in flight."""
 
     id: str
     index: int
     info: dict[str, Any]
     begun_version: int
-    num_samples: int
-    num_prompt_tokens: int
     tokens_before: int = 0
-    """Drawn before the call that waits for it began."""
+    """Tokens drawn before the call that waits for it began."""
 
     def group(self, output: RequestOutput) -> RolloutGroup:
         return group_of(output, index=self.index, info=self.info, begun_version=self.begun_version)
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """What one caller waits for."""
+class RolloutCall:
+    """The groups of one caller."""
 
-    token_details: tuple[str, ...] = ()
+    carried_over: tuple[str, ...] = ()
     """Ids of groups that an earlier call left unfinished."""
-    tickets: dict[str, Ticket] = field(default_factory=dict)
-    """Under way, in the order they were submitted."""
+    pending: dict[str, PendingGroup] = field(default_factory=dict)
+    """In flight, in the order of submission."""
     ready: deque[RolloutGroup] = field(default_factory=deque)
+    delivered: list[RolloutGroup] = field(default_factory=list)
     num_groups: int = 0
     num_done: int = 0
-    tokens_done: int = 0
-    """Drawn during the call, of groups that have finished."""
-    started: float = field(default_factory=time.perf_counter)
-    paused: bool = False
-    given: list[RolloutGroup] = field(default_factory=list)
-    """Handed out."""
     num_rejected: int = 0
     num_aborted: int = 0
+    tokens_done: int = 0
+    """Tokens drawn during the call in groups that have left `pending`."""
+    started: float = field(default_factory=time.perf_counter)
+    paused: bool = False
 
     @property
     def seconds(self) -> float:
@@ -86,60 +83,59 @@ class Call:
 
 
 class GroupTracker:
-    """The engine's requests that are groups. Calls of several threads take turns."""
+    """The engine's requests that are groups. Thread-safe; calls of several threads share the engine's steps."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
-        self.loose: dict[str, Ticket] = {}
-        """Left unfinished by calls that paused."""
-        self.held: set[str] = set()
-        """Finished, and neither handed out nor thrown away."""
-        self.cut: set[str] = set()
-        """Aborted and not handed out: other ranks have no output of them."""
-        self._owners: dict[str, Call] = {}
-        self._ended: dict[str, RequestOutput] = {}
-        """Of those in `loose`: they ended while another call stepped."""
-        self._foreign: list[RequestOutput] = []
+        self.unfinished: dict[str, PendingGroup] = {}
+        """Left in the engine by calls that paused."""
+        self.undelivered: set[str] = set()
+        """Ids of groups that have finished and were neither delivered nor dropped."""
+        self.aborted: set[str] = set()
+        """Ids of aborted groups that were not delivered: other ranks have no output of them."""
+        self._owners: dict[str, RolloutCall] = {}
+        self._finished_outputs: dict[str, RequestOutput] = {}
+        """Outputs of groups in `unfinished` that finished while another call stepped the engine."""
+        self._other_outputs: list[RequestOutput] = []
+        """Outputs of requests that are no groups."""
         self._lock = threading.RLock()
 
-    def begin(self, call: Call, asks: Iterable[Ask], *, carry: bool = True) -> None:
-        """Start a call with `asks` and, if it carries, what is loose; whatever comes of it, `end` it."""
+    def begin(self, call: RolloutCall, requests: Iterable[GroupRequest], *, carry: bool = True) -> None:
+        """Start a call with `requests` and, with `carry`, all unfinished groups; even if it raises, call `end`."""
         with self._lock:
-            call.token_details = tuple(self.loose) if carry else ()
-            for name in call.token_details:
-                ticket = self.loose.pop(name)
-                if name in self._ended:
+            call.carried_over = tuple(self.unfinished) if carry else ()
+            for name in call.carried_over:
+                pending = self.unfinished.pop(name)
+                if name in self._finished_outputs:
                     call.num_groups += 1
                     call.num_done += 1
-                    call.ready.append(ticket.group(self._ended.pop(name)))
+                    call.ready.append(pending.group(self._finished_outputs.pop(name)))
                     continue
-                ticket.tokens_before = self._num_drawn(ticket)
-                self._enter(call, ticket)
-            for index, ask in enumerate(asks):
-                self.add(call, ask, index)
+                pending.tokens_before = self._num_drawn(pending)
+                self._enter(call, pending)
+            for index, request in enumerate(requests):
+                self.add(call, request, index)
 
-    def add(self, call: Call, ask: Ask, index: int) -> Ticket:
+    def add(self, call: RolloutCall, request: GroupRequest, index: int) -> PendingGroup:
         """Submit one more group of a call."""
         with self._lock:
             name = PREFIX + self.engine.parts.input_processor.new_id(
                 lambda name: PREFIX + name in self.engine.output_processor
             )
-            self.engine.add_request(ask.prompt, ask.params, request_id=name, stream="final")
-            ticket = Ticket(
+            self.engine.add_request(request.prompt, request.params, request_id=name, stream="final")
+            pending = PendingGroup(
                 id=name,
                 index=index,
-                info=ask.info,
+                info=request.info,
                 begun_version=self.engine.parts.weight_version,
-                num_samples=ask.params.n,
-                num_prompt_tokens=len(ask.ids),
             )
-            self._enter(call, ticket)
-            return ticket
+            self._enter(call, pending)
+            return pending
 
-    def _enter(self, call: Call, ticket: Ticket) -> None:
-        call.tickets[ticket.id] = ticket
+    def _enter(self, call: RolloutCall, pending: PendingGroup) -> None:
+        call.pending[pending.id] = pending
         call.num_groups += 1
-        self._owners[ticket.id] = call
+        self._owners[pending.id] = call
 
     def step(self) -> None:
         """One step of the engine; finished groups go to the calls that wait for them."""
@@ -147,16 +143,16 @@ class GroupTracker:
             for output in self.engine.step():
                 call = self._owners.pop(output.request_id, None) if output.finished else None
                 if call is not None:
-                    group = call.tickets.pop(output.request_id)
-                    call.tokens_done += output.metrics.num_output_tokens - group.tokens_before
+                    pending = call.pending.pop(output.request_id)
+                    call.tokens_done += output.metrics.num_output_tokens - pending.tokens_before
                     call.num_done += 1
-                    call.ready.append(group.group(output))
-                    self.held.add(group.id)
-                elif output.request_id in self.loose and output.finished:
-                    self._ended[output.request_id] = output
-                    self.held.add(output.request_id)
+                    call.ready.append(pending.group(output))
+                    self.undelivered.add(pending.id)
+                elif output.request_id in self.unfinished and output.finished:
+                    self._finished_outputs[output.request_id] = output
+                    self.undelivered.add(output.request_id)
                 elif output.request_id not in self._owners:
-                    self._foreign.append(output)
+                    self._other_outputs.append(output)
             loop = self.engine.loop
             if self._owners and loop.is_idle and not loop.backlog:
                 lost = ", ".join(self._owners)
@@ -165,76 +161,76 @@ class GroupTracker:
                     "leave stepping to the rollout while it has groups"
                 )
 
-    def drop(self, call: Call, ticket: Ticket) -> RolloutGroup:
-        """Abort a group -> what it has so far."""
+    def drop(self, call: RolloutCall, pending: PendingGroup) -> RolloutGroup:
+        """Abort a group of a call -> what it has so far."""
         with self._lock:
-            del call.tickets[ticket.id], self._owners[ticket.id]
+            del call.pending[pending.id], self._owners[pending.id]
             call.num_groups -= 1
             call.num_aborted += 1
-            call.tokens_done += self._num_drawn(ticket) - ticket.tokens_before
-            return ticket.group(self.engine.abort(ticket.id))
+            call.tokens_done += self._num_drawn(pending) - pending.tokens_before
+            return pending.group(self.engine.abort(pending.id))
 
-    def end(self, call: Call) -> None:
-        """The caller waits no longer. Without a pause its own groups are aborted and those carried over are loose."""
+    def end(self, call: RolloutCall) -> None:
+        """End a call: unless it paused, its own groups are aborted; those that it carried over stay unfinished."""
         with self._lock:
             self.release(group.group_id for group in call.ready)
-            for ticket in list(call.tickets.values()):
-                if call.paused or ticket.id in call.token_details:
-                    call.tokens_done += self._num_drawn(ticket) - ticket.tokens_before
-                    del call.tickets[ticket.id], self._owners[ticket.id]
-                    self.loose[ticket.id] = ticket
-                elif ticket.id in self.engine.output_processor:
-                    self.drop(call, ticket)
+            for pending in list(call.pending.values()):
+                if call.paused or pending.id in call.carried_over:
+                    call.tokens_done += self._num_drawn(pending) - pending.tokens_before
+                    del call.pending[pending.id], self._owners[pending.id]
+                    self.unfinished[pending.id] = pending
+                elif pending.id in self.engine.output_processor:
+                    self.drop(call, pending)
                 else:
-                    # Its output waits in the backlog (an interrupt), or the engine dropped everything.
-                    del call.tickets[ticket.id], self._owners[ticket.id]
-                    self._forget(ticket.id)
-            self._settle()
-            self.give_back()
+                    # Its output waits in the backlog (an interrupt), or the engine dropped all requests.
+                    del call.pending[pending.id], self._owners[pending.id]
+                    self._remove_from_backlog(pending.id)
+            self._drain()
+            self.return_other_outputs()
 
-    def give_back(self) -> None:
-        """What others than rollouts wait for comes with the engine's next step."""
+    def return_other_outputs(self) -> None:
+        """The engine's next step returns the outputs of requests that are no groups."""
         with self._lock:
-            self.engine.loop.backlog[:0] = self._foreign
-            self._foreign = []
+            self.engine.loop.backlog[:0] = self._other_outputs
+            self._other_outputs = []
 
     @property
-    def in_flight(self) -> list[Ticket]:
-        """Everything that is under way, what is loose included."""
+    def in_flight(self) -> list[PendingGroup]:
+        """All groups in flight, unfinished ones of paused calls included."""
         with self._lock:
-            return [*self.loose.values(), *(call.tickets[name] for name, call in self._owners.items())]
+            return [*self.unfinished.values(), *(call.pending[name] for name, call in self._owners.items())]
 
     def abort(self, group_id: str) -> RolloutGroup:
-        """End a group -> what it has; a caller that waits for it has that, too. Raises UnknownRequest."""
+        """Abort a group -> what it has; a call that waits for it gets it too. Raises UnknownRequest."""
         with self._lock:
             call = self._owners.pop(group_id, None)
-            if call is None and group_id not in self.loose:
-                known = ", ".join(ticket.id for ticket in self.in_flight) or "none"
-                raise UnknownRequest(f"no group {group_id!r} under way; under way: {known}")
-            ticket = self.loose.pop(group_id) if call is None else call.tickets.pop(group_id)
-            if group_id in self._ended:
+            if call is None and group_id not in self.unfinished:
+                known = ", ".join(pending.id for pending in self.in_flight) or "none"
+                raise UnknownRequest(f"no group {group_id!r} in flight; in flight: {known}")
+            pending = self.unfinished.pop(group_id) if call is None else call.pending.pop(group_id)
+            if group_id in self._finished_outputs:
                 self.release([group_id])
-                return ticket.group(self._ended.pop(group_id))
-            drawn = self._num_drawn(ticket)
-            group = ticket.group(self.engine.abort(group_id))
+                return pending.group(self._finished_outputs.pop(group_id))
+            drawn = self._num_drawn(pending)
+            group = pending.group(self.engine.abort(group_id))
             if call is not None:
-                call.tokens_done += drawn - ticket.tokens_before
+                call.tokens_done += drawn - pending.tokens_before
                 call.num_done += 1
                 call.ready.append(group)
-                self.cut.add(group_id)
+                self.aborted.add(group_id)
                 return group
-            if self.engine.relay is None:  # with several ranks the next call of all of them does it
-                self._settle()
+            if self.engine.relay is None:  # with several ranks the next call, which all ranks make, drains
+                self._drain()
             return group
 
     def release(self, group_ids: Iterable[str]) -> None:
-        """These groups were handed out or thrown away."""
+        """These groups were delivered or dropped."""
         gone = set(group_ids)
-        self.held -= gone
-        self.cut -= gone
+        self.undelivered -= gone
+        self.aborted -= gone
 
-    def _settle(self) -> None:
-        """Let go of what was launched for requests that are gone."""
+    def _drain(self) -> None:
+        """Finish steps that were launched for requests that are gone."""
         while (
             self.engine.state is EngineState.RUNNING
             and not len(self.engine.output_processor)
@@ -242,40 +238,40 @@ class GroupTracker:
         ):
             self.step()
 
-    def _forget(self, request_id: str) -> None:
+    def _remove_from_backlog(self, request_id: str) -> None:
         backlog = self.engine.loop.backlog
         backlog[:] = [output for output in backlog if output.request_id != request_id]
 
-    def num_tokens(self, call: Call) -> int:
-        """Drawn since the call began."""
+    def num_tokens(self, call: RolloutCall) -> int:
+        """Tokens drawn since the call began."""
         with self._lock:
-            alive = sum(self._num_drawn(ticket) - ticket.tokens_before for ticket in call.tickets.values())
-            return call.tokens_done + alive
+            pending = sum(self._num_drawn(group) - group.tokens_before for group in call.pending.values())
+            return call.tokens_done + pending
 
-    def stats(self, call: Call) -> RolloutStats:
-        """Of what the call has handed out so far."""
+    def stats(self, call: RolloutCall) -> RolloutStats:
+        """Figures of the groups that the call has delivered so far."""
         return stats_of(
-            call.given,
+            call.delivered,
             version=self.engine.parts.weight_version,
             seconds=call.seconds,
             num_tokens=self.num_tokens(call),
             num_rejected=call.num_rejected,
             num_aborted=call.num_aborted,
-            num_carried=len(call.token_details),
+            num_carried=len(call.carried_over),
         )
 
-    def oldest_policy(self, ticket: Ticket) -> int | None:
-        """Version of the oldest weights that drew a token of it; None: none is drawn."""
-        group = self.engine.output_processor.get(ticket.id)
+    def oldest_policy(self, pending: PendingGroup) -> int | None:
+        """Version of the oldest weights that drew one of its tokens; None before the first token."""
+        group = self.engine.output_processor.get(pending.id)
         drawn = [] if group is None else [sample.request for sample in group.samples if sample.request.num_output]
         return min((request.history.spans[0].policy_version for request in drawn), default=None)
 
-    def _num_drawn(self, ticket: Ticket) -> int:
-        group = self.engine.output_processor.get(ticket.id)
+    def _num_drawn(self, pending: PendingGroup) -> int:
+        group = self.engine.output_processor.get(pending.id)
         return 0 if group is None else sum(sample.request.num_output for sample in group.samples)
 
-    def reached(self, call: Call, budget: Budget | None) -> bool:
-        """Whether a call is to stop."""
+    def is_over(self, call: RolloutCall, budget: Budget | None) -> bool:
+        """Whether a call has reached its budget."""
         if budget is None:
             return False
         return (

@@ -1,6 +1,6 @@
-"""How far rollout and trainer disagree, in numbers: what is measured, in which units, and when it is too much.
+"""Train-inference mismatch in numbers: what is measured, in which units, and the limits of an alarm.
 
-With d = log p_train - log p_rollout of a token that the rollout drew, ratio = exp(d).
+d = log p_train - log p_rollout of a token that the rollout drew; importance ratio = exp(d).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_infer.metrics.core import Registry
 from megatron_infer.scheduler.request import VersionSpan
 
 BAND = (0.9, 1.1)
-"""Ratios inside are what clipped objectives take for no change."""
+"""Clipped objectives treat ratios inside as no change."""
 LARGEST = 700.0
-"""exp() of more is no float."""
+"""exp() of more overflows."""
 
 
 def _figure(help: str, unit: str = "", default: float = 0.0) -> Any:
@@ -30,14 +30,14 @@ class WorstToken:
 
     group_id: str
     sample: int
-    """Of the group."""
+    """Index in the group."""
     position: int
     """In the whole sequence, prompt included."""
     token_id: int
     rollout_logprob: float
     train_logprob: float
     spans: tuple[VersionSpan, ...]
-    """Of its sample: which weights drew what."""
+    """Version spans of its sample: which weights drew what."""
 
     def __str__(self) -> str:
         return (
@@ -48,7 +48,7 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchFigures:
-    """Of the tokens of one window. Every number has a help text and a unit: see `described`."""
+    """Figures of the tokens of one window. Every number has a help text and a unit: see `described`."""
 
     num_tokens: int = _figure("drawn tokens that were scored by the trainer's forward", "tokens", 0)
     num_samples: int = _figure("samples they belong to", "samples", 0)
@@ -61,7 +61,7 @@ class MismatchFigures:
     token_mult_prob_error: float = _figure("mean of exp(|d|); 1 where both agree, as NeMo-RL has it", "", 1.0)
     ratio_mean: float = _figure("mean of exp(d); 1 for distributions that agree", "", 1.0)
     share_outside: float = _figure("share of tokens with exp(d) outside 0.9 .. 1.1")
-    num_processed: int = _figure("tokens whose log probability behind the sampler was scored too", "tokens", 0)
+    num_processed: int = _figure("tokens whose log probability after the sampler was scored too", "tokens", 0)
     processed_abs_diff_mean: float = _figure(
         "mean difference of what the sampler drew from, times the temperature where that is below 1", "nats"
     )
@@ -83,7 +83,7 @@ class MismatchFigures:
         return {prefix + name: float(getattr(self, name)) for name, _, _ in self.described()}
 
     def set_gauges(self, registry: Registry, prefix: str = "megatron_infer_mismatch_") -> None:
-        """Gauges of the latest window, for whoever exports a registry; a unit is the end of the name."""
+        """Set a gauge for each figure; the unit ends the gauge's name."""
         for name, unit, help in self.described():
             suffix = f"_{unit}" if unit and not name.endswith(unit) else ""
             registry.gauge(f"{prefix}{name}{suffix}", help).set(float(getattr(self, name)))
@@ -93,14 +93,14 @@ class MismatchFigures:
             f"{self.num_tokens} tokens: |d| mean {self.abs_diff_mean:.2e} max {self.abs_diff_max:.2e}, "
             f"KL {self.kl_k3:.2e}, token_mult_prob_error {self.token_mult_prob_error:.6g}, "
             f"{100 * self.share_outside:.1f} % outside {BAND[0]} .. {BAND[1]}"
-            + (f"; behind the sampler |d| mean {self.processed_abs_diff_mean:.2e}" if self.num_processed else "")
+            + (f"; after the sampler |d| mean {self.processed_abs_diff_mean:.2e}" if self.num_processed else "")
             + (f"; worst: {self.worst}" if self.worst is not None else "")
         )
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over tokens: a window's figures without its tokens."""
+    """Running sums over the tokens of a window."""
 
     num_tokens: int = 0
     num_samples: int = 0
@@ -116,7 +116,7 @@ class Tally:
     others: dict[str, int] = field(default_factory=lambda: {"num_stale_tokens": 0, "num_unscored": 0})
 
     def add(self, diff: float) -> bool:
-        """One token's d -> whether none was worse. What is not finite counts as the largest there is."""
+        """Add one token's d -> whether it is the worst so far. A d that is not finite counts as LARGEST."""
         diff = max(-LARGEST, min(LARGEST, diff)) if math.isfinite(diff) else LARGEST
         ratio, sums = math.exp(diff), self.sums
         self.num_tokens += 1
@@ -132,7 +132,7 @@ class Tally:
         return True
 
     def add_processed(self, diff: float, raw: float) -> bool:
-        """The same of a log probability behind the sampler; raw: the token's d -> whether none exceeds it by more."""
+        """Add a token's difference after sampling parameters; raw: its d -> whether its excess is the worst so far."""
         size, known = (min(abs(x), LARGEST) if math.isfinite(x) else LARGEST for x in (diff, raw))
         excess = max(size - known, 0.0)
         self.num_processed += 1
@@ -169,7 +169,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """The most that a window may show; None: any. Defaults are those of fp32, see `of`."""
+    """Limits for the figures of a window; None: no limit. The defaults are those of fp32, see `of`."""
 
     abs_diff_mean: float | None = 1e-3
     abs_diff_max: float | None = 0.05
@@ -178,9 +178,9 @@ class Alarm:
     share_outside: float | None = 0.01
     sampler_excess_mean: float | None = 1e-3
     raises: bool = False
-    """Raise MismatchAlarm once the alarm has been told of."""
+    """Raise MismatchAlarm after the alarm was reported."""
     min_tokens: int = 1
-    """Windows of fewer tokens are not judged."""
+    """Windows of fewer tokens never trip."""
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -193,9 +193,9 @@ class Alarm:
     def of(cls, dtype: str, *, experts: bool = False, **changes: Any) -> Alarm:
         """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below.
 
-        Half precision: single tokens may be far off where a token is unlikely; means may not. experts: an undecided
-        router (of a mixture-of-experts layer) may send some tokens elsewhere, and those are off by any amount,
-        which a mean of exp(|d|) makes the most of.
+        Half precision: single unlikely tokens may be far off; means may not. experts: a mixture-of-experts router near
+        a tie may send some tokens to other experts, and those are off by any amount, which dominates a mean of
+        exp(|d|).
         """
         if dtype in ("float32", "float64"):
             return replace(cls(), **changes)
@@ -211,7 +211,7 @@ class Alarm:
         return replace(half, **changes)
 
     def tripped(self, figures: MismatchFigures) -> dict[str, tuple[float, float]]:
-        """(figure, limit) of all that are above, by name."""
+        """(figure, limit) of each figure above its limit, by name."""
         if figures.num_tokens < self.min_tokens:
             return {}
         pairs = {name: (float(getattr(figures, name)), getattr(self, name)) for name in LIMITS}
@@ -228,6 +228,5 @@ LIMITS = (
 )
 
 
-def told(over: Mapping[str, tuple[float, float]]) -> str:
-    """What tripped, in words."""
+def describe_tripped(over: Mapping[str, tuple[float, float]]) -> str:
     return ", ".join(f"{name} {figure:.4g} > {limit:g}" for name, (figure, limit) in over.items())

@@ -1,11 +1,11 @@
-"""Where rollout and trainer part: one suspicious sequence through both forwards, layer by layer.
+"""Locates a mismatch: one suspect sequence through both forwards, layer by layer.
 
-    trainer      stock modules, hooks on every part                              -> inputs and outputs of each part
-    cached       the engine's path with the prefix that is cached now            -> are cached keys and values those?
-    fresh        the engine's path, cache bypassed                               -> does computing anew agree?
-    apart        the engine's path, each part given the trainer's input          -> which part computes something else
+    trainer          stock modules, hooks on every part                          -> inputs and outputs of each part
+    cached           the engine's path with the prefix that is cached now        -> are cached keys and values right?
+    fresh            the engine's path, cache bypassed                           -> does recomputing agree?
+    teacher-forced   the engine's path, each part given the trainer's input      -> which part computes something else
 
-A part's error is its own: its predecessors' are not among what it was given.
+In the last run the error of a part does not include errors of the parts before it.
 """
 
 from __future__ import annotations
@@ -24,74 +24,82 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError, ModelError
 from megatron_infer.models.layer_probes import MOE, ForwardTrace, ModuleProbe, module_probes, trace_forward
-from megatron_infer.rl.mismatch_replay import MOST_DECODED, Forced, Kept, NoRoom, Replayed, Watched, replay
+from megatron_infer.rl.mismatch_replay import (
+    MOST_DECODED,
+    NoRoomForReplay,
+    RecordingModel,
+    ReplayResult,
+    RowsByPosition,
+    TeacherForcedModel,
+    replay,
+)
 from megatron_infer.rl.session import RolloutSession
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Largest relative difference of a part's output that rounding explains, by the model's dtype."""
 NOISE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.2, "float16": 0.1}
-"""Mean |d| of a replay that is a fault whatever the rollout shows, in nats."""
+"""A replay whose mean |d| is above this (nats) shows a fault, whatever the rollout shows."""
 SAMPLER_TOLERANCE = 1e-3
-"""Nats; the sampler computes in fp32 whatever the model does."""
+"""Nats; the sampler computes in fp32 whatever the model's dtype."""
 EXPLAINS = 0.5
 """A replay reproduces a mismatch if it shows this share of it."""
 JUMP = 8.0
-"""The residual stream parts at a layer behind which it is so many times further off than before."""
+"""The residual stream diverges at the first layer whose error is this many times that of the layer before."""
 MOST_TOKENS = 8192
-"""A longer sequence is not looked into: all that passes through a model's layers is kept meanwhile."""
+"""A longer sequence is not searched: all inputs and outputs of the model's layers are kept for it."""
 BEHIND = 8
-"""Tokens behind the worst one that are replayed with it."""
+"""Tokens after the worst one that are replayed with it."""
 
 
-class Verdict(Enum):
-    """What is wrong, as far as replays can tell."""
+class MismatchCause(Enum):
+    """What is wrong, as far as replays show it."""
 
     LAYER = "a layer computes something else"
     STREAM = "parts agree one by one, the residual stream between layers does not"
-    ROUTING = "a router that is undecided: given the same it chooses the same, after rounding it does not"
-    STALE_PREFIX = "stale prefix: what is cached disagrees, computing it anew agrees"
+    ROUTING = "a router near a tie: on the same input it chooses the same experts, after rounding others"
+    STALE_PREFIX = "stale prefix: cached keys and values disagree, recomputing them agrees"
     SAMPLER = "the sampler: logits agree, log probabilities do not"
-    STATE = "passing state: computed anew and alone it agrees; it was cached, or computed among others, otherwise"
-    UNKNOWN = "not placed"
+    STATE = "transient state: recomputed alone it agrees; as cached, or in its batch, it was computed differently"
+    UNKNOWN = "not located"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartError:
-    """How far off one part is by itself."""
+    """The error of one part on the trainer's input."""
 
     name: str
     kind: str
     layer: int | None
     error: float
-    """Relative: norm of the difference / norm of the trainer's output, over all positions or the worst token's."""
+    """Relative: norm of the difference / norm of the trainer's output, over all positions or at the worst token's."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}, off by {self.error:.2g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the forwards part."""
+class MismatchPlace:
+    """Where the forwards diverge."""
 
-    verdict: Verdict
+    cause: MismatchCause
     kind: str = ""
-    """embedding, norm, attention, mamba, mlp, moe or output of a LAYER; layer of a STREAM; sampler; prefix; state."""
+    """LAYER: embedding, norm, attention, mamba, mlp, moe or output; STREAM: layer; else sampler, prefix or state."""
     layer: int | None = None
     """Decoder layer, from 0."""
     name: str = ""
-    """Of the module."""
+    """Name of the module."""
     error: float = 0.0
     tolerance: float = 0.0
     others: tuple[PartError, ...] = ()
-    """Later parts that are off by themselves, too."""
+    """Later parts whose own error is above the tolerance."""
     routed_elsewhere: float | None = None
     """Share of positions that a mixture-of-experts layer sends to other experts."""
     stale_copies: str = ""
-    """Copies derived from the weights that are not those of the weights as they are now."""
+    """Copies derived from the weights that do not match the present weights."""
     note: str = ""
 
     def __str__(self) -> str:
-        text = self.verdict.value
+        text = self.cause.value
         if self.name:
             text += f": {self.name} ({self.kind}), relative difference {self.error:.2g} (rounding: {self.tolerance:g})"
         if self.routed_elsewhere is not None:
@@ -101,39 +109,39 @@ class Place:
         return text + "".join(f"; {extra}" for extra in (self.note, self.stale_copies) if extra)
 
 
-def unplaced(reason: str) -> Place:
-    return Place(verdict=Verdict.UNKNOWN, note=reason)
+def not_located(reason: str) -> MismatchPlace:
+    return MismatchPlace(cause=MismatchCause.UNKNOWN, note=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """The sequence to look at."""
+class SuspectSequence:
+    """The sequence to replay."""
 
     ids: list[int]
     prompt_len: int
     position: int
-    """Of the worst token."""
+    """Position of the worst token."""
     rollout: Mapping[int, float]
-    """Position -> what the rollout said of its token (raw), where it is comparable."""
+    """Position -> the rollout's log probability of its token (raw), where it is comparable."""
     train: Mapping[int, float]
-    """The same of the trainer."""
+    """The same from the trainer."""
     params: SamplingParams | None
     of_sampler: bool
-    """The model's own log probabilities are within limits: only those behind the sampler are not."""
+    """The raw log probabilities are within limits, only those after sampling parameters are not."""
 
 
 class LayerSearch:
-    """Places a mismatch; every rank of the engine calls it alike. Not over pipeline stages."""
+    """Locates a mismatch; every rank of the engine makes the same calls. Not over pipeline stages."""
 
     def __init__(self, session: RolloutSession) -> None:
         self._session = session
 
-    def place(self, suspect: Suspect) -> Place:
-        """Within generating(), or anywhere else, where the engine wakes for it and goes back to what it was."""
+    def locate(self, suspect: SuspectSequence) -> MismatchPlace:
+        """Allowed in any block and outside; a suspended engine is resumed for it and suspended again."""
         try:
             parts = self._session.engine.parts
             if parts.rank_group.groups.pp is not None:
-                return unplaced("over pipeline stages no sequence is replayed; try it with one stage")
+                return not_located("sequences are not replayed over pipeline stages; try it with one stage")
             with self._session.generating():
                 self._session.engine.drain()
                 parts.enter_inference()
@@ -142,53 +150,54 @@ class LayerSearch:
                 finally:
                     if self._session.engine.loop.is_idle:
                         parts.leave_inference()
-        except (NoRoom, ModelError, NotImplementedError) as error:
-            return unplaced(str(error))
+        except (NoRoomForReplay, ModelError, NotImplementedError) as error:
+            return not_located(str(error))
 
-    def _search(self, parts: Assembly, suspect: Suspect) -> Place:
+    def _search(self, parts: Assembly, suspect: SuspectSequence) -> MismatchPlace:
         end = min(len(suspect.ids), suspect.position + 1 + BEHIND)
         if end > MOST_TOKENS:
-            return unplaced(f"its worst token is at position {suspect.position}, replays end at {MOST_TOKENS}")
+            return not_located(f"its worst token is at position {suspect.position}, replays end at {MOST_TOKENS}")
         ids = suspect.ids[:end]
-        how = {"prompt_len": min(suspect.prompt_len, end - 1), "params": suspect.params}
-        # First: computing anew may take the blocks of what is cached.
-        cached = replay(parts, ids, use_cache=True, **how)  # type: ignore[arg-type]
-        watched = Watched(parts.adopted, len(ids))
-        fresh = replay(parts, ids, model=watched, **how)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"prompt_len": min(suspect.prompt_len, end - 1), "params": suspect.params}
+        # First: recomputing may evict cached blocks.
+        cached = replay(parts, ids, use_cache=True, **options)
+        recording = RecordingModel(parts.adopted, len(ids))
+        fresh = replay(parts, ids, model=recording, **options)
         sampler = max(cached.sampler_error, fresh.sampler_error)
         if suspect.of_sampler:
             if sampler > SAMPLER_TOLERANCE:
-                return _of_sampler(sampler)
-            return unplaced("behind the sampler only, and its log probabilities are right when it is asked again")
-        off, own = _mean(suspect.rollout, suspect.train, fresh), _mean(_logprobs(fresh), suspect.train, fresh)
-        if own >= EXPLAINS * off or own > NOISE[parts.shape.dtype]:
-            return self._in_layers(parts, suspect, ids, watched, sampler, how)
+                return _sampler_place(sampler)
+            return not_located("only after sampling parameters, and replayed the sampler's log probabilities are right")
+        observed = _mean_diff(suspect.rollout, suspect.train, fresh)
+        replayed = _mean_diff(_logprobs(fresh), suspect.train, fresh)
+        if replayed >= EXPLAINS * observed or replayed > NOISE[parts.shape.dtype]:
+            return self._search_layers(parts, suspect, ids, recording, sampler, options)
         if sampler > SAMPLER_TOLERANCE:
-            return _of_sampler(sampler)
-        if cached.num_cached and _mean(_logprobs(cached), suspect.train, cached) >= EXPLAINS * off:
+            return _sampler_place(sampler)
+        if cached.num_cached and _mean_diff(_logprobs(cached), suspect.train, cached) >= EXPLAINS * observed:
             note = f"{cached.num_cached} tokens were found cached"
-            return Place(verdict=Verdict.STALE_PREFIX, kind="prefix", note=note)
-        return Place(verdict=Verdict.STATE, kind="state")
+            return MismatchPlace(cause=MismatchCause.STALE_PREFIX, kind="prefix", note=note)
+        return MismatchPlace(cause=MismatchCause.STATE, kind="state")
 
-    def _in_layers(
+    def _search_layers(
         self,
         assembly: Assembly,
-        suspect: Suspect,
+        suspect: SuspectSequence,
         ids: list[int],
-        watched: Watched,
+        recording: RecordingModel,
         sampler: float,
-        how: dict[str, object],
-    ) -> Place:
-        """Computing anew disagrees: which part does."""
+        options: dict[str, Any],
+    ) -> MismatchPlace:
+        """The recomputed sequence disagrees: find the part that does."""
         adopted, tolerance = assembly.adopted, TOLERANCE[assembly.shape.dtype]
         probes = module_probes(adopted)
         with self._session.scoring() as model:
             logits_from = max(0, len(ids) - MOST_DECODED)
-            found = trace_forward(model, probes, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
-        forced = Forced(adopted, probes, found)
-        replay(assembly, ids, model=forced, **how)  # type: ignore[arg-type]
+            traced = trace_forward(model, probes, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
+        forced = TeacherForcedModel(adopted, probes, traced)
+        replay(assembly, ids, model=forced, **options)
         at = suspect.position - 1  # the query that gives the worst token
-        errors = [_error_of(forced.outputs[probe.name], found.outputs[probe.name], at) for probe in probes]
+        errors = [_error_of(forced.outputs[probe.name], traced.outputs[probe.name], at) for probe in probes]
         over = [
             PartError(name=probe.name, kind=probe.kind, layer=probe.layer, error=error)
             for probe, error in zip(
@@ -198,27 +207,27 @@ class LayerSearch:
         ]
         if over:
             first = over[0]
-            elsewhere = None
+            routed_elsewhere = None
             if first.name in forced.experts:
-                elsewhere = _rerouted(forced.experts[first.name], found.experts[first.name])
-            return Place(
-                verdict=Verdict.LAYER,
+                routed_elsewhere = _rerouted(forced.experts[first.name], traced.experts[first.name])
+            return MismatchPlace(
+                cause=MismatchCause.LAYER,
                 kind=first.kind,
                 layer=first.layer,
                 name=first.name,
                 error=first.error,
                 tolerance=tolerance,
                 others=tuple(over[1:]),
-                routed_elsewhere=elsewhere,
+                routed_elsewhere=routed_elsewhere,
             )
         if sampler > SAMPLER_TOLERANCE:
-            return _of_sampler(sampler)
-        return _in_stream(probes, watched, found, tolerance)
+            return _sampler_place(sampler)
+        return _search_stream(probes, recording, traced, tolerance)
 
 
-def _of_sampler(error: float) -> Place:
-    return Place(
-        verdict=Verdict.SAMPLER,
+def _sampler_place(error: float) -> MismatchPlace:
+    return MismatchPlace(
+        cause=MismatchCause.SAMPLER,
         kind="sampler",
         name="sampler",
         error=error,
@@ -227,16 +236,18 @@ def _of_sampler(error: float) -> Place:
     )
 
 
-def _in_stream(probes: Sequence[ModuleProbe], watched: Watched, found: ForwardTrace, tolerance: float) -> Place:
-    """The first layer behind which the residual stream is off by more than that before it explains."""
+def _search_stream(
+    probes: Sequence[ModuleProbe], recording: RecordingModel, traced: ForwardTrace, tolerance: float
+) -> MismatchPlace:
+    """The first layer after which the residual stream's error is more than the error before the layer explains."""
     before = 0.0
-    for number, (ours, its) in enumerate(zip(watched.layers, found.layers, strict=True)):
-        error = _relative(*ours.beside(its))
+    for number, (ours, trainers) in enumerate(zip(recording.layers, traced.layers, strict=True)):
+        error = _relative(*ours.paired_with(trainers))
         if error <= max(tolerance, JUMP * before):
             before = error
             continue
-        place = Place(
-            verdict=Verdict.STREAM,
+        place = MismatchPlace(
+            cause=MismatchCause.STREAM,
             kind="layer",
             layer=number,
             name=f"decoder.layers.{number}",
@@ -245,36 +256,37 @@ def _in_stream(probes: Sequence[ModuleProbe], watched: Watched, found: ForwardTr
         )
         for probe in probes:
             if probe.layer == number and probe.moe is not None:
-                share = _rerouted(watched.experts[probe.moe], found.experts[probe.name])
+                share = _rerouted(recording.experts[probe.moe], traced.experts[probe.name])
                 if share > 0:
-                    return replace(place, verdict=Verdict.ROUTING, kind=MOE, name=probe.name, routed_elsewhere=share)
+                    return replace(
+                        place, cause=MismatchCause.ROUTING, kind=MOE, name=probe.name, routed_elsewhere=share
+                    )
         return place
-    return unplaced(
-        f"every part and the residual stream agree within {tolerance:g}: rounding, larger than usual, or an unlikely "
-        "token"
+    return not_located(
+        f"every part and the residual stream agree within {tolerance:g}: unusually large rounding, or an unlikely token"
     )
 
 
-def _logprobs(run: Replayed) -> dict[int, float]:
+def _logprobs(run: ReplayResult) -> dict[int, float]:
     return dict(enumerate(run.logprobs, start=run.first))
 
 
-def _mean(these: Mapping[int, float], those: Mapping[int, float], run: Replayed) -> float:
-    """Mean difference over tokens that the replay scored and both know."""
-    at = [place for place in _logprobs(run) if place in these and place in those]
-    diffs = [abs(these[place] - those[place]) for place in at]
+def _mean_diff(these: Mapping[int, float], those: Mapping[int, float], run: ReplayResult) -> float:
+    """Mean absolute difference over the tokens that the replay scored and that are in both mappings."""
+    both = [position for position in _logprobs(run) if position in these and position in those]
+    diffs = [abs(these[position] - those[position]) for position in both]
     return sum(diff if math.isfinite(diff) else 700.0 for diff in diffs) / max(len(diffs), 1)
 
 
-def _error_of(ours: Kept, its_SX: Tensor, at: int) -> float:
-    """Over all positions, or at the one that matters if that is more. NaN is larger than anything."""
-    whole = _relative(*ours.beside(its_SX))
-    one = _relative(*ours.beside(its_SX, at)) if bool(ours.seen_S[at]) else 0.0
+def _error_of(ours: RowsByPosition, trainers_SX: Tensor, at: int) -> float:
+    """The larger relative error of all positions together and of position `at`; inf for NaN."""
+    whole = _relative(*ours.paired_with(trainers_SX))
+    one = _relative(*ours.paired_with(trainers_SX, at)) if bool(ours.seen_S[at]) else 0.0
     return max(whole, one) if math.isfinite(whole) and math.isfinite(one) else math.inf
 
 
 def _largest(errors: list[float], group: Any, device: torch.device) -> list[float]:
-    """Over the ranks, each of which sees a part of the logits: all come to the same place."""
+    """Maximum over the ranks, each of which has a part of the logits; all ranks then find the same place."""
     found = torch.tensor(errors, device=device)
     if group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -282,18 +294,18 @@ def _largest(errors: list[float], group: Any, device: torch.device) -> list[floa
     return largest
 
 
-def _relative(ours: Tensor, its: Tensor) -> float:
-    return float((ours - its).norm() / its.norm().clamp_min(1e-12))
+def _relative(ours: Tensor, trainers: Tensor) -> float:
+    return float((ours - trainers).norm() / trainers.norm().clamp_min(1e-12))
 
 
-def _rerouted(kept: Kept, its_SK: Tensor) -> float:
+def _rerouted(rows: RowsByPosition, trainers_SK: Tensor) -> float:
     """Share of positions that went to other experts."""
-    ours, its = kept.beside(its_SK)
-    return float((ours != its).any(-1).float().mean())
+    ours, trainers = rows.paired_with(trainers_SK)
+    return float((ours != trainers).any(-1).float().mean())
 
 
 def stale_copies(parts: Assembly) -> str:
-    """In words; "" where all copies derived from the weights are those of the weights as they are."""
+    """Description of copies derived from the weights that do not match the present weights; "" if all match."""
     try:
         parts.verify_derived()
     except InferenceError as error:

@@ -1,10 +1,10 @@
-"""The mismatch meter: what the engine said of drawn tokens against what the trainer's forward says of them.
+"""The mismatch meter: the engine's log probabilities of drawn tokens against those of the trainer's forward.
 
     groups --share--> samples --stale tokens out--> session.score --d--> figures --limits--> alarm --place--> report
                                                                             |
                                                                   wandb, a metrics registry
 
-It can because both forwards are of one set of weights: whatever they disagree in beyond rounding is a fault.
+Both forwards use the same weights, so every difference beyond rounding is a fault.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Protocol
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, MismatchAlarm, unknown_name
 from megatron_infer.metrics.core import Registry
-from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, told
-from megatron_infer.rl.mismatch_layers import LayerSearch, Place, Suspect
+from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
+from megatron_infer.rl.mismatch_layers import LayerSearch, MismatchPlace, SuspectSequence
 from megatron_infer.rl.mismatch_replay import only_temperature
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.session import RolloutSession
 
 AUTO = "auto"
 PROCESSED_EVERY = 4
-"""Of the chosen samples, one in so many is scored at its temperature, too (at temperature 1 that costs nothing)."""
+"""One chosen sample in so many is also scored at its temperature (at temperature 1 that costs nothing)."""
 log = logging.getLogger("megatron_infer")
 
 
 class MismatchSink(Protocol):
-    """Takes a window's numbers; `metrics.wandb.WandbSink` is one."""
+    """Writes a window's numbers; `metrics.wandb.WandbSink` is one."""
 
     def write_mismatch(self, values: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
-    """One window."""
+    """The report of one window."""
 
     figures: MismatchFigures
     over: dict[str, tuple[float, float]]
     """Figures above their limits: name -> (figure, limit)."""
-    place: Place | None = None
-    """Where the forwards part, where something is above its limit."""
+    place: MismatchPlace | None = None
+    """Where the forwards diverge, if a figure is above its limit."""
 
     @property
     def is_alarm(self) -> bool:
@@ -54,34 +54,34 @@ class MismatchReport:
     def __str__(self) -> str:
         text = f"rollout and trainer, weights {self.figures.weight_version}: {self.figures}"
         if self.over:
-            text += f"; over the limit: {told(self.over)}"
+            text += f"; over the limit: {describe_tripped(self.over)}"
         return text if self.place is None else f"{text}; place: {self.place}"
 
 
 @dataclass(slots=True, kw_only=True)
-class _Chosen:
+class _ChosenSample:
     """A sample to be scored."""
 
     group: RolloutGroup
     number: int
     sample: RolloutSample
     params: SamplingParams | None
-    fresh: list[int]
-    """Indices into its token_ids: drawn by the weights of now, from keys and values of them."""
+    comparable: list[int]
+    """Indices into its token_ids: tokens drawn by the present weights, from keys and values of the present weights."""
     raw: list[float]
     train: dict[int, float]
     """Position in the sequence -> the trainer's log probability."""
 
 
 class MismatchMeter:
-    """Re-scores a share of finished samples; says how far rollout and trainer are apart, and where they part.
+    """Re-scores a share of finished samples; reports how much rollout and trainer differ, and where they diverge.
 
         meter = MismatchMeter(session)
         with session.generating() as roll:
             groups = roll.generate(prompts, params)
             meter.observe(groups, params)
 
-    Call it before the weights change: what other weights drew cannot be compared, and is counted as stale.
+    Call it before the weights change: tokens that other weights drew cannot be compared and are counted as stale.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class MismatchMeter:
         attribute: bool = True,
         seed: int = 0,
     ) -> None:
-        """share: of finished samples, chosen by a hash of request id, sample and `seed`: on all ranks the same.
+        """share: of finished samples, chosen by a hash of request id, sample and `seed`: the same on all ranks.
 
-        alarm: "auto": `Alarm.of` the model; None: none. registry: gets a gauge for every figure; None: the
-        one that is exported with the engine's own figures. on_alarm: is called before MismatchAlarm is raised, if the
-        alarm says so. attribute: search for the place of an alarm, which runs one sequence four times.
+        alarm: "auto": `Alarm.of` the model; None: no alarm. registry: gets a gauge for every figure; None: the
+        one that is exported with the engine's own figures. on_alarm: called before MismatchAlarm is raised, if the
+        alarm raises. attribute: search for the place of an alarm, which runs one sequence four times.
         """
         if not 0 < share <= 1:
             raise ConfigError(f"share is {share}, it must be above 0 and at most 1 (all finished samples)")
@@ -111,11 +111,11 @@ class MismatchMeter:
             alarm = Alarm.of(parts.shape.dtype, experts=parts.runner.routing is not None)
         self.share, self.alarm = share, alarm
         self.last: MismatchReport | None = None
-        """Of the latest window that had something to compare."""
+        """Report of the latest window that had tokens to compare."""
         self.num_windows = self.num_tokens = self.num_alarms = 0
-        """Since the meter was made; tokens that were compared."""
+        """Totals since construction; tokens that were compared."""
         self.seconds = 0.0
-        """Spent on scoring, likewise."""
+        """Total time spent on scoring."""
         self._session, self._sinks = session, tuple(sinks)
         self._registry = session.engine.output_processor.meter.registry if registry is None else registry
         self._on_alarm, self._seed = on_alarm, seed
@@ -125,11 +125,12 @@ class MismatchMeter:
     def observe(
         self, groups: Sequence[RolloutGroup], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> MismatchReport | None:
-        """Look at finished groups, one window -> its report; None where no chosen token can be compared.
+        """Measure finished groups, one window -> its report; None if no chosen token can be compared.
 
-        params: what they were drawn with (one, or one for each prompt of their call): then the distribution behind the
-        sampler is compared too, where only the temperature makes it. With several ranks all call it with the groups
-        that the rollout gave them. In any block, and outside. Raises MismatchAlarm if the alarm raises.
+        params: what they were drawn with (one, or one for each prompt of their call): then the distribution after
+        sampling parameters is compared too, if temperature is the only one that changes it. With several ranks all call
+        it with the groups that the rollout gave them. Allowed in any block and outside. Raises MismatchAlarm if the
+        alarm raises.
         """
         chosen = list(self._choose(groups, params))
         if not chosen:
@@ -141,7 +142,8 @@ class MismatchMeter:
         self.seconds += seconds
         if not figures.num_tokens:
             log.info(
-                "mismatch meter: %d tokens are of other weights, %d samples have no log probabilities, none compared",
+                "mismatch meter: %d tokens were drawn by other weights, %d samples have no log probabilities, "
+                "none compared",
                 figures.num_stale_tokens,
                 figures.num_unscored,
             )
@@ -150,8 +152,8 @@ class MismatchMeter:
         report = MismatchReport(figures=figures, over=over)
         if over and self._search is not None:
             of_sampler = set(over) <= {"sampler_excess_mean"}
-            suspect = _suspect(worst[of_sampler], figures, of_sampler=of_sampler)
-            report = replace(report, place=self._search.place(suspect))
+            suspect = _suspect_of(worst[of_sampler], figures, of_sampler=of_sampler)
+            report = replace(report, place=self._search.locate(suspect))
         self._export(report)
         return report
 
@@ -159,14 +161,14 @@ class MismatchMeter:
 
     def _choose(
         self, groups: Sequence[RolloutGroup], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Iterator[_Chosen]:
+    ) -> Iterator[_ChosenSample]:
         for group in groups:
             how = params if params is None or isinstance(params, SamplingParams) else params[group.index]
             for number, sample in enumerate(group.samples):
                 if sample.num_drawn and self._is_chosen(group.group_id, number):
                     raw = sample.raw_logprobs or []
-                    yield _Chosen(
-                        group=group, number=number, sample=sample, params=how, fresh=[], raw=list(raw), train={}
+                    yield _ChosenSample(
+                        group=group, number=number, sample=sample, params=how, comparable=[], raw=list(raw), train={}
                     )
 
     def _is_chosen(self, group_id: str, number: int) -> bool:
@@ -175,34 +177,36 @@ class MismatchMeter:
 
     # ------------------------------------------------------------------ comparing
 
-    def _compare(self, chosen: Sequence[_Chosen], tally: Tally) -> tuple[_Chosen | None, _Chosen | None]:
-        """-> the samples with the worst token, of the model's distribution and of that behind the sampler."""
+    def _compare(
+        self, chosen: Sequence[_ChosenSample], tally: Tally
+    ) -> tuple[_ChosenSample | None, _ChosenSample | None]:
+        """-> the samples with the worst token of the raw distribution and of that after sampling parameters."""
         parts = self._session.engine.parts
         changed = parts.rank_group.any_rank(parts.guard.changed())
-        able = []
+        scored = []
         for one in chosen:
             if len(one.raw) != len(one.sample.token_ids):
                 tally.others["num_unscored"] += 1
                 continue
-            one.fresh = [] if changed else _fresh(one.sample, self._session.weight_version)
-            tally.others["num_stale_tokens"] += one.sample.num_drawn - len(one.fresh)
-            if one.fresh:
-                able.append(one)
-        tally.num_samples = len(able)
-        worst = worst_behind = None
-        scores = self._session.score([one.sample.ids for one in able]) if able else []
-        for one, score in zip(able, scores, strict=True):
+            one.comparable = [] if changed else _comparable(one.sample, self._session.weight_version)
+            tally.others["num_stale_tokens"] += one.sample.num_drawn - len(one.comparable)
+            if one.comparable:
+                scored.append(one)
+        tally.num_samples = len(scored)
+        worst = worst_processed = None
+        scores = self._session.score([one.sample.ids for one in scored]) if scored else []
+        for one, score in zip(scored, scores, strict=True):
             train, begin = score.tolist(), len(one.sample.prompt_ids)
-            one.train = {begin + place: train[begin + place - 1] for place in one.fresh}
-            for place in one.fresh:
-                if tally.add(one.train[begin + place] - one.raw[place]):
-                    worst, tally.worst = one, _worst(one, place)
+            one.train = {begin + index: train[begin + index - 1] for index in one.comparable}
+            for index in one.comparable:
+                if tally.add(one.train[begin + index] - one.raw[index]):
+                    worst, tally.worst = one, _worst(one, index)
             if one.params is not None and only_temperature(one.params) and self._add_processed(one, train, tally):
-                worst_behind = one
-        return worst, worst_behind
+                worst_processed = one
+        return worst, worst_processed
 
-    def _add_processed(self, one: _Chosen, train: list[float], tally: Tally) -> bool:
-        """Compare what the sampler drew from -> whether no sample had a worse token."""
+    def _add_processed(self, one: _ChosenSample, train: list[float], tally: Tally) -> bool:
+        """Compare the distribution that the sampler drew from -> whether the sample has the worst token so far."""
         assert one.params is not None
         temperature, begin = one.params.temperature, len(one.sample.prompt_ids)
         if temperature != 1.0:
@@ -211,12 +215,12 @@ class MismatchMeter:
                 return False
             train = self._session.score([one.sample.ids], temperature=temperature)[0].tolist()
         is_worst = False
-        for place in one.fresh:
-            diff, raw = train[begin + place - 1] - one.sample.logprobs[place], one.train[begin + place] - one.raw[place]
+        for index in one.comparable:
+            diff, raw = train[begin + index - 1] - one.sample.logprobs[index], one.train[begin + index] - one.raw[index]
             is_worst |= tally.add_processed(diff * min(temperature, 1.0), raw)  # dividing by it magnifies rounding, too
         return is_worst
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ reporting
 
     def _export(self, report: MismatchReport) -> None:
         self.last = report
@@ -235,37 +239,37 @@ class MismatchMeter:
             raise MismatchAlarm(str(report), report=report)
 
 
-def _fresh(sample: RolloutSample, version: int) -> list[int]:
-    """Indices of tokens that `version` drew from keys and values of its own. Without spans: of all drawn ones."""
-    drawn = [place for place, mask in enumerate(sample.loss_mask) if mask]
+def _comparable(sample: RolloutSample, version: int) -> list[int]:
+    """Indices of tokens that `version` drew from keys and values of its own. Without spans: of all drawn tokens."""
+    drawn = [index for index, mask in enumerate(sample.loss_mask) if mask]
     if not sample.spans:
         return drawn
     ages = zip(drawn, sample.staleness(version), sample.kv_staleness(version), strict=True)
-    return [place for place, age, kv_age in ages if age == kv_age == 0]
+    return [index for index, age, kv_age in ages if age == kv_age == 0]
 
 
-def _worst(one: _Chosen, place: int) -> WorstToken:
-    position = len(one.sample.prompt_ids) + place
+def _worst(one: _ChosenSample, index: int) -> WorstToken:
+    position = len(one.sample.prompt_ids) + index
     return WorstToken(
         group_id=one.group.group_id,
         sample=one.number,
         position=position,
-        token_id=one.sample.token_ids[place],
-        rollout_logprob=one.raw[place],
+        token_id=one.sample.token_ids[index],
+        rollout_logprob=one.raw[index],
         train_logprob=one.train[position],
         spans=tuple(one.sample.spans),
     )
 
 
-def _suspect(one: _Chosen | None, figures: MismatchFigures, *, of_sampler: bool) -> Suspect:
+def _suspect_of(one: _ChosenSample | None, figures: MismatchFigures, *, of_sampler: bool) -> SuspectSequence:
     assert one is not None, "an alarm without a token"
     begin = len(one.sample.prompt_ids)
-    at = begin + one.fresh[0] if of_sampler or figures.worst is None else figures.worst.position
-    return Suspect(
+    at = begin + one.comparable[0] if of_sampler or figures.worst is None else figures.worst.position
+    return SuspectSequence(
         ids=one.sample.ids,
         prompt_len=begin,
         position=at,
-        rollout={begin + place: one.raw[place] for place in one.fresh},
+        rollout={begin + index: one.raw[index] for index in one.comparable},
         train=one.train,
         params=one.params,
         of_sampler=of_sampler,

@@ -1,15 +1,15 @@
-"""One sequence through the engine's own paged path once more, its tokens given: admission, blocks, prefill, decode.
+"""Replays one sequence with given tokens through the engine's paged path: admission, blocks, prefill, decode.
 
-    scheduler of its own ---plan---> batch builder, block tables, kernels of the engine ---> logits ---> given token
+    its own scheduler ---plan---> the engine's batch builder, block tables, kernels ---> logits ---> given token
 
-Requests of the engine stand where they are: nothing is in flight meanwhile, and what the replay holds it gives back.
+No step of the engine is in flight meanwhile, its requests are not changed, and the replay releases what it holds.
 Legend: T tokens of a step, S positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError
-from megatron_infer.kernels.base import Ops, PagedModel, RotaryTable
+from megatron_infer.kernels.base import PagedModel, RoutingShape
 from megatron_infer.models.layer_probes import MOE, OUTPUT, ForwardTrace, ModuleProbe
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner
@@ -29,8 +29,8 @@ from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 
 MOST_DECODED = 64
-"""Tokens of a replay that are decoded one by one; those before come in as a prompt does."""
-_ASKED: dict[str, Any] = {
+"""Tokens of a replay that are decoded one by one; those before are prefilled as a prompt."""
+_REPLAYED: dict[str, Any] = {
     "n": 1,
     "logprobs": None,
     "prompt_logprobs": None,
@@ -38,30 +38,30 @@ _ASKED: dict[str, Any] = {
     "return_support": False,
     "return_routing": False,
 }
-"""Of parameters that were a rollout's."""
+"""Sampling parameters that a replay changes."""
 _salts = itertools.count()
 
 
-class NoRoom(InferenceError, RuntimeError):
+class NoRoomForReplay(InferenceError, RuntimeError):
     """The cache has no row or blocks left for a replay."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Replayed:
-    """What came of it."""
+class ReplayResult:
+    """Scores of the given tokens, and the sampler's error."""
 
     first: int
     """Position in the sequence of the first token that was scored."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the given tokens from there on, as the engine scores them (raw)."""
+    """Of the given tokens from `first` on, as the engine scores them (raw)."""
     num_cached: int = 0
-    """Leading tokens that were found computed."""
+    """Leading tokens found in the prefix cache."""
     sampler_error: float = 0.0
-    """Largest difference between what the sampler says of a token it draws and what the logits say, in nats."""
+    """Largest difference between the sampler's log probability of a token and that of the logits, in nats."""
 
 
-class Kept:
-    """Rows by position, as steps bring them."""
+class RowsByPosition:
+    """Rows of a tensor by position in the sequence, collected over the steps of a replay."""
 
     def __init__(self, num_positions: int, first: int = 0) -> None:
         self.first = first
@@ -69,7 +69,7 @@ class Kept:
         self._rows_SX: Tensor | None = None
 
     def put(self, positions_T: Tensor, rows_TX: Tensor) -> None:
-        """Rows of positions from `first` on; the others are let go."""
+        """Keep the rows of positions from `first` on; ignore the others."""
         wanted_T = positions_T >= self.first
         if not bool(wanted_T.any()):
             return
@@ -79,63 +79,45 @@ class Kept:
         self._rows_SX[at] = rows_TX
         self.seen_S[at.cpu() + self.first] = True
 
-    def beside(self, its_SX: Tensor, at: int | None = None) -> tuple[Tensor, Tensor]:
-        """(kept rows, the same of another tensor that begins with position `first`), fp32; at: of one position."""
-        assert self._rows_SX is not None, "no step has brought anything"
+    def paired_with(self, other_SX: Tensor, at: int | None = None) -> tuple[Tensor, Tensor]:
+        """(rows kept here, the same rows of a tensor that begins at position `first`), fp32; at: one position only."""
+        assert self._rows_SX is not None, "no step has put a row"
         seen = self.seen_S.nonzero().flatten() if at is None else torch.tensor([at])
-        seen = (seen - self.first).to(its_SX.device)
-        return self._rows_SX[seen].float(), its_SX[seen].float()
+        seen = (seen - self.first).to(other_SX.device)
+        return self._rows_SX[seen].float(), other_SX[seen].float()
 
 
-class Stand:
-    """Takes the model's place in a runner: the same model, watched."""
+class ModelProxy:
+    """A PagedModel that passes calls on to another; a subclass computes `hidden`."""
 
-    routing = None
+    routing: RoutingShape | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
-
-    def embed(self, step: Any) -> Tensor:
-        out: Tensor = self.model.embed(step)
-        return out
-
-    def hidden(self, step: Any) -> Tensor:
-        out: Tensor = self.model.hidden(step)
-        return out
-
-    def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        out: Tensor = self.model.logits(hidden_SD, ops)
-        return out
-
-    def rotary_table(self, num_positions: int) -> RotaryTable | None:
-        table: RotaryTable | None = self.model.rotary_table(num_positions)
-        return table
-
-    def packable_weights(self) -> Iterable[Tensor]:
-        weights: Iterable[Tensor] = self.model.packable_weights()
-        return weights
+        self.embed, self.logits = model.embed, model.logits
+        self.rotary_table, self.packable_weights = model.rotary_table, model.packable_weights
 
 
-class Watched(Stand):
-    """Notes the residual stream behind every layer, and where experts' routers send tokens."""
+class RecordingModel(ModelProxy):
+    """Records the residual stream after every layer, and the experts that routers choose."""
 
     def __init__(self, model: Any, num_positions: int) -> None:
         super().__init__(model)
         self._num_positions = num_positions
-        self.layers: list[Kept] = []
+        self.layers: list[RowsByPosition] = []
         num_experts = 0 if model.routing is None else model.routing.num_layers
-        self.experts = [Kept(num_positions) for _ in range(num_experts)]
-        """Of each mixture-of-experts layer."""
+        self.experts = [RowsByPosition(num_positions) for _ in range(num_experts)]
+        """One for each mixture-of-experts layer."""
 
     def hidden(self, step: Any) -> Tensor:
         at = itertools.count()
-        _make_room_for_routing(step, self.model)
+        _allocate_routing(step, self.model)
 
         def around(run: Any, *arguments: Any) -> Any:
             x_TD, residual_TD = run(*arguments)
             number = next(at)
             if number == len(self.layers):
-                self.layers.append(Kept(self._num_positions))
+                self.layers.append(RowsByPosition(self._num_positions))
             self.layers[number].put(step.positions_T, residual_TD.float() + x_TD.float())
             return x_TD, residual_TD
 
@@ -145,24 +127,25 @@ class Watched(Stand):
         return out
 
 
-class Forced(Stand):
-    """Gives every part what the trainer's forward gave it, whatever the part before has made: errors stay apart."""
+class TeacherForcedModel(ModelProxy):
+    """Gives each part the input that it had in the trainer's forward, so that errors do not add up over parts."""
 
     def __init__(self, model: Any, probes: Sequence[ModuleProbe], trace: ForwardTrace) -> None:
         super().__init__(model)
         self._probes, self._trace = probes, trace
         num_positions = len(trace.outputs[probes[0].name])
         self.outputs = {
-            probe.name: Kept(num_positions, trace.logits_from if probe.kind == OUTPUT else 0) for probe in probes
+            probe.name: RowsByPosition(num_positions, trace.logits_from if probe.kind == OUTPUT else 0)
+            for probe in probes
         }
-        self.experts = {probe.name: Kept(num_positions) for probe in probes if probe.kind == MOE}
+        self.experts = {probe.name: RowsByPosition(num_positions) for probe in probes if probe.kind == MOE}
         self._nothing = torch.empty(num_positions, 0, device=model.device)
-        """What the embedding is given, beside the step's tokens."""
+        """Input of the embedding, which reads the step's tokens instead."""
         self._dtype = getattr(torch, model.shape.dtype)
 
     def hidden(self, step: Any) -> Tensor:
         positions_T = step.positions_T
-        _make_room_for_routing(step, self.model)
+        _allocate_routing(step, self.model)
         given_TD = positions_T
         for probe in self._probes:
             kept = self.outputs[probe.name]
@@ -179,7 +162,7 @@ class Forced(Stand):
         return given_TD
 
 
-def _make_room_for_routing(step: Any, model: Any) -> None:
+def _allocate_routing(step: Any, model: Any) -> None:
     if model.routing is not None and model.routing.num_layers:
         step.routing_TLK = step.positions_T.new_empty(step.num_tokens, model.routing.num_layers, model.routing.top_k)
 
@@ -192,11 +175,11 @@ def replay(
     model: PagedModel | None = None,
     params: SamplingParams | None = None,
     use_cache: bool = False,
-) -> Replayed:
-    """Run `ids` through the engine; nothing is in flight. use_cache: with the prefix that is cached, as a new request.
+) -> ReplayResult:
+    """Run `ids` through the engine, which has no step in flight.
 
-    Otherwise no cached block is touched. model: in the place of the engine's, see `Stand`.
-    Raises NoRoom. With several ranks all call it alike.
+    use_cache: use the cached prefix, as a new request does; otherwise no cached block is touched. model: replaces the
+    engine's, see `ModelProxy`. Raises NoRoomForReplay. With several ranks all make the same call.
     """
     known = max(prompt_len, len(ids) - MOST_DECODED)
     salt = "" if use_cache else f"mismatch replay {next(_salts)}"
@@ -204,21 +187,21 @@ def replay(
         id=f"replay {salt}",
         tokens=list(ids[:known]),
         prompt_len=prompt_len,
-        params=replace(params or SamplingParams(), **_ASKED),
+        params=replace(params or SamplingParams(), **_REPLAYED),
         max_total=len(ids) + 1,
-        seed=0,  # what the sampler draws is looked at and thrown away
+        seed=0,  # drawn tokens are compared and discarded
         cache=CacheUse(allowed=True, salt=salt),
     )
     scheduler = _scheduler(parts, request)
-    stand = parts.adopted if model is None else model
+    replayed = parts.adopted if model is None else model
     runner = ModelRunner(
-        stand,
+        replayed,
         store=parts.runner.store,
         builder=parts.runner.builder,
         sampler=parts.runner.sampler,
         device=parts.device,
     )
-    found = Replayed(first=known)
+    found = ReplayResult(first=known)
     try:
         while len(request.tokens) < len(ids):
             _step(parts, scheduler, runner, request, ids, found)
@@ -233,7 +216,7 @@ def _scheduler(parts: Assembly, request: Request) -> Scheduler:
     context, config = parts.context, parts.config
     blocks = -(-request.max_total // context.block_size)
     if not context.num_free_rows or context.num_free_blocks < blocks:
-        raise NoRoom(
+        raise NoRoomForReplay(
             f"a replay of {request.max_total - 1} tokens needs a row and {blocks} blocks, {context.num_free_rows} rows "
             f"and {context.num_free_blocks} blocks are free; let requests finish first"
         )
@@ -250,18 +233,23 @@ def _scheduler(parts: Assembly, request: Request) -> Scheduler:
 
 
 def _step(
-    parts: Assembly, scheduler: Scheduler, runner: ModelRunner, request: Request, ids: Sequence[int], found: Replayed
+    parts: Assembly,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    request: Request,
+    ids: Sequence[int],
+    found: ReplayResult,
 ) -> None:
     plan = scheduler.schedule()
     if not plan.num_tokens:
-        raise NoRoom("the cache ran out of blocks during a replay; let requests finish first")
+        raise NoRoomForReplay("the cache ran out of blocks during a replay; let requests finish first")
     tokens: tuple[int, ...] = ()
     try:
         flight = runner.forward(plan, parts.context.take_table_writes())
         parts.free_host_slots()
         if plan.sampled:
             tokens = (ids[len(request.tokens)],)
-            _look(parts, runner, flight, plan, tokens[0], found)
+            _score(parts, runner, flight, plan, tokens[0], found)
             runner.builder.store_sampled(flight.batch, torch.tensor(tokens, device=parts.device.torch))
     except BaseException:
         scheduler.cancel(plan)
@@ -270,8 +258,10 @@ def _step(
 
 
 @torch.inference_mode()
-def _look(parts: Assembly, runner: ModelRunner, flight: LocalStep, plan: StepPlan, token: int, found: Replayed) -> None:
-    """Score the given token, and hold the sampler against the logits it draws from."""
+def _score(
+    parts: Assembly, runner: ModelRunner, flight: LocalStep, plan: StepPlan, token: int, found: ReplayResult
+) -> None:
+    """Score the given token, and compare the sampler with the logits it draws from."""
     logits_1V, vocab = flight.logits_SV, parts.shape.vocab_size
     assert logits_1V is not None
     given = torch.tensor([token], device=logits_1V.device)
@@ -292,7 +282,7 @@ def _look(parts: Assembly, runner: ModelRunner, flight: LocalStep, plan: StepPla
 
 
 def only_temperature(params: SamplingParams) -> bool:
-    """Whether what is drawn from is softmax(logits / temperature), and nothing else."""
+    """Whether tokens are drawn from exactly softmax(logits / temperature)."""
     return (
         params.temperature >= GREEDY_BELOW
         and params.top_p >= 1.0

@@ -1,4 +1,4 @@
-"""Rollouts on an engine of several ranks: the leader decides, the others step along and hear of its groups."""
+"""Rollouts on an engine of several ranks: the leader decides, the others step along and receive its groups."""
 
 from __future__ import annotations
 
@@ -15,77 +15,79 @@ from megatron_infer.rl.group_tracker import PREFIX
 from megatron_infer.rl.samples import RolloutGroup, group_of
 
 
-class Ranks:
-    """One rank's side of rollouts; alone in the engine it has nothing to do."""
+class RolloutRanks:
+    """One rank's side of rollouts; in an engine of one rank it does nothing."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
         self._outputs: dict[str, RequestOutput] = {}
-        """On ranks beside the leader: finished groups that the leader has not spoken of."""
+        """On ranks other than the leader: finished groups that the leader has not delivered."""
 
     @property
     def is_leader(self) -> bool:
         relay = self._engine.relay
         return relay is None or relay.lockstep.is_leader
 
-    def tell(
+    def deliver(
         self,
         groups: Sequence[RolloutGroup],
         *,
-        cut: Collection[str] = (),
+        aborted: Collection[str] = (),
         end: bool = False,
         keep: Sequence[str] = (),
         error: str = "",
     ) -> None:
-        """On the leader: these groups are handed out now, on every rank.
+        """On the leader: deliver these groups now, on every rank.
 
-        cut: those that the other ranks have no output of. keep: at an end, those of a later call.
+        aborted: ids of groups that the other ranks have no output of; they are sent whole. end: the call ends.
+        keep: with `end`, ids of finished groups that a later call delivers.
         """
         relay = self._engine.relay
         if relay is None:
             return
-        told = [
+        sent = [
             [
                 group.group_id,
                 group.index,
                 group.info,
                 group.begun_version,
-                _whole(group) if group.group_id in cut else None,
+                _encoded(group) if group.group_id in aborted else None,
             ]
             for group in groups
         ]
-        relay.meet(ROLLOUT, {"groups": told, "end": end, "keep": list(keep), "error": error}, mine=False)
+        relay.meet(ROLLOUT, {"groups": sent, "end": end, "keep": list(keep), "error": error}, mine=False)
 
-    def hear(self) -> Iterator[RolloutGroup]:
-        """On the others: take part until the leader ends its call -> the groups it hands out."""
+    def follow(self) -> Iterator[RolloutGroup]:
+        """On the other ranks: take part until the leader ends its call -> the groups it delivers."""
         ended = False
         try:
             while not ended:
-                given = self._follow()
-                ended = given["end"]
-                for group_id, index, info, version, whole in given["groups"]:
-                    if whole is not None:
-                        yield sample_file.decode(base64.b85decode(whole))[0]
+                received = self._receive()
+                ended = received["end"]
+                for group_id, index, info, version, encoded in received["groups"]:
+                    if encoded is not None:
+                        yield sample_file.decode(base64.b85decode(encoded))[0]
                     else:
                         output = self._outputs.pop(group_id)
                         yield group_of(output, index=index, info=info, begun_version=version)
                 if ended:
-                    self._outputs = {name: out for name, out in self._outputs.items() if name in given["keep"]}
-                if given["error"]:
-                    raise RequestError(f"rank 0: {given['error']}")
+                    self._outputs = {name: out for name, out in self._outputs.items() if name in received["keep"]}
+                if received["error"]:
+                    raise RequestError(f"rank 0: {received['error']}")
         except (LockstepError, RankFailure):
             ended = True
             raise
         finally:
-            while not ended:  # the caller leaves early here, and so on the leader
-                ended = self._follow()["end"]
+            while not ended:  # the caller stops early here, and therefore on the leader
+                ended = self._receive()["end"]
 
-    def _follow(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
+        """Step along with the leader until it delivers groups or ends its call."""
         relay = self._engine.relay
-        assert relay is not None, "a process alone follows nobody"
+        assert relay is not None, "an engine of one rank has no leader to follow"
         calls = self._engine.followed() | {"step()": lambda _: self._step()}
-        given: dict[str, Any] = relay.follow(calls, until=ROLLOUT)
-        return given
+        received: dict[str, Any] = relay.follow(calls, until=ROLLOUT)
+        return received
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -93,5 +95,5 @@ class Ranks:
         self._engine.loop.backlog[:0] = [out for out in outputs if not out.request_id.startswith(PREFIX)]
 
 
-def _whole(group: RolloutGroup) -> str:
+def _encoded(group: RolloutGroup) -> str:
     return base64.b85encode(sample_file.encode([group])).decode()

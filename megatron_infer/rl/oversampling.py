@@ -1,4 +1,4 @@
-"""Over-sampling: where the prompts come from, how many groups are under way, and what it means to run out."""
+"""Over-sampling: how prompts are read and submitted, how many groups are in flight, and what happens at their end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, InferenceError
-from megatron_infer.rl.group_tracker import Call, GroupTracker
-from megatron_infer.rl.prompts import ask_of, carrying
+from megatron_infer.rl.group_tracker import GroupTracker, PendingGroup, RolloutCall
+from megatron_infer.rl.prompts import group_request_of, with_logprobs
 from megatron_infer.rl.samples import RolloutGroup
 
 
@@ -25,41 +24,40 @@ class RolloutShortage(InferenceError):
         self.wanted, self.accepted, self.num_rejected = wanted, accepted, num_rejected
 
 
-class PromptSource:
-    """Prompts of one collect(), submitted as they are needed."""
+class PromptFeed:
+    """Submits prompts one at a time, reading them no further than needed."""
 
-    def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        prompts: Iterable[Any],
-        params: SamplingParams,
-        num_groups: int,
-        oversample: float,
-        max_in_flight: int | None,
-    ) -> None:
+    def __init__(self, tracker: GroupTracker, prompts: Iterable[Any], params: SamplingParams) -> None:
+        self._tracker, self._prompts, self._params = tracker, enumerate(prompts), with_logprobs(params)
+
+    def submit(self, call: RolloutCall) -> PendingGroup | None:
+        """Submit the next prompt; None when the prompts have run out. An error names the prompt's index."""
+        index, prompt = next(self._prompts, (-1, None))
+        if index < 0:
+            return None
+        try:
+            request = group_request_of(self._tracker.engine, prompt, self._params)
+        except ValueError as error:
+            error.args = (f"prompt {index}: {error}",)
+            raise
+        return self._tracker.add(call, request, index)
+
+
+class Oversampler:
+    """Keeps `oversample` times as many groups in flight as are still wanted."""
+
+    def __init__(self, feed: PromptFeed, num_groups: int, *, oversample: float, max_in_flight: int | None) -> None:
         if not isinstance(num_groups, int) or num_groups < 1:
             raise ConfigError(f"num_groups is {num_groups!r}, it must be an integer of 1 or more")
         if not 1.0 <= oversample < math.inf:
             raise ConfigError(f"oversample is {oversample!r}, it must be 1.0 (no more than wanted) or more")
         if max_in_flight is not None and max_in_flight < 1:
             raise ConfigError(f"max_in_flight is {max_in_flight!r}, it must be 1 or more, or None for no limit")
-        self._engine, self._prompts, self._params = engine, iter(prompts), carrying(params)
-        self._wanted, self._oversample = num_groups, oversample
+        self._feed, self._wanted, self._oversample = feed, num_groups, oversample
         self._limit = math.inf if max_in_flight is None else max_in_flight
-        self._num_read = 0
 
-    def fill(self, flow: GroupTracker, call: Call, num_accepted: int) -> None:
-        """Submit until as many groups are under way as should be, or the prompts run out."""
+    def fill(self, call: RolloutCall, num_accepted: int) -> None:
+        """Submit until as many groups are in flight as should be, or the prompts run out."""
         target = min(self._limit, math.ceil((self._wanted - num_accepted) * self._oversample))
-        while len(call.tickets) + len(call.ready) < target:
-            try:
-                prompt = next(self._prompts)
-            except StopIteration:
-                return
-            index, self._num_read = self._num_read, self._num_read + 1
-            try:
-                ask = ask_of(self._engine, prompt, self._params)
-            except ValueError as error:
-                error.args = (f"prompt {index}: {error}",)
-                raise
-            flow.add(call, ask, index)
+        while len(call.pending) + len(call.ready) < target and self._feed.submit(call) is not None:
+            pass

@@ -1,4 +1,4 @@
-"""What may be rolled out: text, token ids, a conversation, or one of them in a mapping with the caller's data."""
+"""Prompts of rollouts: text, token ids, a conversation, or one of them in a mapping with the caller's data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import InvalidPrompt, ModelError
+from megatron_infer.errors import InvalidPrompt
 from megatron_infer.requests.input_processor import is_single_prompt, salt_of
 
 RolloutPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text; ids; chat messages; or a mapping with one of "prompt", "prompt_token_ids", "messages", perhaps "cache_salt" and
-"tools" (for the chat template). Its other keys come back as the group's `info`."""
+"""Text; ids; chat messages; or a mapping with one of "prompt", "prompt_token_ids", "messages", and optionally
+"cache_salt" and "tools" (for the chat template). Its other keys come back as the group's `info`."""
 
 KINDS = ("prompt", "prompt_token_ids", "messages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A prompt that can be served, and how."""
+class GroupRequest:
+    """A checked prompt with its sampling parameters: one request of the engine."""
 
     ids: list[int]
     params: SamplingParams
@@ -29,17 +29,17 @@ class Ask:
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """As the engine takes it."""
+        """The prompt as `add_request` takes it."""
         return {"prompt_token_ids": self.ids, "cache_salt": self.salt}
 
 
-def carrying(params: SamplingParams) -> SamplingParams:
-    """The same, with the log probabilities that every sample of a rollout has."""
+def with_logprobs(params: SamplingParams) -> SamplingParams:
+    """The same parameters, with the log probabilities that every sample of a rollout has."""
     return params if params.return_sampled_logprobs else replace(params, return_sampled_logprobs=True)
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether it is one conversation: a list of messages with roles."""
+    """Whether a prompt is one conversation: a list of messages with roles."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str | bytes)
@@ -53,34 +53,27 @@ def as_batch(prompts: Any) -> list[Any]:
     return [prompts] if is_single_prompt(prompts) or is_chat(prompts) else list(prompts)
 
 
-def asks_of(
+def group_requests_of(
     engine: DynamicInferenceEngine, prompts: Any, params: SamplingParams | Sequence[SamplingParams]
-) -> list[Ask]:
-    """Check every prompt before any is queued; an error names the place of the prompt."""
+) -> list[GroupRequest]:
+    """Check every prompt before any is queued; an error names the index of the prompt."""
     batch = as_batch(prompts)
-    if isinstance(params, SamplingParams):
-        params = carrying(params)
-    if isinstance(params, SamplingParams):
-        wanted = [params] * len(batch)
-    else:
-        wanted = list(params)
-        if len(wanted) != len(batch):
-            raise InvalidPrompt(
-                f"{len(batch)} prompts but {len(wanted)} SamplingParams; pass one, or one for each prompt"
-            )
-    asks = []
-    for index, (prompt, how) in enumerate(zip(batch, wanted, strict=True)):
+    each = [with_logprobs(params)] * len(batch) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(batch):
+        raise InvalidPrompt(f"{len(batch)} prompts but {len(each)} SamplingParams; pass one, or one for each prompt")
+    requests = []
+    for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
         try:
-            asks.append(ask_of(engine, prompt, how))
-        except (InvalidPrompt, ModelError, ValueError) as error:
+            requests.append(group_request_of(engine, prompt, own))
+        except ValueError as error:
             if len(batch) > 1:
                 error.args = (f"prompt {index}: {error}",)
             raise
-    return asks
+    return requests
 
 
-def ask_of(engine: DynamicInferenceEngine, prompt: Any, params: SamplingParams) -> Ask:
-    """One prompt as ids. Raises RequestError when it cannot be served."""
+def group_request_of(engine: DynamicInferenceEngine, prompt: Any, params: SamplingParams) -> GroupRequest:
+    """One prompt in token ids. Raises RequestError when it cannot be served."""
     info: dict[str, Any] = {}
     salt = ""
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -102,13 +95,13 @@ def ask_of(engine: DynamicInferenceEngine, prompt: Any, params: SamplingParams) 
     _, ids = input_processor.tokenize(prompt)
     input_processor.check(ids, params)
     input_processor.check_params(params)
-    return Ask(ids=ids, params=carrying(params), salt=salt, info=info)
+    return GroupRequest(ids=ids, params=with_logprobs(params), salt=salt, info=info)
 
 
 def chat_ids(
     engine: DynamicInferenceEngine, messages: Any, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
-    """A conversation as the model reads it, up to where its answer begins."""
+    """A conversation in token ids through the chat template, up to where the model's answer begins."""
     tokenizer: Any = engine.tokenizer
     if tokenizer is None or not getattr(tokenizer, "has_chat_template", False):
         raise InvalidPrompt("chat messages need a tokenizer with a chat template; give text or token ids")

@@ -1,10 +1,10 @@
-"""New weights for an engine behind a coordinator: the commands that its replica obeys, on every rank of the engine.
+"""Receives new weights for an engine behind a coordinator: the weight commands of its replica, on every rank.
 
     load_weights(path)                                    finish_weights(version) -> settle_weights()
     begin_weights(), write_weights(a piece) ...           cancel_weights(): as it was before, also after a finish
 
-Nothing of an update is final before `settle_weights`: whoever steers several replicas finishes it on all or on none.
-A failure is told to all ranks, and what was written is put back.
+An update can be cancelled until `settle_weights`, so that a controller of several replicas finishes it on all or on
+none. An error on one rank is raised on all ranks, and what was written is put back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
 from megatron_infer.rl.weights.sources import LazyTensors, StreamSource
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 CALL = "weights()"
-SHOWN = 8
-"""Names of tensors that are said to differ."""
-RESET = "they were overwritten to see whether an update restores them; finish an update that writes every tensor"
+MAX_NAMES = 8
+"""Most names of differing tensors in an answer."""
+RESET = "they were overwritten to test whether an update restores them; finish an update that writes every tensor"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,19 +44,19 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As safetensors names them."""
+"""safetensors' name -> dtype."""
 
 
 @dataclass(slots=True)
-class _Arriving:
-    """A tensor of which pieces have come."""
+class _PartialTensor:
+    """A tensor that is received in pieces."""
 
     name: str
     tensor: Tensor
     num_bytes: int = 0
 
-    def take(self, offset: int, data: bytes) -> bool:
-        """Whether it is whole."""
+    def append(self, offset: int, data: bytes) -> bool:
+        """Add a piece -> whether the tensor is complete."""
         if offset != self.num_bytes or offset + len(data) > self.tensor.nbytes:
             raise WeightUpdateError(
                 f"{self.name}: {len(data):,} bytes came for byte {offset:,} of {self.tensor.nbytes:,}, "
@@ -71,23 +71,23 @@ class _Arriving:
 
 
 class RemoteWeights:
-    """One rank's side; the leader's `commands` go to its replica, the others' `followed` to `engine.follow`."""
+    """One rank's side: the leader's replica runs its `commands`, the other ranks run `followed` in `engine.follow`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._update: WeightUpdate | None = None
-        self._arriving: _Arriving | None = None
+        self._partial: _PartialTensor | None = None
         self._snapshot: dict[str, int] | None = None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        """By the names that `wire.Control` has."""
-        return {name: partial(self._obey, name) for name in WEIGHT_COMMANDS}
+        """The weight commands by their names in `coordinator.protocol`."""
+        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS}
 
     def followed(self) -> dict[str, Callable[[Any], Any]]:
-        return {CALL: lambda given: self._obey(given["command"], **given["args"])}
+        return {CALL: lambda given: self._run(given["command"], **given["args"])}
 
-    def _obey(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
-        """On every rank. timeout_s: of the part that is a transition of the engine."""
+    def _run(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
+        """Run a command on every rank. timeout_s: sent with every command, not used here."""
         if isinstance(args.get("data"), bytes) and self._engine.relay is not None:
             args["data"] = base64.b85encode(args["data"]).decode()
         if self._engine.relay is not None:
@@ -99,105 +99,106 @@ class RemoteWeights:
     # ------------------------------------------------------------------ one update
 
     def load_weights(self, path: str) -> dict[str, Any]:
-        """Tensors out of files; all of them, unless an update is under way already and `path` is one file of several.
+        """Write tensors from files: all tensors, unless an update has begun and `path` is one file of several.
 
-        What can be known is checked before the first is written.
+        Everything that can be checked is checked before the first tensor is written.
         """
         if os.path.realpath(path) != path:
-            raise ConfigError(f"{path} leads to {os.path.realpath(path)}; give the path that it leads to")
+            raise ConfigError(f"{path} links to {os.path.realpath(path)}; give the path that it links to")
         is_part = self._update is not None and os.path.isfile(path)
         update = self.begin_weights() if self._update is None else self._update
         source: list[Any] = []
 
-        def opened() -> None:
+        def open_and_check() -> None:
             found = as_source(path)
             source.append(StreamSource(LazyTensors(SafetensorsReader(Path(path))).items()) if is_part else found)
             source[0].check(update.target, strict=True)
 
-        update.check(opened)
+        update.check(open_and_check)
         update.check(lambda: source[0].write_into(update))
-        return {"last": update.last}
+        return {"last": update.last_written}
 
     def begin_weights(self) -> Any:
-        """The engine computes nothing until the update has ended."""
+        """The engine refuses to run until the update has ended."""
         if self._update is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self._engine.state.value)
-        self._update, self._arriving = WeightUpdate(self._engine, undo=True), None
+        self._update, self._partial = WeightUpdate(self._engine, undo=True), None
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
-        """A piece of one tensor of the whole model; pieces come in order, and a tensor's before those of the next."""
-        update = self._open("write_weights")
+        """Write a piece of one tensor of the whole model; all its pieces in order, before those of the next tensor."""
+        update = self._open_update("write_weights")
 
         def write() -> None:
-            tensor = self._take(name, dtype, shape, offset, data)
+            tensor = self._append(name, dtype, shape, offset, data)
             if tensor is not None:
                 update.write(name, tensor)
 
         update.check(write)
 
-    def _take(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> Tensor | None:
-        """The tensor, once it is whole."""
+    def _append(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> Tensor | None:
+        """The tensor, once it is complete."""
         if dtype not in DTYPES:
             raise WeightUpdateError(f"{name} is {dtype}; known are {', '.join(DTYPES)}", tensor=name)
-        arriving = self._arriving
+        partial_tensor = self._partial
         if offset == 0:
-            if arriving is not None:
-                raise WeightUpdateError(f"{name} came before all of {arriving.name}", tensor=arriving.name)
-            arriving = self._arriving = _Arriving(name, torch.empty(shape, dtype=DTYPES[dtype]))
-        if arriving is None or arriving.name != name:
+            if partial_tensor is not None:
+                raise WeightUpdateError(f"{name} came before all of {partial_tensor.name}", tensor=partial_tensor.name)
+            partial_tensor = self._partial = _PartialTensor(name, torch.empty(shape, dtype=DTYPES[dtype]))
+        if partial_tensor is None or partial_tensor.name != name:
             raise WeightUpdateError(f"{name} does not begin with its first byte", tensor=name)
-        if not arriving.take(offset, data):
+        if not partial_tensor.append(offset, data):
             return None
-        self._arriving = None
-        return arriving.tensor
+        self._partial = None
+        return partial_tensor.tensor
 
     def finish_weights(self, version: int, running: str = "keep") -> dict[str, Any]:
-        """The engine has the weights; they can still be taken back."""
-        update = self._open("finish_weights")
-        if self._arriving is not None:
-            name = self._arriving.name
+        """The engine has the new weights; `cancel_weights` can still restore the old ones."""
+        update = self._open_update("finish_weights")
+        if self._partial is not None:
+            name = self._partial.name
             update.check(partial(_raise, WeightUpdateError(f"{name} has not come whole", tensor=name)))
         report = update.finish(version, running=running)
         return {"version": version, "num_tensors": report.num_tensors, "bytes_copied": report.bytes_copied}
 
     def settle_weights(self) -> None:
-        """Forget what was there before."""
-        self._update = self._arriving = None
+        """Make the update final: drop the copy of the old weights."""
+        self._update = self._partial = None
 
     def cancel_weights(self, version: int | None = None) -> None:
-        """Weights and version as they were before the update; without one there is nothing to do.
+        """Restore weights and version from before the update; does nothing without one.
 
-        version: that the coordinator expects of its replicas from now on.
+        version: the one that the coordinator expects of its replicas from now on; not used here.
         """
-        update, self._update, self._arriving = self._update, None, None
+        update, self._update, self._partial = self._update, None, None
         if update is not None:
             update.rollback()
 
-    def _open(self, call: str) -> WeightUpdate:
+    def _open_update(self, call: str) -> WeightUpdate:
         if self._update is None:
             raise WrongState(f"{call} without a weight update under way", state=self._engine.state.value)
         return self._update
 
-    # ------------------------------------------------------------------ what the weights are
+    # ------------------------------------------------------------------ checks
 
     def check_weights(self, action: str) -> dict[str, Any]:
-        """checksum: a digest of all weights. snapshot: remember digests. compare: with those. reset: spoil the weights.
+        """checksum: digest of all weights. snapshot: keep their digests. compare: with the snapshot. reset: overwrite.
 
-        Every answer but that to reset reads all weights once; derived copies are computed again and compared.
+        Each action except reset reads all weights once; derived copies are recomputed and compared. reset overwrites
+        all weights with random values, and the engine refuses to run until an update has written every tensor.
         """
         if self._update is not None:
             raise WrongState("check_weights during a weight update", state=self._engine.state.value)
         if action == "reset":
-            return self._spoil()
+            return self._overwrite()
         if action not in ("checksum", "snapshot", "compare"):
             known = ("checksum", "snapshot", "compare", "reset")
             raise ConfigError(f"{unknown_name('action', action, known)}; one of {', '.join(known)}")
         if action == "compare" and self._snapshot is None:
             raise ConfigError("compare: there is no snapshot to compare with; take one first")
-        target = Target.of(self._engine)
+        target = UpdateTarget.of(self._engine)
         digests = model_digests(target)
-        if target.torn is None and not self._engine.parts.derived.is_released:
+        if target.incomplete_reason is None and not self._engine.parts.derived.is_released:
             self._engine.verify_weights()
         answer: dict[str, Any] = {"checksum": checksum_of(digests), "num_tensors": len(digests)}
         if action == "snapshot":
@@ -205,14 +206,14 @@ class RemoteWeights:
         elif action == "compare":
             assert self._snapshot is not None
             different = [name for name in digests if self._snapshot.get(name) != digests[name]]
-            answer |= {"num_different": len(different), "different": different[:SHOWN]}
+            answer |= {"num_different": len(different), "different": different[:MAX_NAMES]}
         return answer
 
     @torch.no_grad()
-    def _spoil(self) -> dict[str, Any]:
-        target = Target.of(self._engine)
+    def _overwrite(self) -> dict[str, Any]:
+        target = UpdateTarget.of(self._engine)
         target.hold()
-        target.torn = RESET
+        target.incomplete_reason = RESET
         for local in target.inventory.tensors:
             live = local.tensor.detach()
             live.uniform_(-1.0, 1.0) if live.is_floating_point() else live.bitwise_not_()

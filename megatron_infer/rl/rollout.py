@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.rl.group_tracker import Budget, Call, GroupTracker, Ticket
-from megatron_infer.rl.multi_rank import Ranks
-from megatron_infer.rl.oversampling import PromptSource, RolloutShortage
-from megatron_infer.rl.prompts import asks_of
+from megatron_infer.rl.group_tracker import Budget, GroupTracker, PendingGroup, RolloutCall
+from megatron_infer.rl.multi_rank import RolloutRanks
+from megatron_infer.rl.oversampling import Oversampler, PromptFeed, RolloutShortage
+from megatron_infer.rl.prompts import group_requests_of
 from megatron_infer.rl.rollout_thread import RolloutThread
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.stats import RolloutStats
@@ -24,7 +24,7 @@ class RolloutProgress:
     num_groups: int
     num_done: int
     num_tokens: int
-    """Drawn since the call began, those of unfinished groups too."""
+    """Tokens drawn since the call began, those of unfinished groups too."""
     seconds: float
 
 
@@ -34,26 +34,26 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 class Rollout:
     """Draws groups of samples from an engine. A prompt with `SamplingParams(n=8)` is one request of the engine: its
-    prompt is computed once and shared, and it ends or is aborted as a whole.
+    prompt is computed once and shared, and its samples end or are aborted together.
 
     prompts: text, ids, chat messages or mappings (see `prompts.RolloutPrompt`); params: one, or one for each prompt.
-    A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: nothing of it reaches a later
+    A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: none of its groups reaches a later
     call. A call that stopped at a budget (`pause_at`) leaves its groups in the engine, where they outlive suspends and
-    weight updates; the next call goes on with them and hands them out beside its own.
+    weight updates; the next call continues them and delivers them beside its own.
     With several ranks every rank makes the same calls and has the groups, and the leader's prompts count; or the leader
     alone calls, while the others are in `engine.follow()`.
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
-        self.flow = GroupTracker(engine)
-        self.ranks = Ranks(engine)
-        self.pump = RolloutThread(self.flow)
+        self.tracker = GroupTracker(engine)
+        self.ranks = RolloutRanks(engine)
+        self.thread = RolloutThread(self.tracker)
         self._budget: Budget | None = None
         self._surplus: list[RolloutGroup] = []
-        """Accepted by a collect(), for the next one."""
+        """Groups that a collect() accepted for the next one."""
         self.stats: RolloutStats | None = None
-        """Of the latest call that has ended. On the leader."""
+        """Figures of the latest call that has ended. On the leader."""
 
     # ------------------------------------------------------------------ drawing
     def generate(
@@ -74,21 +74,21 @@ class Rollout:
             groups.append(group)
             if on_group is not None:
                 on_group(group)
-        return sorted(groups, key=_order)
+        return sorted(groups, key=_submission_number)
 
     def iterate(self, prompts: Any, params: Params, *, on_progress: Progress | None = None) -> Iterator[RolloutGroup]:
-        """Groups as they finish; `index` and `info` tell which is which. The engine steps while the next is awaited."""
+        """Groups as they finish, each with its `index` and `info`. The engine steps while the next is awaited."""
         if not self.ranks.is_leader:
-            yield from self.ranks.hear()
+            yield from self.ranks.follow()
             return
-        error, call = "", Call()
+        error, call = "", RolloutCall()
         try:
-            self.flow.begin(call, asks_of(self.engine, prompts, params))
+            self.tracker.begin(call, group_requests_of(self.engine, prompts, params))
             while (group := self._next(call, on_progress)) is not None:
-                self._give(call, [group])
+                self._deliver(call, [group])
                 yield group
         except BaseException as failure:
-            error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+            error = _described(failure)
             raise
         finally:
             self._end(call, error)
@@ -99,27 +99,28 @@ class Rollout:
         """`async for group in roll.stream(...)`: as `iterate`, in any event loop and beside other streams.
 
         The engine steps on a thread of its own, so the loop stays free; callbacks run in the loop. Leave it early with
-        `aclosing(...)` or a finished loop: what it submitted is aborted then. With several ranks: one stream at a time.
+        `aclosing(...)` or a finished loop, which aborts what it submitted. With several ranks: one stream at a time.
         """
+        run = self.thread.run
         if not self.ranks.is_leader:
-            heard = self.ranks.hear()
+            groups = self.ranks.follow()
             try:
-                while (told := await self.pump.run(lambda: next(heard, None))) is not None:
-                    yield told
+                while (received := await run(lambda: next(groups, None))) is not None:
+                    yield received
             finally:
-                await self.pump.run(heard.close)
+                await run(groups.close)
             return
-        error, call = "", Call()
+        error, call = "", RolloutCall()
         try:
-            await self.pump.run(lambda: self.flow.begin(call, asks_of(self.engine, prompts, params)))
+            await run(lambda: self.tracker.begin(call, group_requests_of(self.engine, prompts, params)))
             while (group := await self._anext(call, on_progress)) is not None:
-                await self.pump.run(lambda group=group: self._give(call, [group]))  # type: ignore[misc]
+                await run(lambda group=group: self._deliver(call, [group]))  # type: ignore[misc]
                 yield group
         except BaseException as failure:
-            error = "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+            error = _described(failure)
             raise
         finally:
-            await self.pump.run(lambda: self._end(call, error))
+            await run(lambda: self._end(call, error))
 
     def collect(
         self,
@@ -134,149 +135,153 @@ class Rollout:
         keep_in_flight: bool = False,
         on_progress: Progress | None = None,
     ) -> list[RolloutGroup]:
-        """Draw until `accept` has taken `num_groups`, then abort whatever is under way -> the accepted, as they came.
+        """Draw until `accept` has taken `num_groups`, then abort the groups in flight -> the accepted, in that order.
 
         prompts: an iterator is read as far as needed, here and by the next call; oversample times as many groups as
-        are still wanted are under way, at most max_in_flight. accept: called on the leader for each finished group
+        are still wanted are in flight, at most max_in_flight. accept: called on the leader for each finished group
         (None takes all); failed groups are never taken. Groups accepted beyond num_groups, which finished in the same
-        step, are returned too, or with `carry` come first in the next collect(). keep_in_flight: leave what is under
-        way in the engine for the next call, as at a budget (`pause_at`), which ends this one with fewer groups.
+        step, are returned too, or with `carry` come first in the next collect(). keep_in_flight: leave the groups in
+        flight in the engine for the next call, as at a budget (`pause_at`), which ends this one with fewer groups.
         Raises RolloutShortage, with what was accepted, when the prompts run out. After another error the next collect()
-        begins with what an earlier one had carried.
+        begins with the groups that an earlier one carried.
         """
         if not self.ranks.is_leader:
-            return list(self.ranks.hear())
-        error, call, accepted, surplus = "", Call(), list(self._surplus), self._surplus
+            return list(self.ranks.follow())
+        error, call, accepted, surplus = "", RolloutCall(), list(self._surplus), self._surplus
         try:
-            source = PromptSource(self.engine, prompts, params, num_groups, oversample, max_in_flight)
+            feed = PromptFeed(self.tracker, prompts, params)
+            oversampler = Oversampler(feed, num_groups, oversample=oversample, max_in_flight=max_in_flight)
             self._surplus = []
-            self.flow.begin(call, [])
+            self.tracker.begin(call, [])
             while len(accepted) < num_groups:
-                source.fill(self.flow, call, len(accepted))
+                oversampler.fill(call, len(accepted))
                 group = self._next(call, on_progress)
                 if group is None:
                     break
-                self._judge(call, group, accept, accepted)
+                self._filter(call, group, accept, accepted)
             while call.ready:
-                self._judge(call, call.ready.popleft(), accept, accepted)
+                self._filter(call, call.ready.popleft(), accept, accepted)
             if len(accepted) < num_groups and not call.paused:
                 raise RolloutShortage(num_groups, accepted, call.num_rejected)
             call.paused = call.paused or keep_in_flight
             if carry:
                 accepted, self._surplus = accepted[:num_groups], accepted[num_groups:]
-            self._give(call, accepted)
+            self._deliver(call, accepted)
             return accepted
         except BaseException as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = _described(failure)
             self._surplus = [] if isinstance(failure, RolloutShortage) else surplus
             kept = {group.group_id for group in self._surplus}
-            self.flow.release(group.group_id for group in accepted if group.group_id not in kept)
+            self.tracker.release(group.group_id for group in accepted if group.group_id not in kept)
             raise
         finally:
             if not call.paused:
-                call.token_details = ()  # those of earlier calls are aborted, too
+                call.carried_over = ()  # groups of earlier calls are aborted, too
             self._end(call, error)
 
-    def _judge(
+    def _filter(
         self,
-        call: Call,
+        call: RolloutCall,
         group: RolloutGroup,
         accept: Callable[[RolloutGroup], bool] | None,
         accepted: list[RolloutGroup],
     ) -> None:
-        is_taken = False
+        is_accepted = False
         try:
-            is_taken = group.error is None and (accept is None or accept(group))
+            is_accepted = group.error is None and (accept is None or accept(group))
         finally:
-            if not is_taken:
-                self.flow.release([group.group_id])
-        if is_taken:
+            if not is_accepted:
+                self.tracker.release([group.group_id])
+        if is_accepted:
             accepted.append(group)
         else:
             call.num_rejected += 1
 
     # ------------------------------------------------------------------ control
     def pause_at(self, budget: Budget | None) -> None:
-        """The call under way, or the next one, stops at `budget` and leaves what is unfinished in the engine.
+        """The present call, or the next one, stops at `budget` and leaves its unfinished groups in the engine.
 
-        May be called from a callback. None takes it back. It holds for one call. On the leader.
+        May be called from a callback. None cancels it. It holds for one call. On the leader.
         """
         self._budget = budget
 
     @property
-    def unfinished(self) -> list[Ticket]:
+    def unfinished(self) -> list[PendingGroup]:
         """Groups that paused calls have left in the engine. On the leader."""
-        return list(self.flow.loose.values())
+        return list(self.tracker.unfinished.values())
 
     @property
-    def in_flight(self) -> list[Ticket]:
-        """Groups under way, of any call, and those unfinished. On the leader."""
-        return self.flow.in_flight
+    def in_flight(self) -> list[PendingGroup]:
+        """Groups in flight, of any call, and those unfinished. On the leader."""
+        return self.tracker.in_flight
 
     def abort(self, group_id: str) -> RolloutGroup:
-        """End a group under way, all its samples -> what it has. On the leader.
+        """Abort a group in flight, all its samples -> what it has. On the leader.
 
-        A call that waits for it hands it out as it is, with finish_reason "abort"; may be called from a callback.
+        A call that waits for it delivers it as it is, with finish_reason "abort"; may be called from a callback.
         """
-        return self.flow.abort(group_id)
+        return self.tracker.abort(group_id)
 
     def abort_all(self) -> list[RolloutGroup]:
-        """End all that paused calls left unfinished -> what they have. On the leader."""
-        return [self.abort(group_id) for group_id in list(self.flow.loose)]
+        """Abort all groups that paused calls left unfinished -> what they have. On the leader."""
+        return [self.abort(group_id) for group_id in list(self.tracker.unfinished)]
 
     # ------------------------------------------------------------------ one call
-    def _next(self, call: Call, on_progress: Progress | None) -> RolloutGroup | None:
+    def _next(self, call: RolloutCall, on_progress: Progress | None) -> RolloutGroup | None:
         """The next finished group; None when there is none left or the budget is reached."""
-        while not call.ready:
-            if not call.tickets:
-                return None
-            if self.flow.reached(call, self._budget):
-                call.paused = True
-                return None
-            self.flow.step()
-            if on_progress is not None:
-                on_progress(self._progress(call))
-        return call.ready.popleft()
+        while self._must_step(call):
+            self.tracker.step()
+            self._report_progress(call, on_progress)
+        return call.ready.popleft() if call.ready else None
 
-    async def _anext(self, call: Call, on_progress: Progress | None) -> RolloutGroup | None:
-        while not call.ready:
-            if not call.tickets:
-                return None
-            if self.flow.reached(call, self._budget):
-                call.paused = True
-                return None
-            await self.pump.step()
-            if on_progress is not None:
-                on_progress(self._progress(call))
-        return call.ready.popleft()
+    async def _anext(self, call: RolloutCall, on_progress: Progress | None) -> RolloutGroup | None:
+        while self._must_step(call):
+            await self.thread.step()
+            self._report_progress(call, on_progress)
+        return call.ready.popleft() if call.ready else None
 
-    def _give(self, call: Call, groups: list[RolloutGroup]) -> None:
-        """Hand groups out, on every rank."""
-        call.given += groups
-        self.ranks.tell(groups, cut=self.flow.cut)
-        self.flow.release(group.group_id for group in groups)
+    def _must_step(self, call: RolloutCall) -> bool:
+        """Whether a call has to wait for a group; at its budget it pauses instead."""
+        if call.ready or not call.pending:
+            return False
+        call.paused = self.tracker.is_over(call, self._budget)
+        return not call.paused
 
-    def _end(self, call: Call, error: str) -> None:
+    def _report_progress(self, call: RolloutCall, on_progress: Progress | None) -> None:
+        if on_progress is not None:
+            on_progress(
+                RolloutProgress(
+                    num_groups=call.num_groups,
+                    num_done=call.num_done,
+                    num_tokens=self.tracker.num_tokens(call),
+                    seconds=call.seconds,
+                )
+            )
+
+    def _deliver(self, call: RolloutCall, groups: list[RolloutGroup]) -> None:
+        """Deliver groups on every rank."""
+        call.delivered += groups
+        self.ranks.deliver(groups, aborted=self.tracker.aborted)
+        self.tracker.release(group.group_id for group in groups)
+
+    def _end(self, call: RolloutCall, error: str) -> None:
         try:
             self._budget = None
-            self.flow.end(call)
-            self.stats = self.flow.stats(call)
+            self.tracker.end(call)
+            self.stats = self.tracker.stats(call)
         finally:
-            self.end_turn(error)
+            self.end_call(error)
 
-    def end_turn(self, error: str) -> None:
-        """On the leader: the other ranks' call ends, with an error if there was one; what is held they keep."""
-        self.ranks.tell([], end=True, keep=sorted(self.flow.held), error=error)
-
-    def _progress(self, call: Call) -> RolloutProgress:
-        return RolloutProgress(
-            num_groups=call.num_groups,
-            num_done=call.num_done,
-            num_tokens=self.flow.num_tokens(call),
-            seconds=call.seconds,
-        )
+    def end_call(self, error: str) -> None:
+        """On the leader: end the other ranks' call, with an error if there was one; they keep undelivered groups."""
+        self.ranks.deliver([], end=True, keep=sorted(self.tracker.undelivered), error=error)
 
 
-def _order(group: RolloutGroup) -> int:
+def _described(failure: BaseException) -> str:
+    """An error for the other ranks; "" for an iterator that was closed early."""
+    return "" if isinstance(failure, GeneratorExit) else f"{type(failure).__name__}: {failure}"
+
+
+def _submission_number(group: RolloutGroup) -> int:
     """Groups are numbered as they are submitted."""
     return int(group.group_id.rpartition("/")[2])

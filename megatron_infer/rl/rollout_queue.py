@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
-from megatron_infer.rl.group_tracker import Call
-from megatron_infer.rl.oversampling import RolloutShortage
-from megatron_infer.rl.prompts import ask_of, carrying
+from megatron_infer.rl.group_tracker import RolloutCall
+from megatron_infer.rl.oversampling import PromptFeed, RolloutShortage
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.staleness import Granularity, RolloutLag, automatic_lag
@@ -21,13 +20,13 @@ class RolloutQueue:
     """Gives a batch of groups for every training step, begun at most `lag` steps before it.
 
         queue = RolloutQueue(roll, prompts, params, groups_per_step=16, lag="auto")
-        with session.generating(): batch = queue.next_batch()       # what is unfinished stays in the engine
+        with session.generating(): batch = queue.next_batch()       # unfinished groups stay in the engine
         with session.training(): ...
         session.update_weights()
 
     lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
-    is not handed out: it is aborted as soon as that is certain, and another prompt begins in its place. A failed group
-    is replaced likewise. With several ranks every rank calls next_batch() and close(), and the leader's prompts count.
+    is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A failed group
+    is replaced too. With several ranks every rank calls next_batch() and close(), and the leader's prompts count.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class RolloutQueue:
         consumption: Granularity | str = Granularity.GROUP,
         data_parallel: int = 1,
     ) -> None:
-        """data_parallel: engines that share the batch, for lag "auto" and that alone."""
+        """data_parallel: engines that share the batch; used by lag "auto" only."""
         if lag == "auto":
             lag = automatic_lag(
                 max_requests=roll.engine.parts.sizes.max_requests,
@@ -56,33 +55,32 @@ class RolloutQueue:
         self.lag = RolloutLag(lag, groups_per_step=groups_per_step, submission=submission, consumption=consumption)
         self.max_staleness = max_staleness
         self.num_dropped = 0
-        """Groups too stale, or failed, so far."""
+        """Groups dropped so far because they were too stale or failed."""
         self.stats: RolloutStats | None = None
-        """Of the latest batch. On the leader."""
-        self._roll, self._prompts, self._params = roll, iter(prompts), carrying(params)
-        self._call: Call | None = None
+        """Figures of the latest batch. On the leader."""
+        self._roll, self._feed = roll, PromptFeed(roll.tracker, prompts, params)
+        self._call: RolloutCall | None = None
         self._finished: dict[str, RolloutGroup] = {}
-        self._num_read = 0
 
     def next_batch(self) -> list[RolloutGroup]:
         """Generate until the next training step has its groups -> those, oldest first.
 
-        Raises RolloutShortage when the prompts have run out; what is left over is then in `accepted`.
+        Raises RolloutShortage when the prompts have run out, with the remaining groups in `accepted`.
         """
         if not self._roll.ranks.is_leader:
-            return list(self._roll.ranks.hear())
+            return list(self._roll.ranks.follow())
         error, started = "", time.perf_counter()
         try:
-            return self._lead(started)
+            return self._draw_batch(started)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            self._roll.flow.give_back()
-            self._roll.end_turn(error)
+            self._roll.tracker.return_other_outputs()
+            self._roll.end_call(error)
 
     def __iter__(self) -> Iterator[list[RolloutGroup]]:
-        """Batches until the prompts have run out; with several ranks take next_batch()."""
+        """Batches until the prompts have run out; with several ranks call next_batch()."""
         while True:
             try:
                 yield self.next_batch()
@@ -90,25 +88,25 @@ class RolloutQueue:
                 return
 
     def close(self) -> None:
-        """Abort what is under way and forget what waits to be consumed."""
+        """Abort the groups in flight and drop those that were not consumed."""
         if not self._roll.ranks.is_leader:
-            list(self._roll.ranks.hear())
+            list(self._roll.ranks.follow())
             return
         try:
             if self._call is not None:
-                self._roll.flow.end(self._call)
-                self._roll.flow.release(self._finished)
+                self._roll.tracker.end(self._call)
+                self._roll.tracker.release(self._finished)
             self._call, self._finished = None, {}
         finally:
-            self._roll.end_turn("")
+            self._roll.end_call("")
 
     # ------------------------------------------------------------------ one batch
-    def _lead(self, started: float) -> list[RolloutGroup]:
-        flow = self._roll.flow
+    def _draw_batch(self, started: float) -> list[RolloutGroup]:
+        tracker = self._roll.tracker
         if self._call is None:
-            self._call = Call()
-            flow.begin(self._call, [], carry=False)
-        call, tokens = self._call, flow.num_tokens(self._call)
+            self._call = RolloutCall()
+            tracker.begin(self._call, [], carry=False)
+        call, tokens = self._call, tracker.num_tokens(self._call)
         dropped = self.num_dropped
         while True:
             self._take_finished(call)
@@ -117,23 +115,22 @@ class RolloutQueue:
             chosen = self.lag.take()
             if chosen is not None:
                 break
-            if not call.tickets:
-                left = [self._finished[group_id] for group_id in list(self._finished)]
-                raise RolloutShortage(self.lag.groups_per_step, left, self.num_dropped)
-            flow.step()
+            if not call.pending:
+                raise RolloutShortage(self.lag.groups_per_step, list(self._finished.values()), self.num_dropped)
+            tracker.step()
         batch = [self._finished.pop(group_id) for group_id in chosen]
         self.stats = stats_of(
             batch,
             version=self._roll.engine.parts.weight_version,
             seconds=time.perf_counter() - started,
-            num_tokens=flow.num_tokens(call) - tokens,
+            num_tokens=tracker.num_tokens(call) - tokens,
             num_aborted=self.num_dropped - dropped,
         )
-        self._roll.ranks.tell(batch, cut=flow.cut)
-        flow.release(chosen)
+        self._roll.ranks.deliver(batch, aborted=tracker.aborted)
+        tracker.release(chosen)
         return batch
 
-    def _take_finished(self, call: Call) -> None:
+    def _take_finished(self, call: RolloutCall) -> None:
         while call.ready:
             group = call.ready.popleft()
             if group.error is None:
@@ -142,32 +139,29 @@ class RolloutQueue:
             else:
                 self._drop(group.group_id)
 
-    def _drop_stale(self, call: Call) -> None:
+    def _drop_stale(self, call: RolloutCall) -> None:
         if self.max_staleness is None:
             return
-        version, flow = self._roll.engine.parts.weight_version, self._roll.flow
+        version, tracker = self._roll.engine.parts.weight_version, self._roll.tracker
         for group_id, group in list(self._finished.items()):
             if group.staleness(version) > self.max_staleness:
                 del self._finished[group_id]
                 self._drop(group_id)
-        for ticket in list(call.tickets.values()):
-            oldest = flow.oldest_policy(ticket)
+        for pending in list(call.pending.values()):
+            oldest = tracker.oldest_policy(pending)
             if oldest is not None and version - oldest > self.max_staleness:
-                flow.drop(call, ticket)
-                self._drop(ticket.id)
+                tracker.drop(call, pending)
+                self._drop(pending.id)
 
     def _drop(self, group_id: str) -> None:
-        self._roll.flow.release([group_id])
+        self._roll.tracker.release([group_id])
         self.lag.drop(group_id)
         self.num_dropped += 1
 
-    def _submit(self, call: Call) -> None:
-        """Begin as many groups as may, unless the prompts run out."""
+    def _submit(self, call: RolloutCall) -> None:
+        """Begin as many groups as the lag allows, unless the prompts run out."""
         for _ in range(self.lag.room()):
-            try:
-                prompt = next(self._prompts)
-            except StopIteration:
+            pending = self._feed.submit(call)
+            if pending is None:
                 return
-            index, self._num_read = self._num_read, self._num_read + 1
-            ask = ask_of(self._roll.engine, prompt, self._params)
-            self.lag.begin(self._roll.flow.add(call, ask, index).id)
+            self.lag.begin(pending.id)

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, driven by whichever coroutines wait for it: nothing runs when nobody does."""
+"""The engine on a thread of its own, stepped while a coroutine waits for it and idle otherwise."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _T = TypeVar("_T")
 
 
 class RolloutThread:
-    """Runs work on one thread, in order. Coroutines that wait for a step share it."""
+    """Runs functions on one thread, in order. Coroutines that wait for a step share it."""
 
-    def __init__(self, flow: GroupTracker) -> None:
-        self._flow = flow
+    def __init__(self, tracker: GroupTracker) -> None:
+        self._tracker = tracker
         self._thread: ThreadPoolExecutor | None = None
         self._step: Future[None] | None = None
 
@@ -25,20 +25,21 @@ class RolloutThread:
         return await _settled(self._submit(work))
 
     async def step(self) -> None:
-        """One step of the engine: the one that others wait for, if there is one."""
+        """One step of the engine; joins the step that other coroutines wait for, if there is one."""
         step = self._step
         if step is None or step.done():
-            step = self._step = self._submit(self._flow.step)
+            step = self._step = self._submit(self._tracker.step)
         await _settled(step)
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         if self._thread is None:
-            device = self._flow.engine.parts.device
+            device = self._tracker.engine.parts.device
             self._thread = ThreadPoolExecutor(1, "megatron-infer-rollout", initializer=device.make_current)
         return self._thread.submit(work)
 
 
 async def _settled(future: Future[_T]) -> _T:
+    """The future's result; a cancellation is raised only once the future is done."""
     waiting = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiting)

@@ -1,4 +1,4 @@
-"""One sample as msgpack, for streams and queues between processes; files take `bundle`, which shares what is shared."""
+"""One sample as msgpack, for streams and queues between processes; `sample_file` stores whole groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from megatron_infer.outputs.token_support import TokenSupport
-from megatron_infer.rl.sample_file import BundleError, check_sample, check_support
+from megatron_infer.rl.sample_file import SampleError, check_sample, check_support
 from megatron_infer.rl.samples import RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
@@ -18,7 +18,7 @@ MAX_SAMPLE_BYTES = 256 << 20
 
 
 class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Arrays as their little-endian bytes: ids int32, log probabilities float32, masks as bits."""
+    """A sample with its arrays as little-endian bytes: ids int32, log probabilities float32, masks as bits."""
 
     schema: int
     length: int
@@ -32,14 +32,14 @@ class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_reason: int | str | None
     loss_mask: bytes
     support: tuple[int, bytes, bytes] | None
-    """Vocabulary, offsets (int32), words (int32)."""
+    """Vocabulary size, offsets (int32), words (int32)."""
     routing: tuple[str, tuple[int, int, int], bytes] | None
     reward: float | None
     info: dict[str, Any]
 
 
 def encode_sample(sample: RolloutSample) -> bytes:
-    """`info` must be made of what JSON has. Raises BundleError."""
+    """A sample as bytes. `info` must be JSON. Raises SampleError."""
     check_sample("sample", sample)
     support, routing = sample.support, sample.routing
     message = _Message(
@@ -66,22 +66,22 @@ def encode_sample(sample: RolloutSample) -> bytes:
     try:
         return msgspec.msgpack.encode(message)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise BundleError(f"sample: it cannot be sent: {error}") from error
+        raise SampleError(f"sample: it cannot be encoded: {error}") from error
 
 
 def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> RolloutSample:
-    """The sample of `encode_sample`'s bytes. Raises BundleError that says what is wrong with them."""
+    """The sample from the bytes of `encode_sample`. Raises SampleError with the reason."""
     if len(content) > max_bytes:
-        raise BundleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
+        raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     try:
         message = msgspec.msgpack.decode(content, type=_Message)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is one of the first
-        raise BundleError(f"no sample, or damaged: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise SampleError(f"no sample, or damaged: {error}") from error
     if message.schema != SCHEMA:
-        raise BundleError(f"schema {message.schema}, this code reads {SCHEMA}; read it with its own version")
+        raise SampleError(f"schema {message.schema}, this code reads {SCHEMA}; read it with its own version")
     mask = np.frombuffer(message.loss_mask, dtype=np.uint8)
     if not 0 <= message.length <= 8 * len(mask) < message.length + 8:
-        raise BundleError(f"loss_mask has {len(mask)} bytes for {message.length} tokens")
+        raise SampleError(f"loss_mask has {len(mask)} bytes for {message.length} tokens")
     sample = RolloutSample(
         prompt_ids=_list("prompt_ids", message.prompt_ids, "<i4"),
         token_ids=_list("token_ids", message.token_ids, "<i4"),
@@ -98,7 +98,7 @@ def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> Rollo
         info=message.info,
     )
     if len(sample.token_ids) != message.length:
-        raise BundleError(f"token_ids has {len(sample.token_ids)} entries, the message says {message.length}")
+        raise SampleError(f"token_ids has {len(sample.token_ids)} entries, the message says {message.length}")
     check_sample("sample", sample)
     return sample
 
@@ -107,12 +107,12 @@ def _bytes(values: Any, dtype: str) -> bytes:
     try:
         return np.asarray(values, dtype=dtype).tobytes()
     except OverflowError as error:
-        raise BundleError(f"sample: a value does not fit: {error}") from error
+        raise SampleError(f"sample: a value does not fit: {error}") from error
 
 
 def _array(name: str, content: bytes, dtype: str) -> np.ndarray:
     if len(content) % np.dtype(dtype).itemsize:
-        raise BundleError(f"{name} has {len(content)} bytes, not a whole number of entries")
+        raise SampleError(f"{name} has {len(content)} bytes, not a whole number of entries")
     return np.frombuffer(content, dtype=dtype)
 
 
@@ -129,8 +129,8 @@ def _support(vocab_size: int, offsets: bytes, words: bytes) -> TokenSupport:
 
 def _routing(dtype: str, shape: tuple[int, int, int], content: bytes) -> np.ndarray:
     if dtype not in ("uint8", "uint16") or min(shape) < 0:
-        raise BundleError(f"routing is {dtype} {list(shape)}, not uint8 or uint16 [positions, layers, k]")
+        raise SampleError(f"routing is {dtype} {list(shape)}, not uint8 or uint16 [positions, layers, k]")
     values = _array("routing", content, dtype)
     if values.size != shape[0] * shape[1] * shape[2]:
-        raise BundleError(f"routing has {values.size} entries for shape {list(shape)}")
+        raise SampleError(f"routing has {values.size} entries for shape {list(shape)}")
     return values.reshape(shape).copy()

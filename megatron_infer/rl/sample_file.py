@@ -1,10 +1,10 @@
-"""Groups of samples as one compact binary: a safetensors file whose header says what it is. No pickle.
+"""Groups of samples in one compact binary file: safetensors, with a header that names the format. No pickle.
 
-    tensor            dtype    shape                    of
-    prompt_ids        int32    [sum of prompt lengths]  groups, one prompt for all samples of a group
+    tensor            dtype    shape                    content
+    prompt_ids        int32    [sum of prompt lengths]  one prompt for all samples of a group, group after group
     prompt_lengths    int32    [groups]
-    sample_group      int32    [samples]                which group
-    token_ids         int32    [T = sum of lengths]     samples, one after the other, as all that follows
+    sample_group      int32    [samples]                index of the sample's group
+    token_ids         int32    [T = sum of lengths]     sample after sample, as in all tensors below
     lengths           int32    [samples]
     logprobs, raw     float32  [T of samples with them]
     loss_mask         uint8    [ceil(T / 8)]            bits, the first token's the lowest of the first byte
@@ -12,15 +12,15 @@
     span_counts       int32    [samples]
     support_counts    int32    [T of samples with it]   words of each token (see outputs.TokenSupport)
     support_words     int32    [sum of support_counts]
-    routing           uint8/16 [positions, layers, k]   samples with it
+    routing           uint8/16 [positions, layers, k]   only samples with it
     routing_counts    int32    [samples]                positions
-    rewards           float64  [samples]                0 where there is none
-    texts             uint8    [bytes]                  UTF-8, one after the other
+    rewards           float64  [samples]                0 for a sample without one
+    texts             uint8    [bytes]                  UTF-8
     text_lengths      int32    [samples]                bytes
     parts             uint8    [samples]                which of the optional parts a sample has (see PARTS)
-    about             uint8    [bytes]                  JSON: what of groups and samples is no array
+    about             uint8    [bytes]                  JSON: fields of groups and samples that are no arrays
 
-Everything is checked when it is read: sizes, dtypes, lengths against each other, and a digest over all of it.
+All of it is checked when it is read: sizes, dtypes, lengths against each other, and a digest of the whole content.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from megatron_infer.scheduler.request import VersionSpan
 FORMAT = "megatron_infer.rollouts"
 SCHEMA = 1
 MAX_BYTES = 8 << 30
-"""A larger bundle is refused unless the caller allows it."""
+"""A larger file is refused unless the caller allows it."""
 MAX_HEADER_BYTES = 1 << 20
 PARTS = {"logprobs": 1, "raw": 2, "support": 4, "routing": 8, "reward": 16}
-REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 DTYPES: dict[str, tuple[str, ...]] = {
     "prompt_ids": ("int32",),
     "prompt_lengths": ("int32",),
@@ -69,21 +69,21 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "parts": ("uint8",),
     "about": ("uint8",),
 }
-RANKS = {"spans": 2, "routing": 3}
+NUM_DIMS = {"spans": 2, "routing": 3}
 Arrays = dict[str, np.ndarray]
 
 
-class BundleError(InferenceError, ValueError):
-    """Bytes that are no bundle of this schema, or are damaged; or samples that cannot be bundled."""
+class SampleError(InferenceError, ValueError):
+    """Bytes that are not samples of this schema, or are damaged; or samples that cannot be encoded."""
 
 
-class LostGroup(InferenceError):
-    """Why a group failed, as far as a bundle tells: its message."""
+class SavedGroupError(InferenceError):
+    """The message of a failed group's error, read from a file."""
 
 
 # ------------------------------------------------------------------ files
 def save(path: str | os.PathLike[str], groups: Iterable[RolloutGroup]) -> int:
-    """Write groups to a file, which is whole or absent at any time -> its bytes."""
+    """Write groups to a file, which at any time is complete or absent -> its size in bytes."""
     path, content = Path(path), encode(groups)
     partial = path.with_name(path.name + ".part")
     partial.write_bytes(content)
@@ -92,33 +92,33 @@ def save(path: str | os.PathLike[str], groups: Iterable[RolloutGroup]) -> int:
 
 
 def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
-    """Groups of a file. Raises BundleError that names the file."""
+    """Read the groups of a file. Raises SampleError that names the file."""
     path = Path(path)
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise BundleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
+            raise SampleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
         return decode(path.read_bytes(), max_bytes=max_bytes)
     except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-    except BundleError as error:
-        raise BundleError(f"{path}: {error}") from error
+        raise SampleError(f"{path}: cannot be read: {error.strerror}") from error
+    except SampleError as error:
+        raise SampleError(f"{path}: {error}") from error
 
 
 # ------------------------------------------------------------------ writing
 def encode(groups: Iterable[RolloutGroup]) -> bytes:
-    """Groups as bytes. `info` must be made of what JSON has. Raises BundleError that names the sample."""
+    """Groups as bytes. `info` must be JSON. Raises SampleError that names the sample."""
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
     for group in groups:
         for index, sample in enumerate(group.samples):
             check_sample(f"group {group.group_id!r}, sample {index}", sample)
             if sample.prompt_ids != group.prompt_ids:
-                raise BundleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
-    # A sample without a token does not know the vocabulary.
+                raise SampleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
+    # The support of a sample without a token has no vocabulary size.
     vocab_sizes = {sample.support.vocab_size for sample in samples if sample.support is not None and sample.token_ids}
     if len(vocab_sizes) > 1:
-        raise BundleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); bundle them apart")
+        raise SampleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); write them to separate files")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
     arrays: Arrays = {
         "prompt_ids": _flat([group.prompt_ids for group in groups], np.int32),
@@ -155,7 +155,7 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
     try:
         return np.array(flat, dtype=dtype)
     except OverflowError as error:
-        raise BundleError(f"a value does not fit into {np.dtype(dtype).name}: {error}") from error
+        raise SampleError(f"a value does not fit into {np.dtype(dtype).name}: {error}") from error
 
 
 def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:
@@ -170,7 +170,7 @@ def _parts_of(sample: RolloutSample) -> int:
         "routing": sample.routing is not None,
         "reward": sample.reward is not None,
     }
-    return sum(PARTS[name] for name, there in present.items() if there)
+    return sum(PARTS[name] for name, is_present in present.items() if is_present)
 
 
 def _supports(supports: list[TokenSupport]) -> Arrays:
@@ -182,12 +182,12 @@ def _supports(supports: list[TokenSupport]) -> Arrays:
 
 
 def _routing(records: list[np.ndarray]) -> np.ndarray:
-    records = [record for record in records if len(record)]  # of a sample that was never computed: of no shape
+    records = [record for record in records if len(record)]  # a sample that was never computed has no layers
     if not records:
         return np.empty((0, 0, 0), dtype=np.uint8)
     kinds = {(record.dtype.name, record.shape[1:]) for record in records}
     if len(kinds) > 1:
-        raise BundleError(f"routing of different models ({sorted(map(str, kinds))}); bundle their samples apart")
+        raise SampleError(f"routing of different models ({sorted(map(str, kinds))}); write them to separate files")
     return np.ascontiguousarray(np.concatenate(records))
 
 
@@ -207,13 +207,13 @@ def _about(groups: list[RolloutGroup]) -> bytes:
     try:
         return json.dumps(about, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise BundleError(
+        raise SampleError(
             f"info of a group or sample is not JSON: {error}; keep numbers, texts, lists, dicts"
         ) from error
 
 
 def check_sample(name: str, sample: RolloutSample) -> None:
-    """What every bundled sample keeps, on both ways."""
+    """Raise SampleError unless the sample is consistent; before it is written and after it is read."""
     length = len(sample.token_ids)
     optional = {
         "logprobs": len(sample.logprobs) if sample.logprobs else length,
@@ -223,41 +223,41 @@ def check_sample(name: str, sample: RolloutSample) -> None:
     }
     for what, got in optional.items():
         if got != length:
-            raise BundleError(f"{name}: {what} has {got} entries for {length} tokens")
-    if sample.finish_reason not in REASONS:
-        raise BundleError(f"{name}: finish_reason is {sample.finish_reason!r}; known: {', '.join(REASONS)}")
+            raise SampleError(f"{name}: {what} has {got} entries for {length} tokens")
+    if sample.finish_reason not in FINISH_REASONS:
+        raise SampleError(f"{name}: finish_reason is {sample.finish_reason!r}; known: {', '.join(FINISH_REASONS)}")
     if not set(sample.loss_mask) <= {0, 1}:
-        raise BundleError(f"{name}: loss_mask holds something else than 0 and 1")
+        raise SampleError(f"{name}: loss_mask holds values other than 0 and 1")
     firsts = [span.first_token for span in sample.spans]
     if firsts != sorted(set(firsts)) or (firsts and not 0 <= firsts[0] <= firsts[-1] < max(1, length)):
-        raise BundleError(f"{name}: spans begin at {firsts} in {length} tokens")
+        raise SampleError(f"{name}: spans begin at {firsts} in {length} tokens")
     if sample.routing is not None:
         routing = sample.routing
         if routing.ndim != 3 or routing.dtype.name not in DTYPES["routing"]:
-            raise BundleError(
+            raise SampleError(
                 f"{name}: routing is {routing.dtype} {list(routing.shape)}, not uint8 or uint16 [positions, layers, k]"
             )
         if len(routing) > len(sample.prompt_ids) + length:
-            raise BundleError(f"{name}: routing has {len(routing)} positions, more than the sequence has tokens")
+            raise SampleError(f"{name}: routing has {len(routing)} positions, more than the sequence has tokens")
 
 
 def check_support(vocab_size: int, offsets: np.ndarray, words: np.ndarray) -> None:
-    """Raise BundleError unless these are the arrays of a TokenSupport."""
+    """Raise SampleError unless these arrays make a TokenSupport."""
     counts = np.diff(offsets)
     if vocab_size < 0 or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(words) or (counts < 0).any():
-        raise BundleError(f"support: offsets do not rise from 0 to its {len(words)} words")
+        raise SampleError(f"support: offsets do not rise from 0 to its {len(words)} words")
     full = -(-vocab_size // 32)
     if len(counts) and counts.max() > full:
-        raise BundleError(
+        raise SampleError(
             f"support: a token has {counts.max()} words, a vocabulary of {vocab_size} takes {full} at most"
         )
-    ids = words[np.repeat(counts < full, counts)]  # the others are bits
+    ids = words[np.repeat(counts < full, counts)]  # the others are bitsets
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise BundleError(f"support: an id is outside the vocabulary of {vocab_size}")
+        raise SampleError(f"support: an id is outside the vocabulary of {vocab_size}")
 
 
-def _digest(arrays: Arrays, words: dict[str, str]) -> str:
-    total = hashlib.blake2b(json.dumps(words, sort_keys=True).encode(), digest_size=16)
+def _digest(arrays: Arrays, metadata: dict[str, str]) -> str:
+    total = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
     for name in sorted(arrays):
         total.update(f"{name} {arrays[name].dtype} {arrays[name].shape};".encode())
         total.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
@@ -266,40 +266,40 @@ def _digest(arrays: Arrays, words: dict[str, str]) -> str:
 
 # ------------------------------------------------------------------ reading
 def decode(content: bytes, *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
-    """Groups of `encode`'s bytes. Raises BundleError that says what is wrong with them."""
+    """Groups from the bytes of `encode`. Raises SampleError with the reason."""
     if len(content) > max_bytes:
-        raise BundleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
+        raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     metadata = _metadata(content)
     try:
         arrays: Arrays = safetensors.numpy.load(content)
     except safetensors.SafetensorError as error:
-        raise BundleError(f"damaged: {error}") from error
+        raise SampleError(f"damaged: {error}") from error
     _check_arrays(arrays)
     digest = metadata.pop("digest")
     if _digest(arrays, metadata) != digest:
-        raise BundleError("damaged: its content does not have the digest in its header")
+        raise SampleError("damaged: the digest of its content is not the one in its header")
     return _Reader(arrays, metadata).groups()
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """The header's own words, once they are those of a bundle this code reads."""
+    """The header's metadata, checked for format and schema."""
     if len(content) < 8:
-        raise BundleError(f"{len(content)} bytes are no bundle")
+        raise SampleError(f"{len(content)} bytes are no sample file")
     (length,) = struct.unpack("<Q", content[:8])
     if length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise BundleError("no bundle, or cut short: its header is longer than it is")
+        raise SampleError("no sample file, or truncated: its header is longer than the content")
     try:
         header = json.loads(content[8 : 8 + length])
         metadata = dict(header.get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise BundleError(f"no bundle: its header is not that of a safetensors file: {error}") from error
+        raise SampleError(f"no sample file: its header is not that of a safetensors file: {error}") from error
     if metadata.get("format") != FORMAT:
-        raise BundleError(f"a safetensors file, but no bundle: format is {metadata.get('format')!r}, not {FORMAT!r}")
+        raise SampleError(f"no sample file: its safetensors format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.get("schema") != str(SCHEMA):
-        raise BundleError(f"schema {metadata.get('schema')!r}, this code reads {SCHEMA}; read it with its own version")
+        raise SampleError(f"schema {metadata.get('schema')!r}, this code reads {SCHEMA}; read it with its own version")
     numbers = ("groups", "samples", "vocab_size")
     if not all(_is_count(metadata.get(name)) for name in numbers) or "digest" not in metadata:
-        raise BundleError(f"its header lacks one of {', '.join(numbers)}, digest")
+        raise SampleError(f"its header lacks one of {', '.join(numbers)}, digest")
     return metadata
 
 
@@ -310,17 +310,17 @@ def _is_count(text: Any) -> bool:
 def _check_arrays(arrays: Arrays) -> None:
     missing = [name for name in DTYPES if name not in arrays]
     if missing:
-        raise BundleError(f"lacks {', '.join(missing)}")
+        raise SampleError(f"lacks {', '.join(missing)}")
     for name, known in DTYPES.items():
         array = arrays[name]
         if array.dtype.name not in known:
-            raise BundleError(f"{name} is {array.dtype.name}, not {' or '.join(known)}")
-        if array.ndim != RANKS.get(name, 1):
-            raise BundleError(f"{name} has shape {list(array.shape)}, not {RANKS.get(name, 1)} dimensions")
+            raise SampleError(f"{name} is {array.dtype.name}, not {' or '.join(known)}")
+        if array.ndim != NUM_DIMS.get(name, 1):
+            raise SampleError(f"{name} has shape {list(array.shape)}, not {NUM_DIMS.get(name, 1)} dimensions")
 
 
 class _Reader:
-    """Cuts flat arrays into samples; every cut is checked against what there is."""
+    """Splits flat arrays into samples; every split is checked against the array's length."""
 
     def __init__(self, arrays: Arrays, metadata: dict[str, str]) -> None:
         self._arrays = arrays
@@ -335,19 +335,19 @@ class _Reader:
         self._expect("prompt_lengths", len(arrays["prompt_lengths"]), self._num_groups)
         members = np.repeat(np.arange(self._num_groups), [len(entry["samples"]) for entry in about])
         if not np.array_equal(members, arrays["sample_group"]):
-            raise BundleError("sample_group does not say what the groups' own list of samples says")
-        prompts = self._cut("prompt_ids", arrays["prompt_lengths"])
+            raise SampleError("sample_group does not match the groups' own lists of samples")
+        prompts = self._split("prompt_ids", arrays["prompt_lengths"])
         samples = iter(self._samples([prompts[group] for group in arrays["sample_group"].tolist()]))
         groups = [
             RolloutGroup(
                 group_id=entry["id"],
                 prompt_ids=prompt.tolist(),
-                samples=[self._named(next(samples), words) for words in entry["samples"]],
+                samples=[self._described(next(samples), about) for about in entry["samples"]],
                 info=entry["info"],
                 index=entry["index"],
                 begun_version=entry["begun_version"],
                 num_cached_tokens=entry["num_cached_tokens"],
-                error=None if entry["error"] is None else LostGroup(entry["error"]),
+                error=None if entry["error"] is None else SavedGroupError(entry["error"]),
             )
             for prompt, entry in zip(prompts, about, strict=True)
         ]
@@ -358,18 +358,18 @@ class _Reader:
 
     def _samples(self, prompts: list[np.ndarray]) -> list[RolloutSample]:
         arrays, lengths = self._arrays, self._arrays["lengths"]
-        tokens = self._cut("token_ids", lengths)
+        tokens = self._split("token_ids", lengths)
         num_tokens = len(arrays["token_ids"])
         self._expect("loss_mask", len(arrays["loss_mask"]), -(-num_tokens // 8))
         bits = np.unpackbits(arrays["loss_mask"], count=num_tokens, bitorder="little")
         masks = _pieces(bits, lengths)
-        spans = self._cut("spans", arrays["span_counts"])
-        texts = self._cut("texts", arrays["text_lengths"])
-        logprobs = self._optional("logprobs", lambda there: self._cut("logprobs", lengths[there]))
-        raw = self._optional("raw", lambda there: self._cut("raw", lengths[there]))
-        supports = self._optional("support", lambda there: self._supports(lengths[there]))
+        spans = self._split("spans", arrays["span_counts"])
+        texts = self._split("texts", arrays["text_lengths"])
+        logprobs = self._optional("logprobs", lambda having: self._split("logprobs", lengths[having]))
+        raw = self._optional("raw", lambda having: self._split("raw", lengths[having]))
+        supports = self._optional("support", lambda having: self._supports(lengths[having]))
         positions = arrays["routing_counts"]
-        routing = self._optional("routing", lambda there: self._cut("routing", positions[there]))
+        routing = self._optional("routing", lambda having: self._split("routing", positions[having]))
         rewarded = arrays["parts"] & PARTS["reward"] > 0
         return [
             RolloutSample(
@@ -387,19 +387,19 @@ class _Reader:
             for i in range(self._num_samples)
         ]
 
-    def _named(self, sample: RolloutSample, words: list[Any]) -> RolloutSample:
-        sample.finish_reason, sample.stop_reason, sample.info = words
+    def _described(self, sample: RolloutSample, about: list[Any]) -> RolloutSample:
+        sample.finish_reason, sample.stop_reason, sample.info = about
         return sample
 
-    def _optional(self, part: str, cut: Callable[[np.ndarray], list[Any]]) -> list[Any]:
-        """A piece for each sample that has the part, None for the others."""
-        there = self._arrays["parts"] & PARTS[part] > 0
-        pieces = iter(cut(there))
-        return [next(pieces) if has else None for has in there.tolist()]
+    def _optional(self, part: str, read: Callable[[np.ndarray], list[Any]]) -> list[Any]:
+        """A value for each sample that has the part, None for the others. read: takes the mask of those samples."""
+        having = self._arrays["parts"] & PARTS[part] > 0
+        values = iter(read(having))
+        return [next(values) if has else None for has in having.tolist()]
 
     def _supports(self, lengths: np.ndarray) -> list[TokenSupport]:
-        counts = self._cut("support_counts", lengths)
-        words = self._cut("support_words", np.array([piece.sum() for piece in counts], dtype=np.int64))
+        counts = self._split("support_counts", lengths)
+        words = self._split("support_words", np.array([piece.sum() for piece in counts], dtype=np.int64))
         supports = []
         for piece, ids in zip(counts, words, strict=True):
             offsets = np.zeros(len(piece) + 1, dtype=np.int32)
@@ -408,29 +408,29 @@ class _Reader:
             supports.append(TokenSupport(self._vocab_size, offsets, ids.copy()))
         return supports
 
-    def _cut(self, name: str, lengths: np.ndarray) -> list[np.ndarray]:
-        """An array in pieces of these lengths, which must be its own."""
+    def _split(self, name: str, lengths: np.ndarray) -> list[np.ndarray]:
+        """An array in pieces of these lengths, which must add up to its own."""
         if len(lengths) and lengths.min() < 0:
-            raise BundleError(f"{name}: a length is {lengths.min()}")
+            raise SampleError(f"{name}: a length is {lengths.min()}")
         self._expect(name, len(self._arrays[name]), int(lengths.sum(dtype=np.int64)))
         return _pieces(self._arrays[name], lengths)
 
     def _expect(self, name: str, got: int, wanted: int) -> None:
         if got != wanted:
-            raise BundleError(f"{name} has {got:,} entries, the rest of the bundle says {wanted:,}")
+            raise SampleError(f"{name} has {got:,} entries, the rest of the file says {wanted:,}")
 
     def _about(self) -> list[dict[str, Any]]:
         try:
             about = json.loads(self._arrays["about"].tobytes())
         except (ValueError, RecursionError) as error:
-            raise BundleError(f"'about' is not JSON: {error}") from error
+            raise SampleError(f"'about' is not JSON: {error}") from error
         keys = {"id", "index", "begun_version", "num_cached_tokens", "error", "info", "samples"}
         if not isinstance(about, list) or len(about) != self._num_groups:
-            raise BundleError(f"'about' does not list the {self._num_groups} groups")
+            raise SampleError(f"'about' does not list the {self._num_groups} groups")
         for entry in about:
-            whole = isinstance(entry, dict) and set(entry) == keys and isinstance(entry["samples"], list)
-            if not whole or not all(isinstance(words, list) and len(words) == 3 for words in entry["samples"]):
-                raise BundleError("'about' does not describe its groups in this schema's form")
+            is_group = isinstance(entry, dict) and set(entry) == keys and isinstance(entry["samples"], list)
+            if not is_group or not all(isinstance(sample, list) and len(sample) == 3 for sample in entry["samples"]):
+                raise SampleError("'about' does not describe its groups in this schema's form")
         return about
 
 
@@ -443,4 +443,4 @@ def _text(piece: np.ndarray) -> str:
     try:
         return piece.tobytes().decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise BundleError(f"a text is not UTF-8: {error}") from error
+        raise SampleError(f"a text is not UTF-8: {error}") from error

@@ -1,4 +1,4 @@
-"""What a rollout gives a trainer: one sample with everything known about each of its tokens, and groups of samples."""
+"""Samples with their log probabilities, weight versions, loss mask, support and routing, and groups of samples."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutSample:
-    """One sequence. `logprobs`, `raw_logprobs`, `loss_mask` and `support` run along `token_ids`."""
+    """One sequence. `logprobs`, `raw_logprobs`, `loss_mask` and `support` have one entry for each of `token_ids`."""
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """All that follows the prompt: what the model drew and, between turns, what it was given."""
+    """All tokens after the prompt: those the model drew and, between turns, those it was given."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
-    """Of the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 of given tokens."""
+    """Under the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 for given tokens."""
     raw_logprobs: list[float] | None = None
-    """The same of the model's own distribution, before the sampler touched it."""
+    """The same under the model's own distribution, before temperature, penalties and filters."""
     spans: list[VersionSpan] = field(default_factory=list)
     """Which weights drew which tokens, attending to keys and values of which weights; a span lasts until the next."""
     finish_reason: str = "stop"
@@ -35,9 +35,9 @@ class RolloutSample:
     loss_mask: list[int] = field(default_factory=list)
     """1: drawn by the model; 0: given (the answer of a tool)."""
     support: TokenSupport | None = None
-    """The ids each token was drawn among, if `return_support` asked for them; all of them for given tokens."""
+    """The ids each token was drawn among, with `return_support`; the whole vocabulary for given tokens."""
     routing: np.ndarray | None = None
-    """Experts of each position, [prompt and tokens - 1, MoE layers, top-k], if `return_routing` asked for them."""
+    """Experts of each position, [prompt and tokens - 1, MoE layers, top-k], with `return_routing`."""
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -51,15 +51,15 @@ class RolloutSample:
         return sum(self.loss_mask)
 
     def staleness(self, version: int) -> list[int]:
-        """How many versions old the weights were that drew each drawn token, when `version` trains on it."""
+        """For each drawn token: versions between the weights that drew it and `version`, which trains on it."""
         return [version - span.policy_version for span, drawn in self._spanned() if drawn]
 
     def kv_staleness(self, version: int) -> list[int]:
-        """The same of the oldest keys and values that each drawn token attended to."""
+        """The same for the oldest keys and values that each drawn token attended to."""
         return [version - span.kv_version_min for span, drawn in self._spanned() if drawn]
 
     def _spanned(self) -> list[tuple[VersionSpan, int]]:
-        """Every token's span and mask. Tokens given before anything was drawn have the first span."""
+        """Each token's span and mask. Tokens given before any was drawn have the first span."""
         pairs, place = [], 0
         for token, drawn in enumerate(self.loss_mask if self.spans else []):
             while place + 1 < len(self.spans) and self.spans[place + 1].first_token <= token:
@@ -73,27 +73,27 @@ class RolloutGroup:
     """All samples of one prompt."""
 
     group_id: str
-    """Never given twice by an engine."""
+    """Unique within an engine."""
     prompt_ids: list[int]
     samples: list[RolloutSample]
     info: dict[str, Any] = field(default_factory=dict)
-    """What came with the prompt."""
+    """The caller's data that came with the prompt."""
     index: int = 0
-    """The prompt's place among those of the call that began it."""
+    """Index of the prompt in the call that began it."""
     begun_version: int = 0
-    """Weights when it was submitted."""
+    """Weight version when it was submitted."""
     num_cached_tokens: int = 0
-    """Of the prompt, found computed."""
+    """Prompt tokens found in the prefix cache."""
     error: InferenceError | None = None
     """Why it failed, when a sample's finish_reason is "error"."""
 
     @property
     def num_tokens(self) -> int:
-        """Drawn, in all samples."""
+        """Tokens drawn in all samples."""
         return sum(sample.num_drawn for sample in self.samples)
 
     def staleness(self, version: int) -> int:
-        """Of its stalest token, when `version` trains on it."""
+        """Staleness of its stalest token, when `version` trains on it."""
         return max((age for sample in self.samples for age in sample.staleness(version)), default=0)
 
 
@@ -117,7 +117,7 @@ def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSamp
 def group_of(
     output: RequestOutput, *, index: int = 0, info: Mapping[str, Any] | None = None, begun_version: int = 0
 ) -> RolloutGroup:
-    """A request of the engine as a group."""
+    """A request's output as a group."""
     return RolloutGroup(
         group_id=output.request_id,
         prompt_ids=list(output.prompt_token_ids),

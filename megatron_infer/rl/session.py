@@ -1,4 +1,11 @@
-"""One object for a training loop: the model that trains generates, and nobody finds anything moved afterwards."""
+"""One object for a training loop: the model that trains also generates, and is left as the trainer had it.
+
+generating()      TrainModeSwitch.to_inference -> engine.resume -> Rollout      ─▶ groups of samples
+training()        engine.suspend -> TrainModeSwitch.to_training -> loss.backward, optimizer.step
+score()           the trainer's forward on the samples                          ─▶ log probabilities
+update_weights()  ColocatedUpdate (written in place) or SourceUpdate (copied)   ─▶ a new weight version
+transition()      suspend, update and resume on all ranks, or undone on all
+"""
 
 from __future__ import annotations
 
@@ -21,16 +28,16 @@ from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
-from megatron_infer.rl.session_updates import Colocated, Written
-from megatron_infer.rl.train_mode import GlobalDraws, OptimizerShelf, TrainModeSwitch, noted
-from megatron_infer.rl.transition import TransitionReport, Update, WeightTransition
+from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
+from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
+from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
 from megatron_infer.rl.update_report import UpdateReport
 
 MICRO_BATCH_TOKENS = 8192
 
 
-class Place(Enum):
-    """Which block of the session the caller is in."""
+class SessionMode(Enum):
+    """Which `with` block of the session is innermost."""
 
     OUTSIDE = "no block"
     GENERATING = "generating()"
@@ -40,12 +47,12 @@ class Place(Enum):
 class RolloutSession:
     """Switches one live model between a trainer and an engine.
 
-        with session.generating() as roll: ...      engine awake; eval mode, no autograd, flags set for inference
+        with session.generating() as roll: ...      engine running; eval mode, no autograd, flags set for inference
         with session.training(): ...                engine suspended; model, flags and memory as the trainer left them
         session.update_weights()                    the weights have a new version; nothing is copied
 
-    Requests that are unfinished when generating() ends stand still and go on in the next one. With several ranks every
-    rank makes the same calls. Blocks nest: the inner one's end brings the outer one's conditions back.
+    Requests that are unfinished when generating() ends are paused and continue in the next one. With several ranks
+    every rank makes the same calls. Blocks nest: the end of the inner one restores the mode of the outer one.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class RolloutSession:
 
         suspend_mode: what training() does with the cache; None: the config's kv_cache_management_mode.
         offload_optimizer: while generating, the state of `optimizer` is on the host; the engine is suspended before it
-        comes back. Without a device nothing has to go.
+        is reloaded. State that is on the host anyway is not moved.
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
@@ -72,74 +79,74 @@ class RolloutSession:
         self.model = self._chain[-1]
         """Without wrappers."""
         self.tokenizer = tokenizer
-        self._mode = _mode(suspend_mode)
-        self._shelf = OptimizerShelf(optimizer, self.model) if offload_optimizer else None
-        self._switch = TrainModeSwitch(self._chain, self._shelf)
-        self._draws = GlobalDraws(next(self.model.parameters()).device)
-        self._switch.engage()
+        self._suspend_mode = _suspend_mode(suspend_mode)
+        self._optimizer = OptimizerOffload(optimizer, self.model) if offload_optimizer else None
+        self._switch = TrainModeSwitch(self._chain, self._optimizer)
+        self._rng = GlobalRngState(next(self.model.parameters()).device)
+        self._switch.to_inference()
         try:
             self.engine = DynamicInferenceEngine(
                 self.model, config, tokenizer=tokenizer, eos_ids=eos_ids, model_name=model_name
             )
         finally:
-            self._switch.release()
+            self._switch.to_training()
         parts = self.engine.parts
         self._scorer = Scorer(
             self.model, shape=parts.shape, groups=parts.rank_group.groups, exact=parts.config.batch_invariant
         )
-        self._roll = Rollout(self.engine)
-        self._place = Place.OUTSIDE
+        self._rollout = Rollout(self.engine)
+        self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that the engine knows; changes it has not been told of are noticed when it wakes."""
+        """Version of the weights that the engine knows; unannounced changes are detected when it resumes."""
         return self.engine.parts.weight_version
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state, on the host now: see offload_optimizer."""
-        return 0 if self._shelf is None else self._shelf.num_bytes
+        """Bytes of the optimizer's state that are offloaded to the host now; see offload_optimizer."""
+        return 0 if self._optimizer is None else self._optimizer.num_bytes
 
     @contextmanager
     def generating(self, *, restore_rng: bool = True) -> Iterator[Rollout]:
-        """The engine may run; on the way out everything is as it was on the way in.
+        """The engine may run; at the end everything is as it was at the start.
 
-        Generation draws from generators of its own. restore_rng: what the body itself draws from torch's global ones
-        (a reward model's dropout, say) does not change what training draws; the same prompts drawn so come every time.
-        Within another generating() nothing happens.
+        Generation draws from generators of its own. restore_rng: torch's global generators go back to their state, so
+        draws of the body (a reward model's dropout, for example) do not change what training draws; a body that draws
+        its prompts from them gets the same ones every time. Within another generating() this does nothing.
         """
-        outermost = self._place is not Place.GENERATING and restore_rng
+        outermost = self._mode is not SessionMode.GENERATING and restore_rng
         if outermost:
-            self._draws.note()
+            self._rng.save()
         try:
-            with self._within(Place.GENERATING):
-                yield self._roll
+            with self._in_mode(SessionMode.GENERATING):
+                yield self._rollout
         finally:
             if outermost:
-                self._draws.take_back()
+                self._rng.restore()
 
     @contextmanager
     def training(self) -> Iterator[MemoryReport]:
-        """The engine is suspended, its memory given back as far as suspend_mode says; the next generating() wakes it.
+        """The engine is suspended and releases memory as in suspend_mode; the next generating() resumes it.
 
-        Within generating() the model and torch's generators are as the trainer left them, and as the body leaves them
-        the trainer finds them later.
+        Within generating() the model and torch's generators are as the trainer left them, and the state in which the
+        body leaves them is the one that the trainer finds later.
         """
-        with self._within(Place.TRAINING), self._draws.interrupted():
+        with self._in_mode(SessionMode.TRAINING), self._rng.training_draws():
             assert self._report is not None
             yield self._report
 
     def update_weights(
         self, source: Any = None, *, version: int | None = None, running: str = "keep", checksum: bool = False
     ) -> UpdateReport:
-        """The model's weights are others from here on, with a version of their own (None: the next number).
+        """The model has new weights from here on, under a new version (None: the next number).
 
         source None: the trainer has written them in place, nothing is copied. Otherwise they are read from it, see
         `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
-        the report. In any block, and outside.
+        the report. Allowed in any block and outside.
         """
-        with self._switch.whole():
+        with self._switch.gathered_parameters():
             return self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
 
     def transition(
@@ -153,18 +160,18 @@ class RolloutSession:
     ) -> TransitionReport:
         """suspend, `update_weights(source)` and resume as one: done on all ranks, or undone on all with SwitchFailed.
 
-        mode: of the suspend; None: suspend_mode. undo: what a source overwrites is kept on the host meanwhile, which
-        costs a copy; without it a failure half-way leaves an engine that refuses to run until the next whole update.
-        Weights that the trainer has written into the model itself stay, whatever fails. Not within training(), where
-        the engine is to stay suspended.
+        mode: of the suspend; None: suspend_mode. undo: keep on the host what a source overwrites, which costs a copy;
+        without it a failure half-way leaves an engine that refuses to run until the next complete update. Weights that
+        the trainer has written into the model itself stay, whatever fails. Refused within training(), where the engine
+        has to stay suspended.
         """
-        if self._place is Place.TRAINING:
+        if self._mode is SessionMode.TRAINING:
             raise WrongState(
-                "transition() within training() would wake the engine; take update_weights() here, or call it later",
+                "transition() within training() would resume the engine; take update_weights() here, or call it later",
                 state=self.engine.state.value,
             )
-        chosen = self._mode if mode is None else _mode(mode)
-        with self._switch.whole():
+        chosen = self._suspend_mode if mode is None else _suspend_mode(mode)
+        with self._switch.gathered_parameters():
             update = self._update(source, version=version, running=running, undo=undo)
             return WeightTransition(self.engine, update, mode=chosen).run()
 
@@ -179,11 +186,11 @@ class RolloutSession:
     ) -> list[Tensor]:
         """Log probabilities of each sequence's tokens from `start` on, given those before -> fp32 [len - start] each.
 
-        start: of all sequences, or of each. Positions before it (a prompt's) cost no output layer and no softmax.
-        By the forward that trains, in eval mode, of logits / temperature; with `grad` they can be differentiated (not
-        over pipeline stages). micro_batch_tokens: padded tokens of a forward at most, above which a sequence is alone.
-        With batch_invariant=True they have the bits of the engine's log probabilities (its raw ones at temperature 1).
-        Every rank of the model has all scores. In any block, and outside.
+        Computed by the forward that trains, in eval mode, from logits / temperature. start: one for all sequences, or
+        one for each; positions before it (a prompt's) cost no output layer and no softmax. grad: the scores can be
+        differentiated (not over pipeline stages). micro_batch_tokens: most padded tokens of a forward; a longer
+        sequence runs alone. With batch_invariant=True the scores are bitwise equal to the engine's log probabilities
+        (to its raw ones at temperature 1). Every rank of the model has all scores. Allowed in any block and outside.
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
@@ -196,10 +203,10 @@ class RolloutSession:
         self._scorer.check(sequences, temperature, micro_batch_tokens, starts)
         if grad and rank_group.groups.pp is not None:
             raise NotImplementedError(
-                "score(grad=True) over pipeline stages: the backward pass belongs to megatron-core's schedule; "
+                "score(grad=True) over pipeline stages: megatron-core's schedule has to run the backward pass; "
                 "take grad=False, or train with a forward step of your own"
             )
-        # torch's DDP adds gradients up only after a forward of its own
+        # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self.model
         with self._switch.scoring(grad=grad):
             return self._scorer.score(
@@ -208,90 +215,90 @@ class RolloutSession:
 
     @contextmanager
     def scoring(self) -> Iterator[torch.nn.Module]:
-        """The model for forwards of one's own, in the conditions of `score`: stock, eval mode, no autograd."""
+        """The model for forwards of the caller's own, set up as for `score`: stock modules, eval mode, no autograd."""
         with self._switch.scoring(grad=False):
             yield self.model
 
-    def _update(self, source: Any, *, undo: bool, **how: Any) -> Update:
+    def _update(self, source: Any, *, undo: bool, **how: Any) -> SessionUpdate:
         if source is None:
-            return Colocated(self.engine, **how)
-        return Written(self.engine, source, undo=undo, **how)
+            return ColocatedUpdate(self.engine, **how)
+        return SourceUpdate(self.engine, source, undo=undo, **how)
 
-    # ------------------------------------------------------------------ from block to block
+    # ------------------------------------------------------------------ changing the mode
 
     @contextmanager
-    def _within(self, place: Place) -> Iterator[None]:
-        outer = self._place
-        self._go(place)
+    def _in_mode(self, mode: SessionMode) -> Iterator[None]:
+        outer = self._mode
+        self._switch_to(mode)
         try:
             yield
         except BaseException as error:
-            with noted(error, f"the way from {place.value} back to {outer.value}"):
-                self._leave(outer)
+            with failures_noted_on(error, f"going from {mode.value} back to {outer.value}"):
+                self._return_to(outer)
             raise
-        self._leave(outer)
+        self._return_to(outer)
 
-    def _leave(self, outer: Place) -> None:
-        """Whatever becomes of it, the caller is in the outer block again."""
+    def _return_to(self, outer: SessionMode) -> None:
+        """The mode is the outer one afterwards, even if the switch raises."""
         try:
-            self._go(outer)
+            self._switch_to(outer)
         finally:
-            self._place = outer
+            self._mode = outer
 
-    def _go(self, place: Place) -> None:
-        """Bring about the conditions of a block; raises with those of the present one."""
-        if place is self._place:
+    def _switch_to(self, mode: SessionMode) -> None:
+        """Raises with the conditions of the present mode."""
+        if mode is self._mode:
             return
-        if place is Place.GENERATING:
-            self._wake()
-        elif place is Place.TRAINING:
-            self._put_to_sleep()
-        elif self._place is Place.GENERATING:
-            self._stand_still()
-        self._place = place
+        if mode is SessionMode.GENERATING:
+            self._start_generating()
+        elif mode is SessionMode.TRAINING:
+            self._start_training()
+        elif self._mode is SessionMode.GENERATING:
+            self._stop_generating()
+        self._mode = mode
 
-    def _wake(self) -> None:
+    def _start_generating(self) -> None:
         rank_group, engine = self.engine.parts.rank_group, self.engine
         try:
             with rank_group.together("switching the model to generation"):
-                self._switch.engage()
+                self._switch.to_inference()
             if engine.state is EngineState.SUSPENDED:
                 engine.resume()
             if engine.state is EngineState.PAUSED:
                 engine.unpause()
         except BaseException as error:
-            with noted(error, "putting the model back as the trainer left it"):
-                self._switch.release()
-            if self._place is Place.TRAINING and engine.state is not EngineState.SUSPENDED:
-                with noted(error, "suspending the engine again"):
-                    engine.suspend(self._mode)
+            with failures_noted_on(error, "putting the model back as the trainer left it"):
+                self._switch.to_training()
+            if self._mode is SessionMode.TRAINING and engine.state is not EngineState.SUSPENDED:
+                with failures_noted_on(error, "suspending the engine again"):
+                    engine.suspend(self._suspend_mode)
             raise
 
-    def _put_to_sleep(self) -> None:
-        self._report = self.engine.suspend(self._mode)
+    def _start_training(self) -> None:
+        self._report = self.engine.suspend(self._suspend_mode)
         try:
             with self.engine.parts.rank_group.together("switching the model to training"):
-                self._switch.release()
-                self._switch.bring_back()
+                self._switch.to_training()
+                self._switch.reload_optimizer()
         except BaseException as error:
-            if self._place is Place.GENERATING:
-                with noted(error, "going on with generating()"):
-                    self._wake()
+            if self._mode is SessionMode.GENERATING:
+                with failures_noted_on(error, "continuing generating()"):
+                    self._start_generating()
             raise
 
-    def _stand_still(self) -> None:
-        """Unfinished requests wait where they are; nothing of the engine's is in flight."""
+    def _stop_generating(self) -> None:
+        """Pause unfinished requests; no step is in flight afterwards."""
         try:
-            if self._shelf is not None:
-                self.engine.suspend(self._mode)
+            if self._optimizer is not None:
+                self.engine.suspend(self._suspend_mode)
             elif self.engine.has_unfinished() and self.engine.state is EngineState.RUNNING:
                 self.engine.pause()
         finally:
-            self._switch.release()
+            self._switch.to_training()
 
 
-def _mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
-    """Raises ConfigError for a name that is none."""
+def _suspend_mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
+    """Raises ConfigError for an unknown name."""
     known = [member.value for member in KVCacheManagementMode]
     if mode is None:
         return None

@@ -1,4 +1,4 @@
-"""The ways in which a session's weights become others, each taken back as far as it wrote them."""
+"""The two kinds of a session's weight update: written in place by the trainer, or copied from a source."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights import WeightUpdate, as_source
 from megatron_infer.rl.weights.digest import model_checksum
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 from megatron_infer.weights.change_guard import guarded_tensors
 
 
-class Colocated:
-    """The trainer has written them in place: nothing is copied, and there is nothing to take back."""
+class ColocatedUpdate:
+    """The trainer has written the weights in place: nothing is copied, and there is nothing to roll back."""
 
     def __init__(
         self, engine: DynamicInferenceEngine, *, version: int | None, running: str, checksum: bool = False
     ) -> None:
-        """version: None for the next number."""
+        """version: None: the next number."""
         self._engine, self._version, self._running, self._checksum = engine, version, running, checksum
 
     def run(self) -> UpdateReport:
@@ -33,16 +33,16 @@ class Colocated:
             num_tensors=sum(1 for _ in guarded_tensors(parts.model)),
             bytes_copied=0,
             bytes_received=0,
-            checksum=model_checksum(Target.of(self._engine)) if self._checksum else None,
+            checksum=model_checksum(UpdateTarget.of(self._engine)) if self._checksum else None,
             seconds=time.perf_counter() - started,
         )
 
-    def roll_back(self) -> None:
-        """The weights are the trainer's; whoever wakes the engine has it look at them again."""
+    def rollback(self) -> None:
+        """The trainer's weights stay; the next resume detects changes again."""
 
 
-class Written:
-    """They come from a source and are written over those that the model has."""
+class SourceUpdate:
+    """The weights are copied from a source over the model's own."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Written:
         checksum: bool = False,
         undo: bool,
     ) -> None:
-        """source: whatever `as_source` takes. undo: keep on the host what is overwritten."""
+        """source: anything that `as_source` takes. undo: keep on the host what is overwritten."""
         self._engine, self._source, self._version, self._running = engine, source, version, running
         self._checksum, self._undo = checksum, undo
         self._update: WeightUpdate | None = None
@@ -70,12 +70,14 @@ class Written:
                 weights.write_into(update)
             except (RankFailure, LockstepError, WeightUpdateError):
                 raise
-            except Exception as error:  # of the source: it does not say how far it had come
-                place = f"after {update.last}" if update.last else "before the first tensor"
-                raise WeightUpdateError(f"{type(error).__name__}: {error}, {place}", rank=update.target.rank) from error
+            except Exception as error:  # the source's own error does not name the tensor
+                progress = f"after {update.last_written}" if update.last_written else "before the first tensor"
+                raise WeightUpdateError(
+                    f"{type(error).__name__}: {error}, {progress}", rank=update.target.rank
+                ) from error
             return update.finish(self._version, running=self._running, checksum=self._checksum)
 
-    def roll_back(self) -> None:
-        """Without undo what was written stays."""
+    def rollback(self) -> None:
+        """Without `undo` the tensors that were written stay."""
         if self._update is not None and self._undo:
             self._update.rollback()

@@ -1,7 +1,7 @@
 """How far generation may run ahead of training: which groups may begin, and which a training step may consume.
 
-With lag L and P groups a step, at most (L + 1) * P groups are begun and not consumed. Training step t consumes groups
-that were begun during steps t - L to t, and no others:
+With lag L and P groups a step, at most (L + 1) * P groups are begun and not consumed. Training step t consumes only
+groups that were begun during steps t - L to t:
 
     L = 1, P = 2    step 0: begins a b c d, consumes two of them      c d left, due at step 1 at the latest
                     step 1: begins e f,     consumes c d              e f left, due at step 2
@@ -19,14 +19,14 @@ from megatron_infer.errors import ConfigError, unknown_name
 
 
 class Granularity(str, Enum):
-    """Of what is begun or consumed at once. A group's samples always go together: they are one request."""
+    """How many groups are begun or consumed at once. A group's samples are never separated: they are one request."""
 
     GROUP = "group"
     BATCH = "batch"
 
 
 def automatic_lag(*, max_requests: int, samples_per_group: int, groups_per_step: int, data_parallel: int = 1) -> int:
-    """The lag at which everything under way just fills the engines: DP * max_requests / (G * P) - 1, at least 0.
+    """The lag at which the groups in flight just fill the engines: DP * max_requests / (G * P) - 1, at least 0.
 
     Example: 2 engines of 128 requests, 8 samples, 16 groups a step: 256 / 128 - 1 = 1.
     """
@@ -42,19 +42,19 @@ def automatic_lag(*, max_requests: int, samples_per_group: int, groups_per_step:
 
 
 @dataclass(slots=True)
-class StalenessSlot:
+class OutstandingGroup:
     """A group that has been begun and not consumed."""
 
     begun: int
-    """The training step during which."""
+    """The training step during which it was begun."""
     order: int
     batch: int
-    """The training step that is to consume it, when whole batches are consumed."""
+    """The training step that is to consume it, if whole batches are consumed."""
     finished: bool = False
 
 
 class RolloutLag:
-    """The books of groups under way, by id; knows neither engine nor samples."""
+    """Bookkeeping of begun groups, by id; knows neither engine nor samples."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class RolloutLag:
         submission: Granularity | str = Granularity.GROUP,
         consumption: Granularity | str = Granularity.GROUP,
     ) -> None:
-        """submission "batch": begin groups only when a whole batch may. consumption "group": a step takes whichever
-        groups have finished, as long as no other becomes too old for it; "batch": those begun together, in order."""
+        """submission "batch": begin groups only when a whole batch may begin. consumption "group": a step takes any
+        finished groups, as long as no other group becomes too old; "batch": those begun together, in order."""
         if not isinstance(lag, int) or isinstance(lag, bool) or lag < 0:
             raise ConfigError(f"lag is {lag!r}, it must be an integer of 0 (no group outlives a step) or more")
         if groups_per_step < 1:
@@ -74,86 +74,82 @@ class RolloutLag:
         self.submission = _granularity("submission", submission)
         self.consumption = _granularity("consumption", consumption)
         self.step = 0
-        """The training step that is to be served next."""
-        self._seats: dict[str, StalenessSlot] = {}
+        """The next training step."""
+        self._outstanding: dict[str, OutstandingGroup] = {}
         self._num_begun = 0
-        self._free: list[int] = []
+        self._short_batches: list[int] = []
         """Batches that lost a group."""
 
     @property
     def num_outstanding(self) -> int:
-        """Begun and not consumed."""
-        return len(self._seats)
-
-    @property
-    def num_finished(self) -> int:
-        return sum(seat.finished for seat in self._seats.values())
+        """Groups begun and not consumed."""
+        return len(self._outstanding)
 
     def room(self) -> int:
         """How many groups may begin now."""
-        room = (self.lag + 1) * self.groups_per_step - len(self._seats)
+        room = (self.lag + 1) * self.groups_per_step - len(self._outstanding)
         if self.submission is Granularity.GROUP:
             return room
-        # A batch that lost a group, or was cut short, is made whole at once.
-        missing = min(room, len(self._free) + -self._num_begun % self.groups_per_step)
+        # A batch that lost a group, or was begun in part, is completed at once.
+        missing = min(room, len(self._short_batches) + -self._num_begun % self.groups_per_step)
         return missing + (room - missing) // self.groups_per_step * self.groups_per_step
 
     def begin(self, group_id: str) -> None:
         """A group was submitted."""
-        assert group_id not in self._seats, f"group {group_id} has begun already"
-        assert len(self._seats) < (self.lag + 1) * self.groups_per_step, (
-            f"group {group_id} begins although {len(self._seats)} are outstanding"
+        assert group_id not in self._outstanding, f"group {group_id} has begun already"
+        assert len(self._outstanding) < (self.lag + 1) * self.groups_per_step, (
+            f"group {group_id} begins although {len(self._outstanding)} are outstanding"
         )
-        if self._free:
-            batch = self._free.pop(0)
+        if self._short_batches:
+            batch = self._short_batches.pop(0)
         else:
             batch, self._num_begun = self._num_begun // self.groups_per_step, self._num_begun + 1
-        order = max((seat.order for seat in self._seats.values()), default=-1) + 1
-        self._seats[group_id] = StalenessSlot(self.step, order, batch)
+        order = max((group.order for group in self._outstanding.values()), default=-1) + 1
+        self._outstanding[group_id] = OutstandingGroup(self.step, order, batch)
 
     def finish(self, group_id: str) -> None:
-        self._seats[group_id].finished = True
+        self._outstanding[group_id].finished = True
 
     def drop(self, group_id: str) -> None:
         """A group will not be consumed; another may begin in its place."""
-        self._free.append(self._seats.pop(group_id).batch)
-        self._free.sort()
+        self._short_batches.append(self._outstanding.pop(group_id).batch)
+        self._short_batches.sort()
 
     def take(self) -> list[str] | None:
-        """What the training step consumes, oldest first, or None while it has to wait for a group under way."""
-        chosen = self._of_batch() if self.consumption is Granularity.BATCH else self._any()
+        """The groups that the training step consumes, oldest first; None while it has to wait for a group."""
+        chosen = self._next_batch() if self.consumption is Granularity.BATCH else self._finished_groups()
         if chosen is None:
             return None
         for group_id in chosen:
-            del self._seats[group_id]
+            del self._outstanding[group_id]
         if self.consumption is Granularity.GROUP:
-            self._free = []  # batches are of no account
+            self._short_batches = []  # batches do not matter
         self.step += 1
         return chosen
 
-    def _of_batch(self) -> list[str] | None:
-        batch = [group_id for group_id, seat in self._seats.items() if seat.batch == self.step]
-        if len(batch) < self.groups_per_step or not all(self._seats[group_id].finished for group_id in batch):
+    def _next_batch(self) -> list[str] | None:
+        batch = [group_id for group_id, group in self._outstanding.items() if group.batch == self.step]
+        if len(batch) < self.groups_per_step or not all(self._outstanding[group_id].finished for group_id in batch):
             return None
         return sorted(batch, key=self._age)
 
-    def _any(self) -> list[str] | None:
-        """Finished groups, oldest first; not if too many of those that stay would then be due at the same steps."""
-        finished = sorted((name for name, seat in self._seats.items() if seat.finished), key=self._age)
+    def _finished_groups(self) -> list[str] | None:
+        """Finished groups, oldest first; None if too many of the others would then be due at the same steps."""
+        finished = sorted((name for name, group in self._outstanding.items() if group.finished), key=self._age)
         chosen = finished[: self.groups_per_step]
         if len(chosen) < self.groups_per_step:
             return None
-        stay = Counter(seat.begun + self.lag for name, seat in self._seats.items() if name not in chosen)
+        deadlines = Counter(group.begun + self.lag for name, group in self._outstanding.items() if name not in chosen)
         due = 0
-        for deadline in sorted(stay):
-            due += stay[deadline]
+        for deadline in sorted(deadlines):
+            due += deadlines[deadline]
             if due > (deadline - self.step) * self.groups_per_step:
                 return None
         return chosen
 
     def _age(self, group_id: str) -> tuple[int, int]:
-        seat = self._seats[group_id]
-        return seat.begun, seat.order
+        group = self._outstanding[group_id]
+        return group.begun, group.order
 
 
 def _granularity(name: str, value: Granularity | str) -> Granularity:

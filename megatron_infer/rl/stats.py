@@ -1,4 +1,4 @@
-"""Figures of a rollout call: how much was drawn how fast, from how old weights, and why sequences ended."""
+"""Figures of a rollout call: tokens drawn, speed, staleness of the weights, and why sequences ended."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:
-    """Of the groups that one call handed out; what it drew and threw away counts in `num_tokens` alone."""
+    """Figures of the groups that one call delivered; groups that it dropped count in `num_tokens` only."""
 
     num_groups: int
     num_samples: int
     num_rejected: int = 0
     """Groups that the filter refused."""
     num_aborted: int = 0
-    """Groups that were under way when the call had what it wanted."""
+    """Groups that were in flight when the call had enough."""
     num_failed: int = 0
     num_carried: int = 0
     """Groups that an earlier call had begun."""
     num_tokens: int = 0
-    """Drawn during the call."""
+    """Tokens drawn during the call."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompts, found computed."""
+    """Prompt tokens found in the prefix cache."""
     seconds: float = 0.0
     weight_version: int = 0
     finished: dict[str, int] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class RolloutStats:
     length_percentiles: dict[int, int] = field(default_factory=dict)
     """Tokens drawn in a sample, by percentile."""
     staleness_min: int = 0
-    """Versions between the weights that drew a token and those of now, over all drawn tokens."""
+    """Versions between the weights that drew a token and the present weights, over all drawn tokens."""
     staleness_mean: float = 0.0
     staleness_max: int = 0
     last_token_staleness_mean: float = 0.0
     kv_staleness_max: int = 0
-    """The same of the oldest keys and values attended to."""
+    """The same for the oldest keys and values that a token attended to."""
 
     @property
     def groups_per_s(self) -> float:
@@ -56,8 +56,8 @@ class RolloutStats:
 
     def as_metrics(self, prefix: str = "rollout/") -> dict[str, float]:
         """Flat names and numbers for a metrics writer (see `WandbSink.write_rollout`)."""
-        plain = ("finished", "length_percentiles")
-        values = {name: float(getattr(self, name)) for name in self.__dataclass_fields__ if name not in plain}
+        mappings = ("finished", "length_percentiles")
+        values = {name: float(getattr(self, name)) for name in self.__dataclass_fields__ if name not in mappings}
         values |= {"groups_per_s": self.groups_per_s, "tokens_per_s": self.tokens_per_s}
         values |= {f"finished_{reason}": float(count) for reason, count in self.finished.items()}
         values |= {f"length_p{share}": float(length) for share, length in self.length_percentiles.items()}
@@ -65,7 +65,7 @@ class RolloutStats:
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """The smallest value that at least `share` percent are no larger than; 0 of nothing."""
+    """The smallest value that at least `share` percent of the values do not exceed; 0 for no values."""
     if not ordered:
         return 0
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
@@ -81,7 +81,7 @@ def stats_of(
     num_aborted: int = 0,
     num_carried: int = 0,
 ) -> RolloutStats:
-    """version: the weights that staleness is counted to. num_tokens: drawn in all; None: in these groups."""
+    """version: weights that staleness is counted from. num_tokens: drawn in all; None: those of these groups."""
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = sorted(sample.num_drawn for sample in samples)

@@ -1,11 +1,11 @@
-"""Conversations with tools, many at once: the engine draws for some while the tools of others answer."""
+"""Many conversations with tools at once: the engine draws for some while the tools of others answer."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,29 +13,29 @@ from typing import Any
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
 from megatron_infer.rl.conversation import Conversation, ConversationTooLong, Turn
-from megatron_infer.rl.group_tracker import Call
-from megatron_infer.rl.prompts import Ask, as_batch
+from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
+from megatron_infer.rl.prompts import GroupRequest, as_batch
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.sampling.rng import derive_seed
 
-Said = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
-Tool = Callable[[Conversation, Turn], Said | Awaitable[Said]]
-"""Called after every answer of the model -> what is put in before the next one: text as it stands, token ids, or chat
-messages; None: the conversation is over. A coroutine function may wait without holding up others."""
+ToolReply = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
+Tool = Callable[[Conversation, Turn], ToolReply | Awaitable[ToolReply]]
+"""Called after every answer of the model -> what is appended before the next one: text (without a template), token ids,
+or chat messages; None ends the conversation. A coroutine function may wait without delaying other conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
-    """What ends a conversation, besides the tool. `info["ended"]` of its sample names it: "tool", one of those below,
-    or "abort" when someone ended the engine's request."""
+    """Limits that end a conversation, besides the tool. `info["ended"]` of its sample names the reason: "tool", one of
+    those quoted below, or "abort" when the engine's request was aborted."""
 
     turns: int | None = 8
     """"turns": answers of the model."""
     total_tokens: int | None = None
     """"length": prompt, answers and additions; None: the engine's limit, which holds in any case."""
     seconds: float | None = None
-    """"deadline": an answer under way is cut where it is, a tool's is not waited for."""
+    """"deadline": an answer in flight is aborted and kept as far as it is, a tool's answer is not awaited."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "total_tokens", "seconds"):
@@ -56,23 +56,24 @@ async def converse(
     """Groups of params.n conversations for each prompt, as they finish; each sample is a whole conversation.
 
     The first answers of a group are one request, so its prompt is computed once; later turns find their history in the
-    prefix cache. An error of the tool ends them all and is raised. With several ranks the leader alone calls, while
-    the others are in `engine.follow()`.
+    prefix cache. An error of the tool ends all conversations and is raised. With several ranks the leader alone calls,
+    while the others are in `engine.follow()`.
     """
     if roll.engine.relay is not None:
         roll.engine.relay.require_leader("converse()")
     limits = limits if limits is not None else TurnLimits()
     gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
     batch = as_batch(prompts)
-    talks = [
+    groups = [
         [
-            Conversation(roll.engine, prompt, seeded(params, index), max_total_tokens=limits.total_tokens)
+            Conversation(roll.engine, prompt, _with_sample_seed(params, index), max_total_tokens=limits.total_tokens)
             for index in range(params.n)
         ]
         for prompt in batch
     ]
     tasks = [
-        asyncio.create_task(_group(roll, index, group, params, tool, limits, gate)) for index, group in enumerate(talks)
+        asyncio.create_task(_run_group(roll, index, conversations, tool, limits, gate))
+        for index, conversations in enumerate(groups)
     ]
     try:
         for finished in asyncio.as_completed(tasks):
@@ -83,8 +84,8 @@ async def converse(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """Of sample `index`: its later turns draw with the seed that its first one had, not with that of the group."""
+def _with_sample_seed(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters for the later turns of sample `index`: they use the seed of its first turn, not the group's."""
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=derive_seed(params.seed, index))
@@ -99,7 +100,7 @@ def run_conversations(
     limits: TurnLimits | None = None,
     max_concurrent: int | None = None,
 ) -> list[RolloutGroup]:
-    """The same from code without an event loop -> groups in the order of their prompts."""
+    """`converse` for code without an event loop -> groups in the order of their prompts."""
 
     async def collect() -> list[RolloutGroup]:
         options: dict[str, Any] = {"limits": limits, "max_concurrent": max_concurrent}
@@ -112,39 +113,41 @@ async def say(roll: Rollout, conversation: Conversation, params: SamplingParams 
     """One answer of the model, appended to the conversation. On the leader."""
     if roll.engine.relay is not None:
         roll.engine.relay.require_leader("say()")
-    return conversation.take(await _drawn(roll, conversation.ask(params), None))
+    return conversation.add_answer(await _draw(roll, conversation.next_request(params), None))
 
 
-async def _group(
+async def _run_group(
     roll: Rollout,
     index: int,
-    talks: list[Conversation],
-    params: SamplingParams,
+    conversations: list[Conversation],
     tool: Tool,
     limits: TurnLimits,
     gate: AbstractAsyncContextManager[Any],
 ) -> RolloutGroup:
     async with gate:
         deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
-        first = await _drawn(roll, talks[0].ask(n=len(talks)), deadline)
-        reasons = await _all(_go_on(roll, talk, first, i, tool, limits, deadline) for i, talk in enumerate(talks))
-    samples = [talk.sample() for talk in talks]
+        first = await _draw(roll, conversations[0].next_request(n=len(conversations)), deadline)
+        reasons = await _gather_or_cancel(
+            _run_turns(roll, conversation, first, sample, tool, limits, deadline)
+            for sample, conversation in enumerate(conversations)
+        )
+    samples = [conversation.sample() for conversation in conversations]
     for sample, reason in zip(samples, reasons, strict=True):
         sample.info["ended"] = reason
     return RolloutGroup(
         group_id=first.group_id,
-        prompt_ids=list(talks[0].prompt_ids),
+        prompt_ids=list(conversations[0].prompt_ids),
         samples=samples,
-        info=talks[0].info,
+        info=conversations[0].info,
         index=index,
         begun_version=first.begun_version,
         num_cached_tokens=first.num_cached_tokens,
     )
 
 
-async def _all(work: Any) -> list[str]:
-    """Results in order; the first error ends the others and is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def _gather_or_cancel(coroutines: Iterable[Awaitable[str]]) -> list[str]:
+    """Results in order; the first error cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -153,70 +156,75 @@ async def _all(work: Any) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _go_on(
+async def _run_turns(
     roll: Rollout,
-    talk: Conversation,
+    conversation: Conversation,
     first: RolloutGroup,
-    index: int,
+    sample: int,
     tool: Tool,
     limits: TurnLimits,
     deadline: float | None,
 ) -> str:
-    """Turn after turn -> what ended it."""
-    turn = talk.take(first, index)
+    """Draw and append turns until the conversation ends -> the reason. first: the group of its first answer."""
+    turn = conversation.add_answer(first, sample)
     while True:
         if turn.finish_reason == "abort":
-            return "deadline" if deadline is not None and time.monotonic() >= deadline else "abort"
-        if talk.room < 1:
+            return "deadline" if _has_passed(deadline) else "abort"
+        if conversation.room < 1:
             return "length"
-        if limits.turns is not None and len(talk.turns) >= limits.turns:
+        if limits.turns is not None and len(conversation.turns) >= limits.turns:
             return "turns"
         try:
-            said = tool(talk, turn)
-            if inspect.isawaitable(said):
-                said = await asyncio.wait_for(said, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            reply = tool(conversation, turn)
+            if inspect.isawaitable(reply):
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                reply = await asyncio.wait_for(reply, left)
         except TimeoutError:
-            if deadline is None or time.monotonic() < deadline:
+            if not _has_passed(deadline):
                 raise
             return "deadline"
-        if said is None:
+        if reply is None:
             return "tool"
         try:
-            _add(talk, said)
+            _add(conversation, reply)
         except ConversationTooLong:
             return "length"
-        if deadline is not None and time.monotonic() >= deadline:
+        if _has_passed(deadline):
             return "deadline"
-        turn = talk.take(await _drawn(roll, talk.ask(), deadline))
+        turn = conversation.add_answer(await _draw(roll, conversation.next_request(), deadline))
 
 
-def _add(talk: Conversation, said: Any) -> None:
-    if isinstance(said, str):
-        talk.add_text(said)
-    elif said and isinstance(said[0], Mapping):
-        talk.add_messages(said)
+def _has_passed(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def _add(conversation: Conversation, reply: Any) -> None:
+    if isinstance(reply, str):
+        conversation.add_text(reply)
+    elif reply and isinstance(reply[0], Mapping):
+        conversation.add_messages(reply)
     else:
-        talk.add_ids(said)
+        conversation.add_ids(reply)
 
 
-async def _drawn(roll: Rollout, ask: Ask, deadline: float | None) -> RolloutGroup:
-    """One request of the engine to its end, or cut at the deadline."""
-    flow, pump = roll.flow, roll.pump
-    call = Call()
+async def _draw(roll: Rollout, request: GroupRequest, deadline: float | None) -> RolloutGroup:
+    """Run one request to its end, or abort it at the deadline."""
+    tracker, thread = roll.tracker, roll.thread
+    call = RolloutCall()
     try:
-        await pump.run(lambda: flow.begin(call, [ask], carry=False))
+        await thread.run(lambda: tracker.begin(call, [request], carry=False))
         while not call.ready:
-            if deadline is not None and time.monotonic() >= deadline:
-                return await pump.run(lambda: _cut(roll, call))
-            await pump.step()
-        flow.release([call.ready[0].group_id])
+            if _has_passed(deadline):
+                return await thread.run(lambda: _abort(tracker, call))
+            await thread.step()
+        tracker.release([call.ready[0].group_id])
         return call.ready.popleft()
     finally:
-        await pump.run(lambda: flow.end(call))
+        await thread.run(lambda: tracker.end(call))
 
 
-def _cut(roll: Rollout, call: Call) -> RolloutGroup:
-    """What a request has so far; it may have ended meanwhile."""
-    for ticket in list(call.tickets.values()):
-        return roll.flow.drop(call, ticket)
+def _abort(tracker: GroupTracker, call: RolloutCall) -> RolloutGroup:
+    """What the call's only group has so far; it may have finished meanwhile."""
+    for pending in list(call.pending.values()):
+        return tracker.drop(call, pending)
     return call.ready.popleft()

@@ -1,4 +1,4 @@
-"""Between training and generating on one model: what is changed for generation, and that it is all put back."""
+"""Switches one model between training and inference, and puts back all that the switch changed."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ def uninterrupted() -> Iterator[None]:
 
 
 class TrainModeSwitch:
-    """One model's way from a trainer to an engine and back.
+    """Switches a model to inference and back.
 
-        engage   parameters whole -> optimizer state to the host -> eval, flags, attributes, no autograd
-        release  the same backwards; every step is taken whatever becomes of the others
+        to_inference   gather parameters -> offload optimizer state -> eval mode, flags, attributes, no autograd
+        to_training    the same steps undone in reverse; each is undone even if another fails
 
-    Gradients (.grad, main_grad) are nobody's business here.
+    Gradients (.grad, main_grad) are not touched.
     """
 
-    def __init__(self, chain: Sequence[Any], optimizer: OptimizerShelf | None) -> None:
-        """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state goes to the host; None: none."""
+    def __init__(self, chain: Sequence[Any], optimizer: OptimizerOffload | None) -> None:
+        """chain: `models.trainer_state.wrapper_chain`. optimizer: whose state is offloaded; None: no optimizer's."""
         self._chain, self._optimizer = chain, optimizer
-        self._heavy, self._light = ExitStack(), ExitStack()
-        self._is_engaged = False
+        self._memory, self._flags = ExitStack(), ExitStack()
+        self._in_inference = False
 
-    def engage(self) -> None:
+    def to_inference(self) -> None:
         """Raises with everything as it was."""
         try:
             with uninterrupted():
-                self._heavy.enter_context(whole_parameters(self._chain))
+                self._memory.enter_context(whole_parameters(self._chain))
                 if self._optimizer is not None:
-                    self._heavy.callback(self._optimizer.bring_back)
-                    self._optimizer.put_away()
-                self._to_inference()
-                self._is_engaged = True
+                    self._memory.callback(self._optimizer.reload)
+                    self._optimizer.offload()
+                self._set_flags()
+                self._in_inference = True
         except BaseException as error:
-            with noted(error, "putting the model back as the trainer left it"):
-                self.release()
+            with failures_noted_on(error, "putting the model back as the trainer left it"):
+                self.to_training()
             raise
 
-    def release(self) -> None:
-        """Everything as `engage` found it; nothing to do where it has not been called."""
+    def to_training(self) -> None:
+        """Restore what `to_inference` found; does nothing if it was not called."""
         with uninterrupted():
-            self._is_engaged = False
+            self._in_inference = False
             try:
-                self._light.close()
+                self._flags.close()
             finally:
-                self._heavy.close()
+                self._memory.close()
 
     @contextmanager
     def scoring(self, *, grad: bool) -> Iterator[None]:
-        """The trainer's forward, in eval mode, from wherever we are; parameters are whole."""
+        """The trainer's forward in eval mode with gathered parameters, during training or inference."""
         with ExitStack() as stack:
-            if self._is_engaged:
-                self._light.close()
-                stack.callback(self._to_inference)
+            if self._in_inference:
+                self._flags.close()
+                stack.callback(self._set_flags)
             else:
                 stack.enter_context(whole_parameters(self._chain))
             stack.enter_context(evaluation(self._chain[0]))
@@ -82,65 +82,65 @@ class TrainModeSwitch:
             yield
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Parameters are gathered, for whoever reads them."""
-        if self._is_engaged:
+    def gathered_parameters(self) -> Iterator[None]:
+        """Parameters that megatron-core's DDP gathers late are complete."""
+        if self._in_inference:
             yield
             return
         with whole_parameters(self._chain):
             yield
 
-    def bring_back(self) -> None:
-        """Try once more where the optimizer's state found no room."""
+    def reload_optimizer(self) -> None:
+        """Try again after `to_training` found no memory for the optimizer's state."""
         if self._optimizer is not None:
-            self._optimizer.bring_back()
+            self._optimizer.reload()
 
-    def _to_inference(self) -> None:
+    def _set_flags(self) -> None:
         model = self._chain[0]
-        self._light.enter_context(inference_attributes(model))
-        self._light.enter_context(evaluation(model))
-        self._light.enter_context(inference_flag(True))
-        self._light.enter_context(torch.set_grad_enabled(False))
+        self._flags.enter_context(inference_attributes(model))
+        self._flags.enter_context(evaluation(model))
+        self._flags.enter_context(inference_flag(True))
+        self._flags.enter_context(torch.set_grad_enabled(False))
 
 
-class GlobalDraws:
-    """torch's global generators, on the CPU and on the model's device: what dropout draws from.
+class GlobalRngState:
+    """State of torch's global generators, on the CPU and on the model's device: dropout draws from them.
 
-    Taken back to where they stood at `note`. Python's and NumPy's are left to whoever draws from them.
+    Python's and NumPy's generators are not saved.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
-        self._noted: list[Tensor] = []
+        self._saved: list[Tensor] = []
         self._has_warned = False
 
-    def note(self) -> None:
-        self._noted = self._states()
+    def save(self) -> None:
+        self._saved = self._states()
 
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """What is drawn within stays drawn, from where they stood at `note`."""
-        is_noted = bool(self._noted)
-        if is_noted:
-            self.take_back()
+    def training_draws(self) -> Iterator[None]:
+        """The block draws on from the saved state, and its draws are kept: the state is saved again at its end."""
+        is_saved = bool(self._saved)
+        if is_saved:
+            self.restore()
         try:
             yield
         finally:
-            if is_noted:
-                self.note()
+            if is_saved:
+                self.save()
 
-    def take_back(self) -> None:
-        """Says once, in the log, that somebody has drawn."""
-        noted, self._noted = self._noted, []
-        if not noted or all(map(torch.equal, noted, self._states())):
+    def restore(self) -> None:
+        """Go back to the saved state; the first time that anything was drawn since, warn."""
+        saved, self._saved = self._saved, []
+        if not saved or all(map(torch.equal, saved, self._states())):
             return
-        torch.set_rng_state(noted[0])
+        torch.set_rng_state(saved[0])
         if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(noted[1], self._device)
+            torch.get_device_module(self._device).set_rng_state(saved[1], self._device)
         if not self._has_warned:
             log.warning(
-                "generating(): the block drew from torch's global generator, which now stands where it stood before: "
-                "the next block may draw the same. Draw from a generator of your own, or take restore_rng=False"
+                "generating(): the block drew from torch's global generator, which is reset to its state before the "
+                "block: the next block may draw the same. Draw from a generator of your own, or pass restore_rng=False"
             )
             self._has_warned = True
 
@@ -151,45 +151,44 @@ class GlobalDraws:
         return states
 
 
-class OptimizerShelf:
-    """What an optimizer keeps on a device beside the model: moments, and master weights that are not the model's own.
+class OptimizerOffload:
+    """Moves an optimizer's state (moments, and master weights that are not the model's own) to the host and back.
 
-    Moved to the host and back in the same tensors, so that nobody's reference goes stale. Takes torch's optimizers and
-    megatron-core's, chained ones too; what is on the host already stays there.
+    The tensors stay the same objects, so references to them stay valid. Takes torch's optimizers and megatron-core's,
+    chained ones too; state that is on the host already stays there.
     """
 
     def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
-        """model: without wrappers (buffers of megatron-core's DDP are something else)."""
+        """model: without wrappers; the buffers of megatron-core's DDP are not moved."""
         self._optimizer, self._model = optimizer, model
-        self._shelf: OffloadedWeights | None = None
+        self._offloaded: OffloadedWeights | None = None
 
     @staticmethod
     def is_on_device(tensor: Tensor) -> bool:
-        """Whether a tensor has to go."""
         return tensor.device.type != "cpu"
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the host now."""
-        return 0 if self._shelf is None else self._shelf.num_bytes
+        return 0 if self._offloaded is None else self._offloaded.num_bytes
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Raises with everything in place."""
-        if self._shelf is None:
+        if self._offloaded is None:
             tensors = list(self.tensors())
-            shelf = OffloadedWeights(lambda: tensors, pinned=any(tensor.is_cuda for tensor in tensors))
-            shelf.offload(_no_tick)
-            self._shelf = shelf
+            offloaded = OffloadedWeights(lambda: tensors, pinned=any(tensor.is_cuda for tensor in tensors))
+            offloaded.offload(_no_checkpoint)
+            self._offloaded = offloaded
 
-    def bring_back(self) -> None:
-        """Raises, where there is no room, with everything still on the host: call it again."""
-        if self._shelf is not None:
-            self._shelf.reload(_no_tick)
-            self._shelf = None
+    def reload(self) -> None:
+        """Raises, where there is no memory, with everything still on the host: call it again."""
+        if self._offloaded is not None:
+            self._offloaded.reload(_no_checkpoint)
+            self._offloaded = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What has to go."""
-        kept = {_storage(tensor) for tensor in _of_model(self._model)}
+        """The tensors that `offload` moves."""
+        kept = {_storage(tensor) for tensor in _tensors_of(self._model)}
         for optimizer in torch_optimizers(self._optimizer):
             groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
             states = (value for state in optimizer.state.values() for value in state.values())
@@ -201,16 +200,16 @@ class OptimizerShelf:
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
     """torch's own optimizers inside megatron-core's."""
     if hasattr(optimizer, "chained_optimizers"):
-        for part in optimizer.chained_optimizers:
-            yield from torch_optimizers(part)
+        for inner in optimizer.chained_optimizers:
+            yield from torch_optimizers(inner)
     elif isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
     elif getattr(optimizer, "optimizer", None) is not None:
         yield from torch_optimizers(optimizer.optimizer)
 
 
-def _of_model(model: torch.nn.Module) -> Iterable[Tensor]:
-    """Parameters, buffers and gradients: on a device they stay."""
+def _tensors_of(model: torch.nn.Module) -> Iterable[Tensor]:
+    """Parameters, buffers and gradients, which stay on the device."""
     for parameter in model.parameters():
         yield parameter
         yield from (g for g in (parameter.grad, getattr(parameter, "main_grad", None)) if g is not None)
@@ -221,14 +220,14 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _no_tick(what: str) -> None:
-    """For work that is not to be stopped."""
+def _no_checkpoint(what: str) -> None:
+    """`OffloadedWeights` calls this between tensors; the move is not to be stopped there."""
 
 
 @contextmanager
-def noted(error: BaseException, what: str) -> Iterator[None]:
-    """On the way out with `error`: what goes wrong now is told beside it, and stops nothing."""
+def failures_noted_on(error: BaseException, what: str) -> Iterator[None]:
+    """While `error` is handled: an error of the block becomes a note on it and goes no further."""
     try:
         yield
-    except BaseException as second:  # the first error is what the caller has to hear of
+    except BaseException as second:  # the caller has to see the first error
         error.add_note(f"{what} failed as well: {type(second).__name__}: {second}")

@@ -1,4 +1,4 @@
-"""What an update of the weights did."""
+"""The report of a weight update."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One finished update of a model's weights, as this rank saw it."""
+    """One finished weight update on this rank."""
 
     version: int
-    """The weights' version from here on."""
+    """Version of the new weights."""
     num_tensors: int
-    """Parameters and saved buffers of this rank that the update was about."""
+    """Parameters and saved buffers of this rank that were updated."""
     bytes_copied: int
-    """Written into live tensors; 0 where the model that trains is the model that generates."""
+    """Bytes written into live tensors; 0 where the model that trains is the model that generates."""
     bytes_received: int
-    """Of these, what came from other processes."""
+    """How many of them came from other processes."""
     seconds: float
     checksum: str | None = None
-    """Of the whole model's weights, the same in every layout; None where nobody asked for it."""
+    """Digest of the whole model's weights, the same in every layout; None if it was not requested."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

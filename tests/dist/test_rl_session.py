@@ -13,7 +13,7 @@ from trainers import MegatronTrainer
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SwitchFailed
-from megatron_infer.rl.scoring import SplitLogprob
+from megatron_infer.rl.scoring import VocabParallelLogprob
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -151,7 +151,7 @@ def check_split_logprobs(rank: int) -> None:
     want = torch.log_softmax(whole[..., :13], -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     (want * weights).sum().backward()
     part = whole.detach().chunk(2, -1)[rank].clone().requires_grad_()
-    got = SplitLogprob.apply(part, targets - 8 * rank, 5 if rank else 8, torch.distributed.group.WORLD)
+    got = VocabParallelLogprob.apply(part, targets - 8 * rank, 5 if rank else 8, torch.distributed.group.WORLD)
     (got * weights).sum().backward()
     torch.testing.assert_close(got, want.detach(), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[rank], atol=1e-6, rtol=1e-6)

@@ -20,7 +20,7 @@ from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402, F401
 
 
 def share_of_small_letters(text: str, finish_reason: str, answer: str) -> float:
-    """A random model knows no capital; its bytes differ in this."""
+    """A reward that a random model's bytes vary in."""
     return sum(letter.islower() for letter in text) / max(1, len(text))
 
 

@@ -33,13 +33,13 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def lengths(count: int, **how: Any) -> list[SamplingParams]:
-    """Parameters under which prompts end at different times, in no order of their own."""
+    """Parameters with which requests finish at different times, not in the order of their prompts."""
     how = {"ignore_eos": True, "temperature": 0.9, "logprobs": 0} | how
     return [SamplingParams(max_tokens=3 + (7 * i) % 11, seed=i, **how) for i in range(count)]
 
 
 def assert_empty(engine: DynamicInferenceEngine) -> None:
-    """Nobody holds anything."""
+    """No request, block or row is left in the engine."""
     engine.parts.context.check()
     assert len(engine.output_processor) == 0 and engine.loop.is_idle and not engine.loop.backlog
     scheduler = engine.parts.scheduler

@@ -39,7 +39,7 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fresh_answers(model: torch.nn.Module, params: SamplingParams = PARAMS) -> list[list[int]]:
-    """What an engine says that has never known other weights."""
+    """Tokens of a new engine with the model's weights."""
     engine = DynamicInferenceEngine(copied(model).eval(), InferenceConfig(**BASE))
     return [output.outputs[0].token_ids for output in engine.generate(prompts(), params)]
 
@@ -50,7 +50,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train_step(model: Any, step: int, rate: float = 0.3, grads: list[torch.Tensor] | None = None) -> float:
-    """A step of gradient descent -> its loss; grads: takes copies of the gradients."""
+    """A step of gradient descent -> its loss; grads: receives copies of the gradients."""
     ids, positions, labels = batch(step)
     loss = model(ids, positions, None, labels=labels).mean()
     loss.backward()

@@ -1,4 +1,4 @@
-"""TRL's rollout_func by the engine: the trainer's weights, its sampling, its prompts; once with the real trainer."""
+"""TRL's rollout_func uses the trainer's weights, sampling parameters and prompts; once with the real trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(folder) -> Any:
 
 
 def stand_in(model: Any, folder: Path, **changes: Any) -> SimpleNamespace:
-    """What of a GRPOTrainer the adapter looks at."""
+    """The attributes of a GRPOTrainer that the adapter reads."""
     settings = {
         "accelerator": SimpleNamespace(unwrap_model=lambda given: given),
         "model": model,
@@ -59,7 +59,7 @@ def logprobs_by_transformers(model: Any, prompt: list[int], answer: list[int], t
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def test_rollouts_are_drawn_from_the_trainers_weights_as_they_are(model, folder):
+def test_rollouts_are_drawn_from_the_trainers_present_weights(model, folder):
     trainer = stand_in(model, folder)
     rollout = EngineRollout(engine_for(model, CONFIG), suspend="recompute")
     chat = [{"role": "user", "content": "Hi"}]
@@ -78,7 +78,7 @@ def test_rollouts_are_drawn_from_the_trainers_weights_as_they_are(model, folder)
         trainer.state.global_step += 1
 
 
-def test_what_has_no_counterpart_is_refused(model, folder):
+def test_options_without_a_counterpart_are_refused(model, folder):
     engine = engine_for(model, CONFIG)
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         EngineRollout(engine, sampling={"temperatur": 1.0})
@@ -93,7 +93,7 @@ def test_what_has_no_counterpart_is_refused(model, folder):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install trl")
 def test_grpo_trainer_learns_with_the_engines_rollouts(folder, tmp_path, monkeypatch):
-    """TRL's own loop: the share of a letter among the answer's bytes grows, weights follow every step."""
+    """TRL's own loop: the share of a letter in the answers grows, and the weights are copied after every step."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer

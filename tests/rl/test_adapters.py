@@ -1,4 +1,4 @@
-"""The engine in other loops' shapes: Megatron-RL's interface and vLLM's colocated LLM."""
+"""Adapters for other training loops: Megatron-RL's interface and vLLM's colocated LLM."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def load(folder: Path) -> ColocateLLM:
     return ColocateLLM(str(folder), config=BASE, dtype="float32", threads=1)
 
 
-# ------------------------------------------------------------------------------------------------ vLLM's surface
+# ------------------------------------------------------------------------------------------------ vLLM's LLM
 @pytest.mark.parametrize("form", ["pairs", "mapping", "path"])
-def test_pushed_weights_answer_as_a_model_loaded_with_them(folder, other, form):
+def test_pushed_weights_give_the_tokens_of_a_model_loaded_with_them(folder, other, form):
     llm, expected = load(folder), answers(load(other))
     before = answers(llm)
     assert before != expected
@@ -64,7 +64,7 @@ def test_pushed_weights_answer_as_a_model_loaded_with_them(folder, other, form):
     assert not llm.is_sleeping and answers(llm) == expected
 
 
-def test_a_request_outlives_sleep_of_every_level(folder):
+def test_a_request_survives_sleep_of_every_level(folder):
     llm = load(folder)
     (whole,) = llm.engine.generate(PROMPTS[:1], PARAMS)
     for level in (0, 1):
@@ -86,7 +86,7 @@ def finished(engine) -> list:
     return outputs
 
 
-def test_what_cannot_be_meant_is_refused(folder):
+def test_invalid_levels_tags_and_weights_are_refused(folder):
     llm = load(folder)
     with pytest.raises(ConfigError, match="one of 0"):
         llm.sleep(level=3)
@@ -99,14 +99,14 @@ def test_what_cannot_be_meant_is_refused(folder):
         llm.load_weights(list(open_source(str(folder)).tensors())[:-1])
 
 
-# ------------------------------------------------------------------------------------------------ Megatron-RL's
+# ------------------------------------------------------------------------------------------------ Megatron-RL
 def launched(model, folder: Path, **how):
     tokenizer = open_source(str(folder)).tokenizer()
     config = InferenceConfig(**BASE | {"logprobs_mode": "processed"})
     return LocalInterface.launch(model, config=config, tokenizer=tokenizer, eos_ids=[257], **how)
 
 
-def test_interface_generates_many_at_a_time_trains_and_goes_on(folder):
+def test_interface_generates_many_at_a_time_trains_and_continues(folder):
     model = tiny_gpt(vocab_size=VOCAB, init_method_std=0.2).train()
     args = GenericGenerationArgs(temperature=0.7).add(GenericGenerationArgs(max_tokens=8))
     assert args == GenericGenerationArgs(temperature=0.7, max_tokens=8)
@@ -162,7 +162,7 @@ def test_a_cancelled_request_leaves_nothing_behind(folder):
     asyncio.run(main())
 
 
-def test_tokens_carry_the_versions_of_their_spans():
+def test_tokens_have_the_versions_of_their_spans():
     spans = [VersionSpan(0, 3, 3, 3), VersionSpan(2, 4, 3, 4)]
     assert per_token(spans, 5) == ([3, 3, 4, 4, 4], [3, 3, 3, 3, 3])
     assert per_token([], 0) == ([], [])

@@ -1,4 +1,4 @@
-"""examples/grpo.py: resumed runs are as runs in a piece, two ranks learn what one learns, mistakes are told."""
+"""examples/grpo.py: resumed runs equal uninterrupted ones, two ranks learn what one learns, mistakes are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grpo() -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Any]:
-    """Everything that is run, once."""
+    """All runs of the example, run once."""
     folder = tmp_path_factory.mktemp("grpo")
     model = str(save_tiny_llama(folder / "model"))
     with socket.socket() as free:
@@ -84,7 +84,7 @@ def test_every_run_ends_as_it_should(runs):
     assert "holds a run; give --resume" in runs["stderr"]
 
 
-def test_a_resumed_run_is_the_run_in_a_piece(runs):
+def test_a_resumed_run_equals_an_uninterrupted_run(runs):
     assert history(runs, "parts") == history(runs, "whole")
     first, second = (
         torch.load(runs["folder"] / name / "checkpoint" / "rank0.pt", weights_only=True) for name in ("whole", "parts")
@@ -121,13 +121,13 @@ def test_batches_drawn_ahead_are_as_old_as_the_lag(runs):
     assert 0 < sum(row["staleness"] for row in history(runs, "partial")) <= 4
 
 
-def test_a_metered_run_says_how_far_rollout_and_trainer_are_apart(runs):
+def test_a_metered_run_reports_the_mismatch_of_rollout_and_trainer(runs):
     first = history(runs, "far")[0]
     assert first["mismatch/num_tokens"] > 0 and 0 < first["mismatch/abs_diff_max"] < 1e-4
     assert not any(name.startswith("mismatch") for name in history(runs, "whole")[0])
 
 
-def test_what_does_not_go_together_is_refused(grpo, tmp_path, monkeypatch):
+def test_options_that_exclude_each_other_are_refused(grpo, tmp_path, monkeypatch):
     options, check = grpo.options, grpo.check
     for arguments, world, message in (
         (["--tp", "2"], 1, "torchrun --nproc-per-node 2"),
@@ -144,12 +144,12 @@ def test_what_does_not_go_together_is_refused(grpo, tmp_path, monkeypatch):
     check(argparse.Namespace(**vars(options(None, ["--out-dir", str(tmp_path)]))), 1)
 
 
-def test_objective_is_clipped_on_the_side_that_went_too_far(grpo):
+def test_objective_is_clipped_in_the_direction_of_the_advantage(grpo):
     zero, up, down = torch.zeros(2), torch.tensor([0.5, -0.5]).exp().log(), torch.tensor([1.0, -1.0])
     scores = up.clone().requires_grad_()
     loss = grpo.objective(scores, zero, zero, down, clip=0.2, max_weight=2.0)
     loss.sum().backward()
-    assert torch.equal(scores.grad, torch.zeros(2))  # further than the clip in the direction of the advantage
+    assert torch.equal(scores.grad, torch.zeros(2))  # beyond the clip in the direction of the advantage
     scores = (-up).requires_grad_()
     grpo.objective(scores, zero, zero, down, clip=0.2, max_weight=2.0).sum().backward()
     assert (scores.grad.abs() > 0).all()
@@ -157,7 +157,7 @@ def test_objective_is_clipped_on_the_side_that_went_too_far(grpo):
     torch.testing.assert_close(weighted, torch.tensor([-2.0, torch.tensor(-1.0).exp().item()]))
 
 
-def test_rewards_ask_for_the_answer_and_an_end(grpo):
+def test_rewards_need_the_answer_and_an_end(grpo):
     reward = grpo.task.reward
     assert reward("Paris.", "stop", "Paris") == 1.0
     assert reward("The capital of France is Paris.", "length", "Paris") == 0.5
@@ -169,7 +169,7 @@ def test_rewards_ask_for_the_answer_and_an_end(grpo):
     assert [p["question"] for p in grpo.task.batch(1, 20, 0)][:4] != epoch[:4]
 
 
-def test_the_table_compares_runs_and_a_missing_matplotlib_is_told(runs, grpo, capsys, monkeypatch):
+def test_the_table_compares_runs_and_a_missing_matplotlib_is_reported(runs, grpo, capsys, monkeypatch):
     report = importlib.import_module("grpo_report")
     table = report.table([runs["folder"] / name for name in ("whole", "torch")]).splitlines()
     assert [line.split("|")[1].strip() for line in table[2:]] == ["whole", "torch", "mean"]
@@ -187,7 +187,7 @@ def test_the_curve_is_a_small_picture(runs, grpo, tmp_path):
     assert content.startswith(b"\x89PNG") and len(content) < 100_000
 
 
-def test_a_checkpoint_that_is_missing_or_broken_is_told(grpo, tmp_path):
+def test_a_missing_or_broken_checkpoint_is_refused_by_name(grpo, tmp_path):
     trainer = importlib.import_module("grpo_trainer")
     with pytest.raises(ConfigError, match=r"there is no .*rank0\.pt"):
         trainer.load(tmp_path, rank=0)

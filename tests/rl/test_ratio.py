@@ -1,4 +1,4 @@
-"""Where no weight changes, training and rollout agree: exp(score - engine's log probability) is 1."""
+"""While the weights stay the same, the importance ratio exp(score - engine's log probability) is 1."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def endless():
 
 
 def largest_deviation(model: torch.nn.Module, **settings: object) -> tuple[float, int]:
-    """Of the ratio from 1 over STEPS steps at learning rate 0, and how many tokens outlived an update on the way."""
+    """(largest deviation of the ratio from 1, samples that outlived an update) over STEPS steps at learning rate 0."""
     config = InferenceConfig(**BASE | {"logprobs_mode": "processed"} | settings)
     session = RolloutSession(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    ends = list(range(4, 16))  # answers of different lengths: some are under way whenever the weights change
+    ends = list(range(4, 16))  # answers of different lengths: some are unfinished whenever the weights change
     params = SamplingParams(n=2, max_tokens=24, stop_token_ids=ends, ignore_eos=True, logprobs=0)
     queue, worst, num_carried = None, 0.0, 0
     for _ in range(STEPS):
@@ -42,10 +42,10 @@ def largest_deviation(model: torch.nn.Module, **settings: object) -> tuple[float
         with session.training():
             loss = torch.zeros(())
             for score, sample in zip(session.score([s.ids for s in samples], grad=True), samples, strict=True):
-                mine = score[-len(sample.token_ids) :]
-                worst = max(worst, ((mine.detach() - torch.tensor(sample.logprobs)).exp() - 1).abs().max().item())
+                actual = score[-len(sample.token_ids) :]
+                worst = max(worst, ((actual.detach() - torch.tensor(sample.logprobs)).exp() - 1).abs().max().item())
                 num_carried += len(sample.spans) > 1
-                loss = loss - mine.sum()
+                loss = loss - actual.sum()
             loss.backward()
             assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters() if parameter.grad is not None)
             optimizer.step()

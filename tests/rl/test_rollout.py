@@ -1,4 +1,4 @@
-"""Rollouts give every group once, in the order it finishes, and leave nothing behind."""
+"""Rollouts deliver every group once, as it finishes, and leave nothing in the engine."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def test_groups_equal_what_the_engine_draws(roll, engine):
             assert sample.ids == group.prompt_ids + drawn.token_ids
 
 
-def test_groups_come_as_they_finish_with_their_index_and_info(roll):
+def test_groups_are_delivered_as_they_finish_with_their_index_and_info(roll):
     prompts = [{"prompt_token_ids": ids, "answer": str(i)} for i, ids in enumerate(prompts_of(6))]
     params = lengths(6)
-    seen, told = [], []
-    groups = roll.generate(prompts, params, on_group=seen.append, on_progress=told.append)
+    seen, reports = [], []
+    groups = roll.generate(prompts, params, on_group=seen.append, on_progress=reports.append)
     assert [group.info for group in groups] == [{"answer": str(i)} for i in range(6)]
     finished = sorted(range(6), key=lambda i: params[i].max_tokens)
     assert [params[group.index].max_tokens for group in seen] == [params[i].max_tokens for i in finished]
-    assert told[-1].num_done == told[-1].num_groups == 6
-    assert [p.num_tokens for p in told] == sorted(p.num_tokens for p in told)
-    assert told[-1].num_tokens == sum(group.num_tokens for group in groups) == sum(p.max_tokens for p in params)
+    assert reports[-1].num_done == reports[-1].num_groups == 6
+    assert [p.num_tokens for p in reports] == sorted(p.num_tokens for p in reports)
+    assert reports[-1].num_tokens == sum(group.num_tokens for group in groups) == sum(p.max_tokens for p in params)
 
 
 def test_one_prompt_is_computed_once_for_all_samples(engine):
@@ -80,12 +80,12 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_any_is_queued(roll, pr
         roll.generate(prompts, SamplingParams())
 
 
-def test_one_params_for_each_prompt_or_an_error(roll):
+def test_the_number_of_params_must_match_the_prompts(roll):
     with pytest.raises(InvalidPrompt, match="2 prompts but 3 SamplingParams"):
         roll.generate([[5], [6]], lengths(3))
 
 
-def test_leaving_early_aborts_what_is_left(roll, engine):
+def test_leaving_early_aborts_the_rest(roll, engine):
     for group in roll.iterate(prompts_of(6), lengths(6, n=2)):
         first = group
         break
@@ -94,7 +94,7 @@ def test_leaving_early_aborts_what_is_left(roll, engine):
     assert first.group_id not in {group.group_id for group in later} and len(later) == 3
 
 
-def test_an_error_of_a_callback_aborts_what_is_left_and_comes_out(roll, engine):
+def test_an_error_of_a_callback_aborts_the_rest_and_is_raised(roll, engine):
     def on_group(group):
         raise RuntimeError("no reward")
 
@@ -103,11 +103,11 @@ def test_an_error_of_a_callback_aborts_what_is_left_and_comes_out(roll, engine):
     assert_empty(engine)
 
 
-def test_requests_of_others_keep_their_outputs(roll, engine):
+def test_other_requests_keep_their_outputs(roll, engine):
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True), request_id="mine")
     assert len(roll.generate(prompts_of(4), lengths(4))) == 4
-    mine = [output for output in engine.step() if output.request_id == "mine"]
-    assert mine and mine[-1].finished
+    actual = [output for output in engine.step() if output.request_id == "mine"]
+    assert actual and actual[-1].finished
 
 
 def test_stream_equals_generate_and_leaves_the_loop_free(roll, engine, monkeypatch):
@@ -143,7 +143,7 @@ def test_stream_equals_generate_and_leaves_the_loop_free(roll, engine, monkeypat
     assert turns.count("loop") > 3 * turns.count("step")
 
 
-def test_a_cancelled_stream_aborts_what_is_left(roll, engine):
+def test_a_cancelled_stream_aborts_the_rest(roll, engine):
     async def main() -> None:
         begun = asyncio.Event()
         how = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -163,7 +163,7 @@ def test_a_cancelled_stream_aborts_what_is_left(roll, engine):
 
 
 @pytest.mark.parametrize("budget", [Budget(groups=2), Budget(tokens=20), Budget(seconds=0.0)])
-def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, budget):
+def test_a_paused_call_leaves_groups_that_the_next_one_delivers(roll, engine, budget):
     prompts, params = prompts_of(6), lengths(6, n=2)
     expected = engine.generate(prompts, params)
     roll.pause_at(budget)
@@ -171,19 +171,19 @@ def test_a_paused_call_leaves_groups_that_the_next_one_hands_out(roll, engine, b
     left = roll.unfinished
     assert len(first) + len(left) == 6 and left
     alive = sum(
-        sample.request.num_output for ticket in left for sample in engine.output_processor.get(ticket.id).samples
+        sample.request.num_output for pending in left for sample in engine.output_processor.get(pending.id).samples
     )
     assert roll.stats.num_tokens == sum(group.num_tokens for group in first) + alive
     if budget.groups is not None:
         assert len(first) >= 2
     rest = roll.generate([[9, 9]], SamplingParams(max_tokens=1))
-    assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [ticket.id for ticket in left]
+    assert not roll.unfinished and [g.group_id for g in rest[:-1]] == [pending.id for pending in left]
     together = {group.index: group for group in [*first, *rest[:-1]]}
     for index, output in enumerate(expected):
         assert [s.token_ids for s in together[index].samples] == [s.token_ids for s in output.outputs]
 
 
-def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, engine):
+def test_an_aborted_group_is_delivered_with_the_tokens_it_drew(roll, engine):
     def on_progress(progress):
         if progress.num_tokens >= 30 and progress.num_done == 0:
             roll.abort(roll.in_flight[1].id)
@@ -202,22 +202,22 @@ def test_a_group_under_way_can_be_aborted_and_its_caller_has_what_it_drew(roll, 
     assert roll.stats.finished == {"length": 6, "abort": 2} and roll.stats.num_tokens == sum(
         g.num_tokens for g in groups
     )
-    with pytest.raises(UnknownRequest, match="under way: none"):
+    with pytest.raises(UnknownRequest, match="in flight: none"):
         roll.abort("rollout/none")
 
 
-def test_an_unfinished_group_can_be_aborted_with_what_it_has(roll, engine):
+def test_an_unfinished_group_can_be_aborted_with_the_tokens_it_drew(roll, engine):
     roll.pause_at(Budget(tokens=5))
     assert roll.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=50, ignore_eos=True)) == []
-    [ticket] = roll.unfinished
-    group = roll.abort(ticket.id)
+    [pending] = roll.unfinished
+    group = roll.abort(pending.id)
     assert [sample.finish_reason for sample in group.samples] == ["abort"] * 2 and 5 <= group.num_tokens < 10
     assert roll.unfinished == []
 
 
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_drew_what(mode, running):
+def test_unfinished_groups_survive_a_suspend_and_an_update_and_their_spans_record_both_versions(mode, running):
     engine = make_engine()
     roll = Rollout(engine)
     prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
@@ -266,7 +266,7 @@ def test_a_stream_cancelled_while_it_submits_leaves_nothing(roll, engine):
     asyncio.run(main())
 
 
-def test_a_call_while_the_engine_is_suspended_names_the_way_out_and_leaves_nothing(roll, engine):
+def test_a_call_while_the_engine_is_suspended_names_the_remedy_and_leaves_nothing(roll, engine):
     with engine.suspended():
         with pytest.raises(WrongState, match=r"call resume\(\) first"):
             roll.generate(prompts_of(2), lengths(2))

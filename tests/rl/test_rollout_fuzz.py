@@ -1,4 +1,4 @@
-"""Whatever calls, pauses, aborts, suspends and updates come together: every prompt is answered once, as if alone."""
+"""Under random calls, pauses, aborts, suspends and updates every prompt is answered once, as if alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT = 40
 
 @pytest.fixture(scope="module")
 def work():
-    """Prompts with their parameters, and the answers to them."""
+    """Prompts, their parameters, and the tokens they draw alone."""
     rng = random.Random(1)
     prompts = prompts_of(COUNT, seed=2)
     params = [
@@ -29,7 +29,7 @@ def work():
 
 
 class World:
-    """Random calls on one engine; keeps what was answered."""
+    """Makes random calls on one engine and checks what they deliver."""
 
     def __init__(self, work, rng: random.Random, **settings) -> None:
         self.engine = make_engine(**settings)
@@ -99,7 +99,7 @@ class World:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_prompt_is_answered_once_with_its_tokens(work, seed, overlap):
+def test_every_prompt_is_answered_once_with_the_tokens_it_draws_alone(work, seed, overlap):
     rng = random.Random(seed)
     world = World(work, rng, overlap=overlap, enable_prefix_caching=bool(seed % 2), max_requests=rng.choice([6, 16]))
     while world.order:

@@ -1,4 +1,4 @@
-"""Rollouts that a training step interrupts: groups go on under the new weights and say so, per token."""
+"""Rollouts interrupted by a training step: groups continue under the new weights, and spans record it per token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(session: RolloutSession, **how: str) -> None:
 
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_partial_rollouts_go_on_after_a_training_step_with_a_span_for_each_policy(mode, running):
+def test_partial_rollouts_continue_after_a_training_step_with_a_span_for_each_policy(mode, running):
     session = make_session(mode)
     first = session.weight_version
     with session.generating() as roll:
@@ -47,8 +47,8 @@ def test_partial_rollouts_go_on_after_a_training_step_with_a_span_for_each_polic
             assert [span.policy_version for span in sample.spans] == [first, first + 1]
             fresh = mode == "recompute" or running == "recompute"
             assert sample.spans[1].kv_version_min == first + fresh
-            # Each token's log probability is that of the weights its span names: the last ones are today's, if nothing
-            # of yesterday's is attended to.
+            # Each token's log probability is that of the weights in its span: for the last tokens the present weights,
+            # if they attend to no keys and values of older weights.
             if fresh:
                 start = len(sample.prompt_ids) + sample.spans[1].first_token
                 scored = session.score([sample.ids])[0].tolist()[start - 1 :]

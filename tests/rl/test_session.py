@@ -1,4 +1,4 @@
-"""A session between a trainer and an engine: right tokens after every step, and everything where it was."""
+"""A session between trainer and engine: right tokens after every step, and the trainer's state restored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tokens_after_each_training_step_are_those_of_a_fresh_engine(make):
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_weights_changed_without_a_word_are_noticed():
+def test_weights_changed_without_an_update_are_detected():
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model)
     answers_in(session)
@@ -53,7 +53,7 @@ def test_weights_changed_without_a_word_are_noticed():
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
-def test_unfinished_requests_go_on_after_training(mode):
+def test_unfinished_requests_continue_after_training(mode):
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model, suspend_mode=mode)
     want = answers_in(session)
@@ -75,7 +75,7 @@ def test_unfinished_requests_go_on_after_training(mode):
 
 
 @pytest.mark.parametrize("mode", ["persist", "recompute"])
-def test_a_rollout_that_paused_goes_on_after_an_update_of_the_weights(mode):
+def test_a_paused_rollout_continues_after_a_weight_update(mode):
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model, suspend_mode=mode)
     with session.generating() as roll:
@@ -93,7 +93,7 @@ def test_a_rollout_that_paused_goes_on_after_an_update_of_the_weights(mode):
         assert sorted(set(versions)) == [0, 1] and len(group.samples[0].token_ids) == 10
 
 
-def test_weights_can_change_under_running_requests_and_scores_disturb_none():
+def test_weights_can_change_under_running_requests_and_scores_change_no_token():
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model)
     engine = session.engine
@@ -121,7 +121,7 @@ def test_weights_can_change_under_running_requests_and_scores_disturb_none():
 
 @pytest.mark.parametrize("make", [tiny_gpt, lambda **how: tiny_hybrid("M*-", **how)], ids=["attention", "hybrid"])
 def test_gradients_are_those_of_a_loop_that_never_generates(make):
-    """Bit for bit, with dropout: nothing is drawn from the trainer's generators."""
+    """Bitwise, with dropout: nothing is drawn from the trainer's generators."""
     found = []
     for generates in (False, True):
         model = make(**DROPOUT).train()
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_a_loop_that_never_generates(make):
     assert all(map(torch.equal, *found))
 
 
-def test_gradients_in_place_are_left_alone():
+def test_existing_gradients_are_not_touched():
     model = tiny_gpt().train()
     session = make_session(model)
     for parameter in model.parameters():
@@ -155,12 +155,12 @@ def test_gradients_in_place_are_left_alone():
 
 
 def global_states() -> tuple[object, ...]:
-    """torch's, Python's and NumPy's."""
+    """States of torch's, Python's and NumPy's generators."""
     numpy = np.random.get_state()[1].tolist()  # noqa: NPY002
     return torch.get_rng_state().tolist(), random.getstate(), numpy
 
 
-def test_global_generators_stand_where_they_stood(caplog):
+def test_global_generators_keep_their_state(caplog):
     session = make_session(tiny_gpt())
     before = global_states()
     with session.generating():
@@ -176,7 +176,7 @@ def test_global_generators_stand_where_they_stood(caplog):
     assert global_states() != before
 
 
-def test_training_within_generating_draws_on_where_training_stood():
+def test_training_within_generating_continues_the_trainers_draws():
     session = make_session(tiny_gpt())
     torch.manual_seed(5)
     wanted = [torch.rand(3) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_training_within_generating_draws_on_where_training_stood():
 
 
 class Flag:
-    """As megatron-core's InferenceMode from 0.19 on."""
+    """Stands for megatron-core's InferenceMode (from 0.19 on)."""
 
     active = False
 
@@ -213,7 +213,7 @@ class Flag:
 
 
 def state_of(model) -> dict[str, object]:
-    """Everything that generation changes on the way in."""
+    """All state that generating() changes."""
     found: dict[str, object] = {"grad": torch.is_grad_enabled(), "flag": Flag.active}
     for name, module in model.named_modules():
         found[f"{name}.training"] = module.training
@@ -226,7 +226,7 @@ def state_of(model) -> dict[str, object]:
 
 
 def prepared_model():
-    """Mixed modes, sequence-parallel flags, graphs with managers of two kinds."""
+    """A model with mixed train modes, sequence-parallel flags, and graph managers of two kinds."""
     model = tiny_gpt(
         num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none"
     )
@@ -243,7 +243,7 @@ def prepared_model():
     return model
 
 
-def test_modes_flags_and_autograd_come_back(monkeypatch):
+def test_modes_flags_and_autograd_are_restored(monkeypatch):
     monkeypatch.setattr(mcore_compat, "inference_mode", lambda: Flag)
     model = prepared_model()
     before = state_of(model)
@@ -257,7 +257,7 @@ def test_modes_flags_and_autograd_come_back(monkeypatch):
         assert not hasattr(model.decoder.layers[1], GRAPH_MANAGER)
         assert Flag.active and not torch.is_grad_enabled()
         session.engine.generate(prompts(), PARAMS)
-        for layer in model.decoder.layers:  # as megatron-core's own decoding leaves it
+        for layer in model.decoder.layers:  # as after megatron-core's own decoding
             layer.mlp.token_dispatcher.drop_and_pad = True
             layer.mlp.config.moe_pad_expert_input_to_capacity = True
         with session.training():
@@ -277,7 +277,7 @@ def test_modes_flags_and_autograd_come_back(monkeypatch):
 
 
 def test_a_score_within_generating_sees_the_model_as_the_trainer_has_it(monkeypatch):
-    """In eval mode: gradients under sequence parallelism are those that the trainer adds up over ranks."""
+    """In eval mode with the trainer's flags: sequence parallelism needs them for gradients."""
     monkeypatch.setattr(mcore_compat, "inference_mode", lambda: Flag)
     model = prepared_model()
     session = make_session(model)
@@ -302,13 +302,13 @@ class Unplanned(Exception):
 
 
 @pytest.mark.parametrize("error", [Unplanned, KeyboardInterrupt])
-def test_an_error_of_the_body_is_what_comes_out_and_everything_is_as_found(error):
+def test_an_error_of_the_body_is_raised_and_everything_is_restored(error):
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model)
     want = answers_in(session)
     before = state_of(model)
-    for place in (session.generating, session.training):
-        with pytest.raises(error, match="from the body"), place():
+    for mode in (session.generating, session.training):
+        with pytest.raises(error, match="from the body"), mode():
             raise error("from the body")
         assert state_of(model) == before
     with pytest.raises(error, match="from within"), session.generating():
@@ -325,7 +325,7 @@ def test_an_error_of_the_body_is_what_comes_out_and_everything_is_as_found(error
 
 
 def failing_at(what: str, error: BaseException, times: int = 1):
-    """Observer of transitions that raises when they come to `what`."""
+    """Observer of transitions that raises at their step `what`."""
     left = [times]
 
     def observe(happening: str) -> None:
@@ -336,7 +336,7 @@ def failing_at(what: str, error: BaseException, times: int = 1):
     return observe
 
 
-def test_a_wake_that_fails_leaves_the_trainer_what_it_had_and_can_be_repeated():
+def test_a_resume_that_fails_restores_the_trainers_state_and_can_be_repeated():
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model, suspend_mode="recompute")
     want = answers_in(session)
@@ -351,7 +351,7 @@ def test_a_wake_that_fails_leaves_the_trainer_what_it_had_and_can_be_repeated():
     assert answers_in(session) == want
 
 
-def test_a_way_back_that_fails_is_noted_on_the_error_of_the_body():
+def test_a_failure_on_the_way_back_is_noted_on_the_error_of_the_body():
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model, suspend_mode="recompute")
     want = answers_in(session)
@@ -377,7 +377,7 @@ def test_a_suspend_that_fails_does_not_begin_training():
     assert model.training
 
 
-def test_what_cannot_be_a_session_is_refused_by_name():
+def test_invalid_sessions_are_refused_by_name():
     with pytest.raises(AdoptionError, match="2 model chunks: virtual pipeline stages"):
         make_session([tiny_gpt(), tiny_gpt()])
     with pytest.raises(ConfigError, match="did you mean 'offload'"):

@@ -1,4 +1,4 @@
-"""A hundred rounds of suspend, update and resume: nothing grows, nothing is lost, versions count on."""
+"""A hundred cycles of suspend, update and resume: memory does not grow, no request is lost, versions increase."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_hundred_cycles_leave_nothing_behind(mode):
     assert versions == sorted(versions) and versions[-1] == CYCLES and len(set(versions)) >= CYCLES - 1
     (tensors, blocks, mib), (tensors_later, blocks_later, mib_later) = sizes
     assert abs(tensors_later - tensors) <= 2, (tensors, tensors_later)
-    # the long request's own books grow: a token, a span and its events each cycle
+    # the long request grows by a token, a span and its events each cycle
     assert blocks_later - blocks < 20 * CYCLES, (blocks, blocks_later)
     assert mib_later - mib < 8, (mib, mib_later)
     with session.generating() as roll:

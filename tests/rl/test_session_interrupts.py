@@ -1,4 +1,4 @@
-"""Ctrl-C, as the signal itself, at the places where a switch would come apart."""
+"""Ctrl-C, as a real signal, in the middle of a switch between training and inference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 
 def interrupting(name: str, monkeypatch, *, on_the_way_in: bool) -> list[int]:
-    """Ctrl-C within one of the switch's context managers -> how often it came."""
+    """Raise Ctrl-C in one of the switch's context managers -> number of times raised."""
     original, count = getattr(train_mode, name), [0]
 
     @contextmanager
@@ -34,7 +34,7 @@ def interrupting(name: str, monkeypatch, *, on_the_way_in: bool) -> list[int]:
 
 @pytest.mark.parametrize("on_the_way_in", [True, False], ids=["in", "out"])
 @pytest.mark.parametrize("name", ["whole_parameters", "inference_attributes", "evaluation", "inference_flag"])
-def test_an_interrupted_switch_puts_everything_back(name, on_the_way_in, monkeypatch):
+def test_an_interrupted_switch_restores_everything(name, on_the_way_in, monkeypatch):
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model)
     want = answers_in(session)
@@ -49,12 +49,12 @@ def test_an_interrupted_switch_puts_everything_back(name, on_the_way_in, monkeyp
     assert answers_in(session) == want
 
 
-def test_an_interrupt_of_a_suspend_or_a_wake_ends_the_block_with_everything_back():
+def test_an_interrupted_suspend_or_resume_ends_the_block_with_everything_restored():
     model = tiny_gpt(init_method_std=0.2).train()
     session = make_session(model, suspend_mode="recompute")
     want = answers_in(session)
     before = state_of(model)
-    for place, what in ((session.training, "release the cache"), (session.generating, "allocate the cache")):
+    for mode, what in ((session.training, "release the cache"), (session.generating, "allocate the cache")):
 
         def press(happening, what=what):
             if what in happening:
@@ -62,7 +62,7 @@ def test_an_interrupt_of_a_suspend_or_a_wake_ends_the_block_with_everything_back
                 signal.raise_signal(signal.SIGINT)
 
         session.engine.lifecycle.observers.append(press)
-        with pytest.raises(KeyboardInterrupt), place():
+        with pytest.raises(KeyboardInterrupt), mode():
             pass
         assert state_of(model) == before
         with session.training():

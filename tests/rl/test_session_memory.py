@@ -1,4 +1,4 @@
-"""What a switch keeps, gives back and reads: packed copies stay where the cache stays, weights are read once."""
+"""Memory of a switch: packed copies stay if the cache stays, and weights are read once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_persist_packs_the_new_weights_over_the_old_copies(session):
 
 
 @pytest.mark.parametrize("how", [{"mode": "offload"}, {"mode": "recompute"}, {"tags": ["weights"]}], ids=str)
-def test_the_copies_are_given_back_to_whoever_asks_for_memory(session, how):
+def test_the_copies_are_released_when_memory_is_released(session, how):
     engine, packed = session.engine, session.engine.parts.chosen.packed
     held = packed.num_bytes
     assert engine.suspend(**how).tags["weights"].bytes_freed == held > 0 == packed.num_bytes
@@ -59,7 +59,7 @@ def test_the_copies_are_given_back_to_whoever_asks_for_memory(session, how):
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload"])
-def test_an_update_and_a_waking_read_every_weight_once_each(session, mode, monkeypatch):
+def test_an_update_and_a_resume_read_every_weight_once_each(session, mode, monkeypatch):
     guard, read = session.engine.parts.guard, []
     checksum = guard._checksum
     monkeypatch.setattr(guard, "_checksum", lambda weight: read.append(id(weight)) or checksum(weight))
@@ -77,7 +77,7 @@ def test_an_update_and_a_waking_read_every_weight_once_each(session, mode, monke
 
 
 @pytest.mark.parametrize("mode", ["persist", "recompute"])
-def test_writes_through_data_after_an_update_are_noticed_when_the_engine_wakes(session, mode):
+def test_writes_through_data_after_an_update_are_detected_at_resume(session, mode):
     session.engine.suspend(mode)
     session.update_weights()
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_writes_through_data_after_an_update_are_noticed_when_the_engine_wakes(s
     assert answers_in(session) == answers_in(make_session(session.model))
 
 
-def test_a_waking_that_fails_leaves_an_engine_that_wakes_with_the_weights_of_then(session):
+def test_after_a_failed_resume_the_next_one_has_the_weights_of_its_own_time(session):
     def fail(event) -> None:
         if "checksums" in str(event):
             raise KeyboardInterrupt

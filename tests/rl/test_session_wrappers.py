@@ -1,4 +1,4 @@
-"""A session over what a training script really holds: wrappers, optimizers, lists of chunks."""
+"""Sessions over a training script's real objects: wrappers, optimizers, lists of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from session_case import PARAMS, fresh_answers, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 
 from megatron_infer.models.adoption_checks import unwrap
-from megatron_infer.rl.train_mode import OptimizerShelf, torch_optimizers
+from megatron_infer.rl.train_mode import OptimizerOffload, torch_optimizers
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.weights.change_guard import OffloadedWeights
 
@@ -27,7 +27,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_wrapped_model_generates_between_steps_and_trains_as_if_it_did_not(name):
+def test_a_wrapped_model_generates_between_steps_without_changing_training(name):
     alone, ours = TRAINERS[name](), TRAINERS[name]()
     losses = [alone.step(step) for step in range(3)]
     model = unwrap(ours.model)
@@ -60,8 +60,8 @@ def test_a_wrapped_model_generates_between_steps_and_trains_as_if_it_did_not(nam
 
 @pytest.mark.parametrize("name", ["plain", "distributed optimizer", "Float16Module in DDP"])
 def test_optimizer_state_is_on_the_host_while_generating(name, monkeypatch):
-    """With every tensor taken for one on a device: storages are empty meanwhile, and the same bytes afterwards."""
-    monkeypatch.setattr(OptimizerShelf, "is_on_device", staticmethod(lambda tensor: True))
+    """Every tensor counts as on a device here: storages are empty while generating, with the same bytes afterwards."""
+    monkeypatch.setattr(OptimizerOffload, "is_on_device", staticmethod(lambda tensor: True))
     alone, ours = TRAINERS[name](), TRAINERS[name]()
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     for step in range(3):
@@ -86,8 +86,8 @@ def test_optimizer_state_is_on_the_host_while_generating(name, monkeypatch):
     assert alone.step(3) == ours.step(3)
 
 
-def test_an_optimizer_that_finds_no_room_comes_back_with_the_next_try(monkeypatch):
-    monkeypatch.setattr(OptimizerShelf, "is_on_device", staticmethod(lambda tensor: True))
+def test_optimizer_state_that_finds_no_memory_is_reloaded_by_the_next_training_block(monkeypatch):
+    monkeypatch.setattr(OptimizerOffload, "is_on_device", staticmethod(lambda tensor: True))
     alone, ours = TRAINERS["plain"](), TRAINERS["plain"]()
     session = make_session(ours.model, ours.optimizer, offload_optimizer=True)
     assert alone.step(0) == ours.step(0)
@@ -104,7 +104,7 @@ def no_room(self, tick):
     raise MemoryError("no room")
 
 
-def test_on_the_host_no_optimizer_state_has_to_go():
+def test_optimizer_state_on_the_host_is_not_offloaded():
     trainer = TRAINERS["plain"]()
     trainer.step(0)
     session = make_session(trainer.model, trainer.optimizer, offload_optimizer=True)

@@ -1,4 +1,4 @@
-"""Figures of a rollout are those of its groups."""
+"""Figures of a rollout follow from its groups."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_given_tokens_have_no_staleness():
     assert masked.staleness(6) == [3, 1] and masked.kv_staleness(6) == [3, 3] and masked.num_drawn == 2
 
 
-def test_of_nothing_all_figures_are_zero():
+def test_without_groups_all_figures_are_zero():
     stats = stats_of([], version=0, seconds=0.0)
     assert set(stats.as_metrics().values()) == {0.0}
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0, 1), (1, 1), (50, 5), (51, 6), (90, 9), (99, 10), (100, 10)])
-def test_a_percentile_is_the_least_value_that_covers_its_share(share, expected):
+def test_a_percentile_is_the_smallest_value_that_covers_its_share(share, expected):
     assert percentile(range(1, 11), share) == expected
 
 

@@ -1,4 +1,4 @@
-"""Suspend, update and resume as one: whatever fails, the engine is as it was and its tokens are right."""
+"""Suspend, update and resume as one: after any failure the engine is as before and draws the right tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MODES = ("persist", "offload", "recompute")
 
 
 def pair() -> tuple[RolloutSession, torch.nn.Module]:
-    """A session, and the model whose weights it is to have."""
+    """A session, and another model whose weights it is given."""
     return make_session(tiny_gpt(**BIG)), tiny_gpt(**BIG, seed=7)
 
 
 def failing_cache(session: RolloutSession, times: int) -> None:
-    """Something derived from the weights that cannot be rebuilt so many times."""
+    """Register a derived copy whose rebuild fails `times` times."""
     left = [0]
 
     def refresh() -> None:
@@ -65,7 +65,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("running", [False, True], ids=["idle", "requests under way"])
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "unfinished requests"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, running):
     phase, what = FAULTS[name]
@@ -94,7 +94,7 @@ def test_a_fault_in_any_phase_leaves_the_old_weights_and_every_request(name, run
     assert answers_in(session) == fresh_answers(other) and session.weight_version == 1
 
 
-def test_a_fault_amid_the_tensors_is_told_with_the_tensors_name():
+def test_an_error_in_a_tensor_names_the_tensor():
     session, other = pair()
     want = fresh_answers(session.model)
     state = other.state_dict()
@@ -110,7 +110,7 @@ def test_a_fault_amid_the_tensors_is_told_with_the_tensors_name():
     assert answers_in(session) == want and session.weight_version == 0
 
 
-def test_a_source_that_breaks_off_is_told_with_the_tensor_before():
+def test_an_error_of_the_source_names_the_last_tensor_before_it():
     session, other = pair()
     want = fresh_answers(session.model)
     names = [name for name, _ in other.named_parameters()]
@@ -125,7 +125,7 @@ def test_a_source_that_breaks_off_is_told_with_the_tensor_before():
     assert answers_in(session) == want and session.weight_version == 0
 
 
-def test_the_trainers_own_weights_stay_when_a_copy_of_them_cannot_be_made():
+def test_the_trainers_own_weights_stay_when_a_derived_copy_cannot_be_rebuilt():
     model = tiny_gpt(**BIG).train()
     session = make_session(model)
     answers_in(session)
@@ -138,17 +138,17 @@ def test_the_trainers_own_weights_stay_when_a_copy_of_them_cannot_be_made():
     assert answers_in(session) == fresh_answers(model)
 
 
-def test_where_the_way_back_fails_too_the_engine_stays_suspended_and_says_so():
+def test_if_the_rollback_fails_too_the_engine_stays_suspended_and_the_error_says_so():
     session, other = pair()
     want = fresh_answers(session.model)
     session.engine.lifecycle.observers.append(failing_at("allocate the cache", MemoryError("no room"), 2))
     with pytest.raises(SwitchFailed, match="the engine is SUSPENDED with weights of version 0") as caught:
         session.transition(other.state_dict(), mode="recompute")
-    assert "waking the engine again failed as well" in " ".join(caught.value.__notes__)
+    assert "resuming the engine again failed as well" in " ".join(caught.value.__notes__)
     assert answers_in(session) == want
 
 
-def test_an_interrupt_is_what_comes_out_of_a_transition_that_it_ends():
+def test_an_interrupt_is_raised_from_the_transition_that_it_ends():
     session, other = pair()
     want = fresh_answers(session.model)
     session.engine.lifecycle.observers.append(failing_at("checksums", KeyboardInterrupt()))
@@ -167,11 +167,11 @@ def test_within_training_a_transition_is_refused():
     assert answers_in(session) == fresh_answers(other)
 
 
-def test_what_is_derived_from_the_weights_is_held_to_them():
-    """The tests above would not see a copy that nobody rebuilds."""
+def test_copies_derived_from_the_weights_are_compared_with_them():
+    """Without this the tests above would not detect a copy that is not rebuilt."""
     session, other = pair()
     with torch.no_grad():
-        for parameter, its in zip(session.model.parameters(), other.parameters(), strict=True):
-            parameter.copy_(its)
+        for parameter, expected in zip(session.model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(expected)
     with pytest.raises(StaleCache):
         session.engine.verify_weights()

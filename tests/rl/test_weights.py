@@ -1,4 +1,4 @@
-"""New weights from every kind of source reach a live engine whole, in place, or it says that they did not."""
+"""New weights from every kind of source are written to a live engine completely and in place, or an error is raised."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def addresses(engine: DynamicInferenceEngine) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def new() -> Any:
-    """What the engines are to become: every kind of layer, and a router's bias."""
+    """The model with the new weights: every kind of layer, and a router's bias."""
     model = hybrid(seed=1)
     with torch.no_grad():
         model.decoder.layers[3].mlp.router.expert_bias.copy_(torch.tensor([0.3, -0.2, 0.1, -0.3]))
@@ -69,7 +69,7 @@ def hybrid(**settings: Any) -> Any:
 
 
 def sources(new: Any, folder: Path) -> dict[str, Any]:
-    """Every kind of source that gives megatron-core's names."""
+    """Every kind of source with megatron-core's names."""
     state = state_of(new)
     save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "weights.safetensors")
     (folder / "files").mkdir()
@@ -96,7 +96,7 @@ def sources(new: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_every_kind_of_source_gives_the_same_answers_in_the_same_tensors(engine, new, wanted, tmp_path):
+def test_every_kind_of_source_gives_the_same_tokens_in_the_same_tensors(engine, new, wanted, tmp_path):
     old, places = state_of(engine.parts.model), addresses(engine)
     old = {name: tensor.clone() for name, tensor in old.items()}
     refreshed = []
@@ -123,7 +123,7 @@ def counting(calls: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hugging_face_names_do_from_a_directory_a_mapping_and_a_stream_in_any_order(family, tmp_path):
+def test_hugging_face_names_work_from_a_directory_a_mapping_and_a_stream_in_any_order(family, tmp_path):
     theirs = random_hybrid(family)
     theirs.save_pretrained(tmp_path)
     expected = answer(make_engine(build_model(open_source(tmp_path))))
@@ -142,7 +142,7 @@ def test_hugging_face_names_do_from_a_directory_a_mapping_and_a_stream_in_any_or
 
 
 def reusing(state: dict[str, torch.Tensor]) -> Any:
-    """Backwards, all in one piece of memory, as transports with a bucket do."""
+    """A stream in reverse order that reuses one buffer, as transports with a bucket do."""
     bucket = torch.empty(max(tensor.numel() for tensor in state.values()))
     for name, tensor in reversed(state.items()):
         view = bucket[: tensor.numel()].view(tensor.shape)
@@ -200,7 +200,7 @@ def test_masters_in_fp32_are_rounded_to_the_nearest_of_a_bf16_model():
 
 
 def spoiled(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
-    """What is wrong with a state dict -> what the error says."""
+    """Fault -> (state dict with it, error message)."""
     nan = state[NORM].clone()
     nan[3] = float("nan")
     return {
@@ -215,20 +215,20 @@ def spoiled(state: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.T
     }
 
 
-def test_a_mapping_that_does_not_fit_writes_nothing_and_names_what_is_wrong(engine, new):
+def test_a_mapping_that_does_not_fit_writes_nothing_and_names_the_tensor(engine, new):
     before, places = answer(engine), addresses(engine)
     for kind, (state, message) in spoiled(state_of(new)).items():
-        with pytest.raises(WeightUpdateError, match=message + ".*nothing was written") as told:
+        with pytest.raises(WeightUpdateError, match=message + ".*nothing was written") as error:
             apply(engine, state)
-        assert told.value.written == 0 and told.value.tensor and told.value.rank == 0, kind
+        assert error.value.written == 0 and error.value.tensor and error.value.rank == 0, kind
     assert answer(engine) == before and addresses(engine) == places and engine.parts.weight_version == 0
 
 
-def test_a_stream_that_fails_stops_the_engine_until_weights_are_whole(engine, new, wanted):
+def test_a_stream_that_fails_stops_the_engine_until_weights_are_complete(engine, new, wanted):
     for kind, (state, message) in spoiled(state_of(new)).items():
-        with pytest.raises(WeightUpdateError, match=f"{message}.*half old, half new") as told:
+        with pytest.raises(WeightUpdateError, match=f"{message}.*half old, half new") as error:
             apply(engine, iter(state.items()))
-        assert told.value.written > 3, kind
+        assert error.value.written > 3, kind
         for call in (lambda: engine.generate([[1, 2]]), engine.step):
             with pytest.raises(WrongState, match=message):
                 call()
@@ -237,7 +237,7 @@ def test_a_stream_that_fails_stops_the_engine_until_weights_are_whole(engine, ne
         with pytest.raises(WrongState, match=message):  # still
             engine.generate([[1, 2]])
         apply(engine, {NORM: state_of(new)[NORM]}, strict=False)
-        with pytest.raises(WrongState, match=message):  # a part does not make it whole
+        with pytest.raises(WrongState, match=message):  # a partial update does not complete it
             engine.generate([[1, 2]])
         apply(engine, new)
         assert answer(engine) == wanted
@@ -257,9 +257,9 @@ def test_with_undo_a_failure_leaves_the_weights_and_the_version_before(engine, n
     before = answer(engine)
     apply(engine, state_of(engine.parts.model), version=7)
     for state, message in spoiled(state_of(new)).values():
-        with pytest.raises(WeightUpdateError, match=f"{message}.*put back") as told:
+        with pytest.raises(WeightUpdateError, match=f"{message}.*put back") as error:
             apply(engine, iter(state.items()), undo=True)
-        assert told.value.written == 0 and engine.parts.weight_version == 7
+        assert error.value.written == 0 and engine.parts.weight_version == 7
         assert answer(engine) == before
     update = apply_undoable(engine, new, version=8)
     assert answer(engine) == wanted and update.report.version == 8
@@ -268,7 +268,7 @@ def test_with_undo_a_failure_leaves_the_weights_and_the_version_before(engine, n
     engine.verify_weights()
 
 
-def test_nan_and_infinity_are_refused_where_asked(engine, new):
+def test_nan_and_infinity_are_refused_with_check_finite(engine, new):
     state = state_of(new)
     bad = state | {NORM: torch.full((64,), float("inf"))}
     with pytest.raises(WeightUpdateError, match=rf"{NORM} got 64 values of 64 that are NaN or infinite"):
@@ -276,7 +276,7 @@ def test_nan_and_infinity_are_refused_where_asked(engine, new):
     apply(engine, bad)
 
 
-def test_the_bracket_by_hand_is_written_in_any_order_and_holds_the_engine_meanwhile(engine, new, wanted):
+def test_an_update_by_hand_takes_any_order_and_holds_the_engine_until_it_ends(engine, new, wanted):
     update = WeightUpdate(engine)
     for name, tensor in reversed(state_of(new).items()):
         with pytest.raises(WrongState, match="an update is under way"):
@@ -309,7 +309,7 @@ def test_an_async_stream_is_taken_inside_an_event_loop(engine, new, wanted):
     assert asyncio.run(main()).version == 5 and answer(engine) == wanted
 
 
-def test_running_requests_go_on_with_both_versions_in_their_spans(engine, new):
+def test_running_requests_continue_with_both_versions_in_their_spans(engine, new):
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), request_id="r")
     for _ in range(3):
         engine.step()
@@ -336,7 +336,7 @@ def test_a_model_without_an_engine_takes_weights_too(new):
     assert all(torch.equal(tensor, state_of(new)[name]) for name, tensor in state_of(model).items())
 
 
-def test_what_is_no_source_is_refused(engine, tmp_path):
+def test_invalid_sources_are_refused(engine, tmp_path):
     with pytest.raises(ConfigError, match="weights cannot come from a int"):
         as_source(7)
     with pytest.raises(ModelError, match="no such"):
@@ -348,7 +348,7 @@ def test_what_is_no_source_is_refused(engine, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"version": "41"}, {"version": -1}, {"running": "recompile"}])
-def test_a_version_that_cannot_be_is_refused_before_anything_is_written(engine, new, wrong):
+def test_an_invalid_version_is_refused_before_anything_is_written(engine, new, wrong):
     before = {name: tensor.clone() for name, tensor in state_of(engine.parts.model).items()}
     with pytest.raises(ConfigError, match=r"version is|running: unknown"):
         apply(engine, new, **wrong)

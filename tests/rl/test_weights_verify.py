@@ -1,4 +1,4 @@
-"""A wrong weight is found wherever it is: in a live tensor, in a copy derived from it, and it is named."""
+"""A wrong weight is found and named, in a live tensor or in a copy derived from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 
 def spoils() -> dict[str, tuple[str, Any]]:
-    """Fault -> (tensor, what is done to it)."""
+    """Fault -> (tensor, function that plants it)."""
     square = "decoder.layers.1.self_attention.linear_proj.weight"
     return {
         "skipped": ("decoder.layers.0.mixer.A_log", lambda live: live.add_(0.25)),
@@ -32,7 +32,7 @@ def flip(live: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("fault", spoils())
-def test_a_wrong_tensor_is_named_whatever_the_source(fault: str):
+def test_a_wrong_tensor_is_named_for_every_kind_of_source(fault: str):
     new = hybrid(seed=1)
     with torch.no_grad():
         new.decoder.layers[0].mixer.conv1d.bias.zero_()
@@ -44,14 +44,14 @@ def test_a_wrong_tensor_is_named_whatever_the_source(fault: str):
         assert {"packed weights", "scan weights"} <= set(found.derived)
         with torch.no_grad():
             spoil(engine.parts.model.state_dict(keep_vars=True)[name].detach())
-        with pytest.raises(WeightUpdateError, match=name.replace(".", r"\.")) as told:
+        with pytest.raises(WeightUpdateError, match=name.replace(".", r"\.")) as error:
             verify_update(engine, source)
-        assert told.value.tensor == name
+        assert error.value.tensor == name
         assert found.checksum != verify_update_alone(engine)
 
 
 def verify_update_alone(engine: Any) -> str:
-    """The engine's own checksum, once it has taken what its tensors hold."""
+    """The engine's own checksum, after it has accepted its present tensors."""
     engine.refresh_weights()
     return verify_update(engine).checksum
 
@@ -67,7 +67,7 @@ def test_a_derived_copy_that_missed_the_update_is_named():
         verify_update(engine, new)
 
 
-def test_a_source_that_lacks_a_tensor_does_not_pass_for_equal():
+def test_a_source_that_lacks_a_tensor_does_not_compare_equal():
     new, engine = hybrid(seed=1), make_engine(hybrid(seed=2))
     apply(engine, new)
     for part in (list(state_of(new).items())[:-1], []):
@@ -78,8 +78,8 @@ def test_a_source_that_lacks_a_tensor_does_not_pass_for_equal():
     assert verify_update(engine, dict(part), strict=False).num_compared == 0
 
 
-def test_trainers_padded_otherwise_give_the_same_answers():
-    """kv groups and vocabulary of zeros at the end: they come, they go, and what is not zero may not go."""
+def test_trainers_with_other_padding_give_the_same_tokens():
+    """kv groups and vocabulary rows of zeros may be added and dropped; others may not be dropped."""
     small = tiny_gpt(num_attention_heads=6, num_query_groups=3, kv_channels=16, seed=1)
     large = tiny_gpt(num_attention_heads=8, num_query_groups=4, kv_channels=16, seed=2, vocab_size=160)
     large.true_vocab_size = 128

@@ -1,4 +1,4 @@
-"""A tiny Llama as a Hugging Face directory, with a tokenizer of bytes and a chat template."""
+"""A tiny Llama as a Hugging Face directory, with a byte tokenizer and a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers as users have them, on a CPU: what stands around a model, and what steps it."""
+"""Trainers as in users' scripts, on a CPU: a model's wrappers and optimizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MegatronTrainer:
     def __init__(
         self, model: Any, *, distributed: bool, overlap: bool = False, half: bool = False, smooth: bool = False
     ) -> None:
-        """smooth: for comparing layouts; Adam's first steps are as long for a gradient of nearly zero as for any."""
+        """smooth: to compare layouts; Adam's first steps are as long for a gradient near zero as for any other."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -65,7 +65,7 @@ class MegatronTrainer:
             )
 
     def step(self, step: int, rows: slice = slice(None)) -> float | None:
-        """rows: this rank's part of the batch. The loss, where it is computed."""
+        """rows: this rank's part of the batch. Returns the loss on ranks that compute it."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,1 +1,1 @@
-"""The shapes in which other training loops expect an engine: TRL, Megatron-RL, vLLM's colocated LLM."""
+"""Adapters for other training loops: TRL, Megatron-RL, and loops written for vLLM's colocated LLM."""

@@ -1,13 +1,13 @@
-"""The engine as Megatron-RL knows inference: an interface that is launched with the live model and answers requests.
+"""Megatron-RL's InferenceInterface over a live model in the same process.
 
     interface = await LocalInterface.launch(model, config=InferenceConfig(...), tokenizer=tokenizer)
     response = await interface.agenerate(interface.prepare_request("...", GenericGenerationArgs(max_tokens=64)))
-    await interface.suspend()       # the trainer's turn; requests under way stand still and go on after resume()
+    await interface.suspend()       # train; unfinished requests are paused and continue after resume()
     interface.set_generation_epoch(iteration)
     await interface.resume()
 
-Names and fields are those of megatron/rl (inference/api.py, inference/inference_interface.py, server/api.py); there is
-no HTTP in between. The engine steps on a thread of its own, so the event loop stays free.
+Names and fields are those of megatron/rl (inference/api.py, inference/inference_interface.py, server/api.py), without
+HTTP in between. The engine steps on a thread of its own, so the event loop stays free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LLMChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenericGenerationArgs:
-    """What None leaves open: temperature 1, no top-k, no top-p, up to the engine's longest sequence."""
+    """None means: temperature 1, no top-k, no top-p, tokens up to the engine's longest sequence."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -44,7 +44,7 @@ class GenericGenerationArgs:
     max_tokens: int | None = None
 
     def add(self, generation_args: GenericGenerationArgs) -> GenericGenerationArgs:
-        """These with what the others set over them."""
+        """These arguments, overridden by those that `generation_args` sets."""
         return replace(self, **{name: value for name, value in asdict(generation_args).items() if value is not None})
 
 
@@ -59,18 +59,18 @@ class InferenceRequest:
 class InferenceResponse:
     response: LLMChatMessage
     raw_text: str
-    """Prompt and answer as the model has seen them, special tokens too."""
+    """Text of prompt and answer, with special tokens."""
     token_ids: list[int]
-    """Of prompt and answer."""
+    """Tokens of prompt and answer."""
     prompt_length: int
     logprobs: list[float]
     """Of the answer's tokens; with logprobs_mode "processed" under the distribution they were drawn from."""
     policy_iteration: list[int]
-    """For each token of the answer, the weights that drew it."""
+    """For each token of the answer, the version of the weights that drew it."""
     kv_cache_iteration: list[int]
-    """For each token of the answer, the oldest weights of any key and value that it attended to."""
+    """For each token of the answer, the oldest version of any key and value that it attended to."""
     completed_at_step: int
-    """Weights when it ended."""
+    """Weight version when it ended."""
     num_evictions: int
 
 
@@ -81,7 +81,7 @@ class LocalInterface:
         """Use `launch`."""
         if session.engine.relay is not None:
             raise NotImplementedError(
-                "an engine of several ranks behind LocalInterface; take RolloutSession, whose calls all ranks make"
+                "LocalInterface over an engine of several ranks; take RolloutSession, whose calls all ranks make"
             )
         self.session = session
         self._block = ExitStack()
@@ -91,7 +91,7 @@ class LocalInterface:
     async def launch(
         cls, model: Any, *, config: InferenceConfig | None = None, tokenizer: Any, **session: Any
     ) -> LocalInterface:
-        """Adopt the live model (within DDP and so on) and begin to generate. `session`: options of RolloutSession."""
+        """Adopt the live model (in its wrappers) and begin to generate. session: options of RolloutSession."""
         config = InferenceConfig(logprobs_mode="processed") if config is None else config
         interface = cls(RolloutSession(model, config, tokenizer, **session))
         await interface.resume()
@@ -105,7 +105,7 @@ class LocalInterface:
         return InferenceRequest(prompt=messages, generation_args=generation_args)
 
     async def base_generate(self, request: InferenceRequest) -> InferenceResponse:
-        """Any number at a time. Waits while the engine is suspended; cancelling it aborts the request."""
+        """Any number of calls may run at once. Waits while the engine is suspended; cancelling aborts the request."""
         engine = self.session.engine
         prompt = chat_ids(engine, [asdict(message) for message in request.prompt], request.tools)
         loop = asyncio.get_running_loop()
@@ -144,36 +144,36 @@ class LocalInterface:
             return asyncio.run(self.agenerate(request))
         raise InferenceError("generate() inside an event loop would block it; use `await agenerate(...)`")
 
-    # ------------------------------------------------------------------ the trainer's turn
+    # ------------------------------------------------------------------ between generation and training
     async def suspend(self) -> None:
-        """Memory is given back by the session's mode, the model is as the trainer left it; requests stand still."""
+        """Enter `session.training()`: memory is released by the session's suspend mode, requests are paused."""
         await self._on_thread(lambda: self._enter(self.session.training()))
 
     async def resume(self) -> None:
-        """Go on; changed weights are noticed."""
+        """Continue generating; changed weights are detected."""
         await self._on_thread(lambda: self._enter(self.session.generating(restore_rng=False)))
 
     def set_generation_epoch(self, generation_epoch: int) -> None:
-        """The weights are those of this iteration: tokens, keys and values from here on carry its number."""
+        """Set the weight version: tokens, keys and values from here on have this iteration's number."""
         self._thread.call(lambda: self.session.update_weights(version=generation_epoch)).result()
 
     async def kill(self) -> None:
-        """End: waiting requests get an error, the model is as the trainer left it."""
+        """Shut down: waiting requests fail with an error, the model is left as the trainer had it."""
         await self._on_thread(self._block.close)
         await asyncio.to_thread(self._thread.stop)
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ internals
     def _enter(self, block: Any) -> None:
         self._block.close()
         self._block.enter_context(block)
 
     def _abort(self, submitted: Future[str]) -> None:
-        """A request that got in, and whose caller is gone."""
+        """Abort a submitted request whose caller was cancelled."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._thread.abort(submitted.result())
 
     async def _on_thread(self, command: Any) -> None:
-        """Blocks are entered and left on the engine's thread: autograd's switch belongs to a thread."""
+        """Enter and leave session blocks on the engine's thread: autograd's switch is per thread."""
         await asyncio.wrap_future(self._thread.call(command))
 
     def _response(self, output: RequestOutput) -> InferenceResponse:

@@ -1,10 +1,10 @@
-"""Rollouts of TRL's trainers by a megatron-core model.
+"""Rollouts for TRL's trainers from a megatron-core model.
 
 GRPOTrainer(..., rollout_func=EngineRollout(engine))                  an engine in the trainer's process
 AsyncGRPOTrainer(..., weight_transfer=ServerWeights(url))             `megatron-infer serve --control` elsewhere
 
-TRL trains a transformers model. The engine's model is the same one in megatron-core's form; it gets the trainer's
-weights, in place, before the first rollout after each optimizer step.
+TRL trains a transformers model. The engine has a megatron-core model of the same shape. The trainer's weights are
+written into it, in place, before the first rollout after each optimizer step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def engine_for(
 ) -> DynamicInferenceEngine:
     """An engine with a megatron-core model of a transformers model's shape; it takes ids and has no weights yet.
 
-    dtype: None is that of `model`. The config's logprobs_mode should be "processed", as with None here: importance
+    dtype: None: that of `model`. config None: logprobs_mode="processed", which a config should have too: importance
     weights need the distribution that tokens were drawn from.
     """
     plan = description_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
@@ -50,8 +50,8 @@ class EngineRollout:
     """A rollout_func of TRL 1.x: (prompts, trainer) -> prompt_ids, completion_ids, logprobs.
 
     Each process of the trainer has an engine of its own. Prompts are rendered by the trainer's tokenizer and template;
-    neighbours that are the same become one request with several samples, whose prompt is computed once. Sampling is
-    what the trainer's config says, with `sampling` (fields of SamplingParams) over it.
+    equal neighbours become one request with several samples, whose prompt is computed once. Sampling parameters are the
+    trainer's, overridden by `sampling` (fields of SamplingParams).
     TRL itself uses the log probabilities for its importance correction only with use_vllm=True.
     """
 
@@ -62,17 +62,17 @@ class EngineRollout:
         sampling: Mapping[str, Any] | None = None,
         suspend: KVCacheManagementMode | str | None = None,
     ) -> None:
-        """suspend: how the engine's memory is given back between rollouts; None keeps it."""
+        """suspend: the mode in which the engine is suspended between rollouts; None keeps its memory."""
         self.engine = engine
         self.report: UpdateReport | None = None
-        """Of the last weights that were taken over."""
+        """Report of the latest weight update."""
         self._sampling = {} if sampling is None else dict(sampling)
         self._suspend = None if suspend is None else KVCacheManagementMode(suspend)
         self._step: int | None = None
-        SamplingParams.from_dict(self._sampling)  # an unknown field is refused here rather than in the first rollout
+        SamplingParams.from_dict(self._sampling)  # refuse an unknown field here rather than in the first rollout
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        self._wake(trainer)
+        self._resume(trainer)
         runs = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids(prompts, trainer))]
         common = sampling_of(trainer) | self._sampling
         params = [SamplingParams.from_dict(common | {"n": count}) for _, count in runs]
@@ -89,8 +89,8 @@ class EngineRollout:
             "logprobs": [_logprobs(sample) for _, sample in samples],
         }
 
-    def _wake(self, trainer: Any) -> None:
-        """Take over the trainer's weights if it has made a step, before the cache takes its memory again."""
+    def _resume(self, trainer: Any) -> None:
+        """Copy the trainer's weights if it has made a step, before the cache is allocated again."""
         if self.engine.state is EngineState.SUSPENDED:
             self.engine.resume({"weights"})
         if self._step != trainer.state.global_step:
@@ -101,7 +101,7 @@ class EngineRollout:
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The trainer's weights as they are, under Hugging Face names."""
+    """The trainer's present weights, under Hugging Face names."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "peft_config"):
         raise NotImplementedError(
@@ -112,7 +112,7 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
-    """As the trainer's own generation reads them: texts, or conversations through the template."""
+    """Prompts in token ids as in the trainer's own generation: texts, or conversations through the template."""
     tokenizer = trainer.processing_class
     found: list[tuple[int, ...]] = []
     for prompt in prompts:
@@ -133,7 +133,7 @@ def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:
-    """Fields of SamplingParams as the trainer's config has them. Raises ConfigError for what has no counterpart."""
+    """Fields of SamplingParams from the trainer's config. Raises ConfigError for options without a counterpart."""
     own = trainer.args.generation_kwargs or {}
     if own:
         raise ConfigError(
@@ -163,10 +163,10 @@ def _dict_of(config: Any) -> dict[str, Any] | None:
 
 
 class ServerWeights:
-    """A weight_transfer of TRL's AsyncGRPOTrainer: a server with `--control` gets the weights as HTTP bodies, no NCCL.
+    """A weight_transfer of TRL's AsyncGRPOTrainer: sends weights to a server with `--control` as HTTP bodies, no NCCL.
 
-    They are written in place under their Hugging Face names. A sync that fails is taken back as a whole: the server
-    has the weights of the one before, and `send_weights` raises what it said.
+    The server writes them in place under their Hugging Face names. A sync that fails is rolled back as a whole: the
+    server keeps the weights of the sync before, and `send_weights` raises its error.
     """
 
     def __init__(
@@ -178,14 +178,13 @@ class ServerWeights:
         running: str = "keep",
         timeout_s: float = 600.0,
     ) -> None:
-        """max_bytes: of tensors in one body; a larger tensor goes alone (the server's --max-weight-bytes bounds both).
-
-        running: requests under way "keep" their keys and values of the weights before, or "recompute" them.
+        """max_bytes: of tensors in one body; a larger tensor is sent alone (--max-weight-bytes of the server limits
+        both). running: unfinished requests "keep" their keys and values of the weights before, or "recompute" them.
         """
         self._url, self._key, self._max_bytes = url.rstrip("/"), api_key, max_bytes
         self._running, self._timeout_s = running, timeout_s
         self.weight_version: int | None = None
-        """Of the weights that the server got last."""
+        """Version of the weights that the server received last."""
 
     def init_weight_transfer(self) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": {"backend": "http"}})
@@ -203,17 +202,17 @@ class ServerWeights:
                 self._post("/update_weights", save(batch))
             reply = self._post("/finish_weight_update", {"running": self._running})
         except BaseException as error:
-            self._take_back(error)
+            self._cancel(error)
             raise
         self.weight_version = reply["weight_version"]
 
     def destroy(self) -> None:
-        """Nothing is held between two syncs."""
+        """Nothing to release between two syncs."""
 
-    def _take_back(self, error: BaseException) -> None:
+    def _cancel(self, error: BaseException) -> None:
         try:
             self._post("/cancel_weight_update")
-        except WeightUpdateError as refused:  # the server has taken it back by itself
+        except WeightUpdateError as refused:  # the server has rolled back by itself
             error.add_note(str(refused))
 
     def _post(self, path: str, body: Mapping[str, Any] | bytes | None = None) -> dict[str, Any]:
@@ -233,7 +232,7 @@ class ServerWeights:
 
 
 def _batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterable[dict[str, torch.Tensor]]:
-    """In host memory, each with storage of its own: tied weights may come under both their names."""
+    """Batches of tensors in host memory, each with its own storage: tied weights may come under both their names."""
     batch: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:

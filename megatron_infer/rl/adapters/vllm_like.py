@@ -1,8 +1,8 @@
-"""An LLM with the surface that colocated training loops know from vLLM.
+"""An LLM with the methods that colocated training loops call on vLLM's.
 
-llm.sleep(level=2)                          the trainer has the memory
+llm.sleep(level=2)                          releases memory for the trainer
 llm.wake_up(tags=["weights"])
-llm.update_weights(named_tensors)           in place, one derived copy rebuilt once, cached prefixes never matched again
+llm.update_weights(named_tensors)           in place; derived copies are rebuilt once, cached prefixes not matched again
 llm.wake_up(tags=["kv_cache"])
 llm.generate(prompts, params, use_tqdm=False)
 """
@@ -25,28 +25,26 @@ from megatron_infer.rl.weights import apply
 
 LEVELS = (0, 1, 2)
 TAGS = {"weights": {WEIGHTS}, "kv_cache": {KV_CACHE, GRAPHS}}
-"""vLLM's tag -> ours: captured graphs come and go with the cache."""
+"""vLLM's tag -> the engine's tags: captured graphs are released and restored with the cache."""
 
 
 class ColocateLLM(LLM):
-    """`LLM` that sleeps while a trainer works, and takes weights as they come.
+    """`LLM` that sleeps while a trainer runs, and takes new weights.
 
-    Unfinished requests survive every level: their keys and values are computed anew where those were dropped.
+    Unfinished requests survive every level: keys and values that were dropped are recomputed.
     """
 
     _needs_weights = False
 
     def sleep(self, level: int = 1, tags: Iterable[str] | None = None) -> None:
-        """Stop, and give memory back.
+        """Stop generating and release memory.
 
-        level 0: stand still with all memory; 1: drop the cache, weights go to the host (where they are on a device);
-        2: as 1, and the weights are given up, so that update_weights() has to come before the next answer.
+        level 0: pause, with all memory kept; 1: drop the cache, offload weights to the host (if they are on a device);
+        2: as 1, and the weights are invalid: update_weights() is needed before the next generate().
         tags: of "weights" and "kv_cache", for levels 1 and 2; None: both.
         """
         if level not in LEVELS:
-            raise ConfigError(
-                f"sleep level is {level!r}, it is one of 0 (stand still), 1 (free memory), 2 (weights too)"
-            )
+            raise ConfigError(f"sleep level is {level!r}, it is one of 0 (pause), 1 (free memory), 2 (weights too)")
         if level == 0:
             if tags is not None:
                 raise ConfigError("sleep(level=0) frees nothing; leave out tags, or take level 1")
@@ -58,7 +56,7 @@ class ColocateLLM(LLM):
         self._needs_weights |= level == 2 and (wanted is None or WEIGHTS in wanted)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take memory back: all of it, or `tags` now and the others later. Answers come once everything is back."""
+        """Restore memory: all of it, or `tags` now and the others later. generate() works once all is restored."""
         wanted = _tags(tags)
         if self.engine.state is EngineState.SUSPENDED:
             self.engine.resume(wanted)
@@ -71,18 +69,18 @@ class ColocateLLM(LLM):
 
     def update_weights(self, weights: Any, *, version: int | None = None) -> UpdateReport:
         """Write weights into the model: (name, tensor) pairs under Hugging Face or megatron-core names, a mapping, or a
-        path. All of them: an incomplete update raises WeightUpdateError. In any state but with weights asleep on the
-        host."""
+        path. An incomplete update raises WeightUpdateError. Allowed in any state except with the weights offloaded to
+        the host."""
         report = apply(self.engine, weights, version=version)
         self._needs_weights = False
         return report
 
     def load_weights(self, weights: Any) -> None:
-        """The name that a model runner's `load_weights` goes by."""
+        """`update_weights` under the name that vLLM's model runner has."""
         self.update_weights(weights)
 
     def reset_prefix_cache(self) -> bool:
-        """Nothing computed before is matched by a later prompt. An update of the weights has the same effect."""
+        """Later prompts match no prefix computed before. A weight update has the same effect."""
         self.engine.reset_prefix_cache()
         return True
 
@@ -93,10 +91,10 @@ class ColocateLLM(LLM):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """As `LLM.generate`, with a progress bar unless told otherwise. Raises WrongState while asleep."""
+        """As `LLM.generate`, with a progress bar unless use_tqdm is False. Raises WrongState while asleep."""
         if self._needs_weights:
             raise WrongState(
-                "generate() after sleep(level=2) gave the weights up; call update_weights() first",
+                "generate() after sleep(level=2), which drops the weights; call update_weights() first",
                 state=self.engine.state.value,
             )
         return super().generate(prompts, sampling_params, use_tqdm=use_tqdm)

@@ -16,39 +16,16 @@ from megatron_infer.rl.weights.update import WeightUpdate
 from megatron_infer.rl.weights.verify import VerifyReport, verify_update
 
 
-def apply(
-    target: Any,
-    source: Any,
-    *,
-    version: int | None = None,
-    running: str = "keep",
-    strict: bool = True,
-    undo: bool = False,
-    check_finite: bool = False,
-    checksum: bool = False,
-    plan: ModelDescription | None = None,
-    names: str | None = None,
-) -> UpdateReport:
+def apply(target: Any, source: Any, *, undo: bool = False, **options: Any) -> UpdateReport:
     """Write the weights of `source` (see `as_source`) into an engine's live model, in place; on every rank of it.
 
-    Raises WeightUpdateError naming tensor and rank: what can be known is checked before anything is written; later on
-    undo=True puts back what was there (it costs a host copy of the weights), without it the engine refuses to generate
-    until another update has finished. Options as in `WeightUpdate` and its `finish`.
+    Raises WeightUpdateError naming tensor and rank. Everything that can be checked is checked before anything is
+    written. After a later error undo=True restores the weights (it costs a host copy of them); without it the engine
+    refuses to generate until another update has finished. options: as in `apply_undoable`.
     """
-    update = apply_undoable(
-        target,
-        source,
-        version=version,
-        running=running,
-        strict=strict,
-        undo=undo,
-        check_finite=check_finite,
-        checksum=checksum,
-        plan=plan,
-        names=names,
-    )
-    assert update.report is not None
-    return update.report
+    report = apply_undoable(target, source, undo=undo, **options).report
+    assert report is not None
+    return report
 
 
 def apply_undoable(
@@ -57,14 +34,17 @@ def apply_undoable(
     *,
     version: int | None = None,
     running: str = "keep",
-    strict: bool = True,
-    undo: bool = True,
-    check_finite: bool = False,
     checksum: bool = False,
+    undo: bool = True,
+    strict: bool = True,
+    check_finite: bool = False,
     plan: ModelDescription | None = None,
     names: str | None = None,
 ) -> WeightUpdate:
-    """As `apply` -> the finished update, whose `rollback()` puts the weights and version before it back."""
+    """As `apply` -> the finished update, whose `rollback()` restores the weights and version before it.
+
+    version, running, checksum: as in `WeightUpdate.finish`; the others: as in `WeightUpdate`.
+    """
     check_version(0 if version is None else version, running)
     weights = as_source(source, plan=plan, names=names)
     with WeightUpdate(
@@ -77,7 +57,7 @@ def apply_undoable(
 
 
 async def apply_async(target: Any, pairs: AsyncIterable[tuple[str, Tensor]], **options: Any) -> UpdateReport:
-    """As `apply`, of an async stream of (name, tensor), inside an event loop. The engine must not step meanwhile."""
+    """As `apply`, from an async stream of (name, tensor) inside an event loop. The engine must not step meanwhile."""
     finish = {key: options.pop(key) for key in ("version", "running", "checksum") if key in options}
     check_version(finish.get("version") or 0, finish.get("running", "keep"))
     with WeightUpdate(target, **options) as update:

@@ -1,9 +1,9 @@
 """Digests of weights that are equal in every layout, so that an engine's can be compared with its trainer's.
 
-An element's bits, times an odd number made of its row and one made of its column in the whole tensor, summed up modulo
-2**64: a rank sums what it holds, the parts of a tensor add up to the digest of the whole. One changed element changes
-it for certain (odd numbers have inverses), two exchanged ones, a transposed or a shifted part but for one case in 2**32
-or fewer. What is hashed is the live tensor that kernels and packed copies read from, never a list of names.
+The sum modulo 2**64 of each element's bits, times an odd number computed from its row and another from its column in
+the whole tensor: a rank sums its part, and the parts of a tensor add up to the digest of the whole. One changed element
+always changes the digest (odd numbers have inverses); two exchanged elements, a transposed or a shifted part do so
+except for one case in 2**32 or fewer. The live tensors that kernels and packed copies read are hashed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.rl.weights.inventory import VOCABULARY, Inventory, Layout
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16
 _ZERO = 0x1D8E4E27C47D124F
-"""What an element of which no bit is set counts."""
+"""Added to each element's bits, so that zeros count too."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class PartDigest:
-    """Of what one rank holds of one tensor."""
+    """Digest of one rank's part of one tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor, without the padding that computes nothing."""
+    """Shape of the whole tensor, without padding."""
     length: int
-    """Of the dimension that it is split along."""
+    """Length of the dimension that it is split along."""
     spans: tuple[tuple[int, int], ...]
     """(start, size) along that dimension."""
     value: int
@@ -45,9 +45,9 @@ class PartDigest:
 def part_digest(
     layout: Layout, tensor: Tensor, *, dtype: torch.dtype | None = None, rank: int = 0, limit: int | None = None
 ) -> PartDigest:
-    """Of `tensor`, which is the part that `layout` says; dtype: as if it were rounded to that type.
+    """Digest of `tensor`, the part that `layout` describes. dtype: rounded to that type first.
 
-    Rows of a padded vocabulary do not count, nor anything from `limit` on along the split dimension.
+    Padding rows of a vocabulary are left out, and all rows from `limit` on along the split dimension.
     """
     true = layout.shape[layout.dim] if limit is None else min(limit, layout.shape[layout.dim])
     if layout.padded == VOCABULARY and layout.true_size is not None:
@@ -64,14 +64,14 @@ def part_digest(
 
 
 def _sum(piece: Tensor, dim: int, start: int) -> int:
-    """Of a piece of a tensor whose index along `dim` begins at `start`."""
+    """The sum over one span of a tensor, which begins at index `start` along `dim`."""
     if piece.ndim == 1:
         piece = piece.unsqueeze(1)
     rows, columns = piece.shape[0], piece[0].numel()
     inner = piece.numel() // max(1, rows * piece.shape[1])  # elements for one index of the second dimension
     first_row, first_column = (start, 0) if dim == 0 else (0, start * inner)
-    weights_C = _odd(first_column, columns, 1, piece.device)
-    weights_R = _odd(first_row, rows, 2, piece.device)
+    weights_C = _odd_numbers(first_column, columns, 1, piece.device)
+    weights_R = _odd_numbers(first_row, rows, 2, piece.device)
     step, total = max(1, _CHUNK // max(1, columns)), 0
     for at in range(0, rows, step):
         chunk = piece[at : at + step].reshape(-1, columns).contiguous()
@@ -82,8 +82,8 @@ def _sum(piece: Tensor, dim: int, start: int) -> int:
     return total
 
 
-def _odd(start: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers, scattered, for indices start .. start + count - 1."""
+def _odd_numbers(start: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """Pseudo-random odd 64-bit numbers for the indices start .. start + count - 1."""
     x = torch.arange(start, start + count, dtype=torch.int64, device=device)
     x = (x + seed * 0x1E3779B97F4A7C15) * -0x61C8864680B583EB
     x = (x ^ (x >> 29)) * -0x40A7B892E31B1A47
@@ -98,7 +98,7 @@ def digests_of(
     dtypes: Mapping[str, torch.dtype] | None = None,
     limits: Mapping[str, int] | None = None,
 ) -> list[PartDigest]:
-    """Of everything a rank holds; dtypes, limits: by name in the whole model, see `part_digest`."""
+    """Digests of all tensors of a rank; dtypes, limits: by name in the whole model, see `part_digest`."""
     dtypes, limits = dtypes or {}, limits or {}
     return [
         part_digest(
@@ -112,22 +112,22 @@ def digests_of(
     ]
 
 
-def encode(parts: list[PartDigest]) -> str:
+def encode_digests(parts: list[PartDigest]) -> str:
     return json.dumps([[p.name, p.shape, p.length, p.spans, p.value, p.rank] for p in parts])
 
 
-def decode(text: str) -> list[PartDigest]:
+def decode_digests(text: str) -> list[PartDigest]:
     return [
         PartDigest(name, tuple(shape), length, tuple((a, b) for a, b in spans), value, rank)
         for name, shape, length, spans, value, rank in json.loads(text)
     ]
 
 
-def combined(parts: list[PartDigest]) -> dict[str, int]:
-    """Digest of every whole tensor out of all ranks' parts.
+def combine_digests(parts: list[PartDigest]) -> dict[str, int]:
+    """Digest of every whole tensor from all ranks' parts.
 
-    Raises WeightUpdateError naming tensor and ranks where two ranks hold the same part with different values, where
-    parts are missing, or where one element is held in two different divisions.
+    Raises WeightUpdateError naming tensor and ranks if two ranks hold the same part with different values, if parts are
+    missing, or if parts overlap without being the same.
     """
     by_name: dict[str, dict[tuple[tuple[int, int], ...], PartDigest]] = {}
     for part in parts:
@@ -162,12 +162,14 @@ def checksum_of(totals: Mapping[str, int]) -> str:
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
 
-def model_digests(target: Target) -> dict[str, int]:
-    """Digest of every tensor of the target's whole model; every rank of its engine calls it and has all of them."""
-    own = encode(digests_of(target.inventory, rank=target.rank))
-    return combined([part for text in target.gather("the weights' digests", own) for part in decode(text)])
+def model_digests(target: UpdateTarget) -> dict[str, int]:
+    """Digest of every tensor of the target's whole model; called on every rank of its engine, each gets all of them."""
+    own = encode_digests(digests_of(target.inventory, rank=target.rank))
+    return combine_digests(
+        [part for text in target.gather("the weights' digests", own) for part in decode_digests(text)]
+    )
 
 
-def model_checksum(target: Target) -> str:
-    """Of the target's whole model, the same for every layout of the same weights in the same dtypes."""
+def model_checksum(target: UpdateTarget) -> str:
+    """Checksum of the target's whole model, the same for every layout of the same weights in the same dtypes."""
     return checksum_of(model_digests(target))

@@ -1,4 +1,4 @@
-"""Tensors under Hugging Face names, one by one in any order, into a rank's own parameters."""
+"""Assembles a rank's own parameters from tensors under Hugging Face names, which come one by one in any order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_infer.model_loader.head_padding import PaddedReader
 from megatron_infer.model_loader.hf_names import Shard, Span
 from megatron_infer.model_loader.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
 from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.rl.weights.inventory import listed
 
 _MEGATRON = ("embedding.", "decoder.", "output_layer.")
 _ARCHITECTURES = (
@@ -26,7 +27,7 @@ _ARCHITECTURES = (
     ("qkv_proj.", "Phi3ForCausalLM"),
     ("transformer.", "GPT2LMHeadModel"),
 )
-"""What tells a family by the names of its tensors; the others are named as Llama's."""
+"""Part of a tensor name -> the family that uses it; all other families use Llama's names."""
 
 
 def is_hf_name(name: str) -> bool:
@@ -41,35 +42,35 @@ def shard_of(model: Any) -> Shard:
 
 
 def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelDescription:
-    """What the model is, and by the names it is to be fed with, of which family. Raises ModelError if it has to be
-    told: multipliers that a family folds into weights are not to be seen on a model."""
+    """The model's description, with the family that the names imply. Raises ModelError for a family that needs plan=:
+    the multipliers that it folds into its weights cannot be read from a model."""
     plan = description_from_model(model)
     family = next((family for mark, family in _ARCHITECTURES if any(mark in name for name in names)), None)
     if family == "GraniteMoeHybridForCausalLM":
         raise ModelError(
-            f"{family}: its weights are multiplied by what config.json says, which the model does not tell; give "
+            f"{family}: its weights are multiplied by values of config.json that the model does not have; give "
             "plan=open_source(directory).config()"
         )
     return plan if family is None else replace(plan, architecture=family)
 
 
 def spelled(name: str, plan: ModelDescription) -> str:
-    """The name as files have it: models in memory call every body `model`, whatever their family's files call it."""
+    """The name as in the family's files: models in memory call the body `model`, files may use another prefix."""
     base = base_prefix(plan)
     return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
 
 
-class HFNames:
-    """Collects tensors until a parameter has all that it is made of (q, k and v, say), then makes it."""
+class HFAssembler:
+    """Collects tensors until a parameter has all its sources (q, k and v, for example), then makes it."""
 
     def __init__(self, model: nn.Module, plan: ModelDescription) -> None:
-        """plan: its architecture says how tensors are named."""
+        """plan: its architecture determines how tensors are named."""
         self._model = model
         self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
         self._recipes, self._padded = recipes_of(model, plan)
         self._plan, self._shard = plan, shard_of(model)
         self._shapes = source_shapes(model, plan)
-        self._lacks = {name: set(recipe.sources) for name, recipe in self._recipes.items()}
+        self._missing = {name: set(recipe.sources) for name, recipe in self._recipes.items()}
         self._users: dict[str, set[str]] = {}
         for name, recipe in self._recipes.items():
             for source in recipe.sources:
@@ -79,12 +80,12 @@ class HFNames:
         self._is_whole = bool(getattr(model, "pre_process", True) and getattr(model, "post_process", True))
 
     @classmethod
-    def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFNames:
-        """first: a name of those that come; without a plan it tells the family."""
+    def of(cls, model: Any, plan: ModelDescription | None, first: str = "") -> HFAssembler:
+        """first: name of a tensor to come, which implies the family if there is no plan."""
         return cls(model, plan if plan is not None else plan_of(model, (first,)))
 
     def take(self, name: str, tensor: Tensor, *, strict: bool) -> Iterator[tuple[str, Tensor]]:
-        """(parameter, its value on this rank) of each that is complete with this tensor."""
+        """(parameter, its value on this rank) for each that this tensor completes."""
         while self._constants:
             constant = self._constants.pop()
             yield constant, made(constant, self._parameters[constant], self._recipes[constant], self._reader(), Shard())
@@ -97,7 +98,7 @@ class HFNames:
                 what = unknown_name("tensor", name, self._users)
                 family = self._plan.architecture
                 raise WeightUpdateError(
-                    f"{what}; names are taken for those of {family}, another family is told by plan=", tensor=name
+                    f"{what}; the names were taken for those of {family}, give plan= for another family", tensor=name
                 )
             return
         expected = self._shapes[name]
@@ -105,37 +106,35 @@ class HFNames:
             raise WeightUpdateError(f"{name} has shape {list(expected)}, got {list(tensor.shape)}", tensor=name)
         self._held[name] = tensor
         for user in sorted(users):
-            self._lacks[user].discard(name)
-            if not self._lacks[user]:
+            self._missing[user].discard(name)
+            if not self._missing[user]:
                 yield user, self._make(user)
         self._drop(users)
         if name in self._held:
-            self._held[name] = tensor.clone()  # whoever streams may use its memory again
+            self._held[name] = tensor.clone()  # a stream may use its memory again
 
     def waiting(self) -> str:
-        """What came of tensors that are not complete, for an error."""
-        missing = sorted({source for lacks in self._lacks.values() for source in lacks})
-        if not missing:
-            return ""
-        return f"; still missing: {', '.join(missing[:8])}" + (f" and {len(missing) - 8} more" * (len(missing) > 8))
+        """Sources that incomplete parameters lack, as the end of an error message; "" if none."""
+        missing = sorted({source for sources in self._missing.values() for source in sources})
+        return f"; still missing: {listed(missing)}" if missing else ""
 
     def _make(self, name: str) -> Tensor:
         return made(name, self._parameters[name], self._recipes[name], self._reader(), self._shard)
 
     def _reader(self) -> Any:
-        reader = HeldTensors(self._held)
+        reader = InMemoryReader(self._held)
         return reader if self._padded is self._plan else PaddedReader(reader, self._plan, self._padded)
 
     def _drop(self, users: set[str]) -> None:
-        """Forget tensors that nobody waits for any more."""
+        """Drop held tensors that no incomplete parameter needs."""
         done = {source for user in users for source in self._recipes[user].sources}
         for source in done & set(self._held):
-            if not any(self._lacks[user] for user in self._users[source]):
+            if not any(self._missing[user] for user in self._users[source]):
                 del self._held[source]
 
 
-class HeldTensors:
-    """A TensorReader over tensors at hand."""
+class InMemoryReader:
+    """A TensorReader over tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

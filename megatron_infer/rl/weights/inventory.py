@@ -1,10 +1,10 @@
-"""What a live model holds on this rank, told in terms of the whole model: names, shapes, and which slices.
+"""The live tensors of a model on this rank and their place in the whole model: name, shape, and spans of rows.
 
     rank 1 of 2, fc1 of SwiGLU     whole  [ gate 0 | gate 1 | up 0 | up 1 ]
                                    local           [ gate 1 ]    [ up 1 ]        two spans along dimension 0
 
 A rank's part is a list of spans along one dimension: Q, K, V interleaved by group and vocabulary are one span, gate and
-up two, a Mamba in_proj (z, x, B, C, dt) five. Layers and experts carry the numbers they have in the whole model.
+up two, a Mamba in_proj (z, x, B, C, dt) five. Layers and experts have their numbers in the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_infer.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY, KV_GROUPS = "vocabulary", "kv groups"
-"""What may be longer in one layout than in another, at its end: padding, which computes nothing."""
+"""Kinds of padding: dimensions whose end may be longer in one layout than in another, and contributes nothing."""
 
 _FIRST = (
     "word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight", "linear_qkv.bias",
@@ -31,7 +31,7 @@ _FIRST = (
     "mixer.conv1d.bias", "mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.norm.weight",
 )  # fmt: skip
 _SECOND = ("linear_proj.weight", "linear_fc2.weight", "mixer.out_proj.weight")
-"""Parameters that tensor parallelism splits along their first and second dimension; the others are whole everywhere."""
+"""Parameters that tensor parallelism splits along their first and second dimension; the others are not split."""
 
 _ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -50,7 +50,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`size` rows that are at `whole` in the whole tensor and at `local` in this rank's."""
+    """`size` rows that begin at row `whole` of the whole tensor and at row `local` of this rank's tensor."""
 
     whole: int
     local: int
@@ -62,19 +62,19 @@ class Layout:
     """Which part of a tensor of the whole model a rank holds."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model."""
     shape: tuple[int, ...]
-    """Of the whole tensor, its padding included."""
+    """Shape of the whole tensor, with padding."""
     dim: int
     """The dimension that `spans` count along."""
     spans: tuple[Span, ...]
     dtype: torch.dtype
     padded: str = ""
-    """What the end of `dim` may be padded with: VOCABULARY, KV_GROUPS or nothing."""
+    """Kind of padding that `dim` may end with: VOCABULARY, KV_GROUPS or "" (none)."""
     true_size: int | None = None
-    """Length of `dim` without padding, where it is known."""
+    """Length of `dim` without padding, if known."""
     unit: int = 1
-    """What padding comes in: for KV_GROUPS the rows of one group."""
+    """Rows that are padded together: for KV_GROUPS the rows of one group."""
 
     @property
     def is_whole(self) -> bool:
@@ -82,20 +82,20 @@ class Layout:
 
     @property
     def row_numel(self) -> int:
-        """Elements in one unit of a span."""
+        """Elements of one row."""
         rest = 1
         for at, size in enumerate(self.shape):
             rest *= 1 if at == self.dim else size
         return rest
 
     def along(self, dim: int) -> Layout:
-        """The same where it is whole, counted along another dimension."""
+        """A whole layout counted along another dimension; a split one is returned unchanged."""
         if dim == self.dim or not self.is_whole:
             return self
         return replace(self, dim=dim, spans=(Span(0, 0, self.shape[dim]),))
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole tensor, which may lack padding: that becomes zeros."""
+        """This rank's part of the whole tensor. Padding that `whole` lacks becomes zeros."""
         size = whole.shape[self.dim]
         pieces = []
         for span in self.spans:
@@ -108,7 +108,7 @@ class Layout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def accepts_whole(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is the whole one, with its padding or without."""
+        """Whether a tensor of this shape is the whole one, with or without padding."""
         given, own = tuple(shape), self.shape
         if given == own:
             return True
@@ -122,30 +122,30 @@ class LocalTensor:
     """One live parameter or persistent buffer of this rank."""
 
     name: str
-    """In this rank's module."""
+    """Name in this rank's module."""
     layout: Layout
     tensor: Tensor
 
 
 class Inventory:
-    """All live tensors of a model on this rank that training may change, with their place in the whole model."""
+    """All live tensors of a model on this rank that training may change, with their layouts."""
 
     def __init__(
         self, tensors: Iterable[LocalTensor], *, num_layers: int, num_experts: int, is_stage: bool, is_tied: bool
     ) -> None:
         self.tensors = list(tensors)
         self.is_tied = is_tied
-        """The head is the embedding."""
+        """Whether the output layer shares the embedding's weight."""
         self.by_name = {local.name: local for local in self.tensors}
         self.of_whole: dict[str, list[LocalTensor]] = {}
-        """Name in the whole model -> tensors of this rank; a tied embedding may be there twice."""
+        """Name in the whole model -> tensors of this rank; a tied embedding may be listed twice."""
         for local in self.tensors:
             self.of_whole.setdefault(local.layout.name, []).append(local)
         self._num_layers, self._num_experts, self._is_stage = num_layers, num_experts, is_stage
 
     @classmethod
     def of(cls, model: nn.Module | Sequence[nn.Module]) -> Inventory:
-        """Of a plain, wrapped (DDP, Float16Module) or chunked model. Raises ModelError for a split it does not know."""
+        """For a plain, wrapped (DDP, Float16Module) or chunked model. Raises ModelError for an unknown split."""
         chunks = [bare(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
         tensors: list[LocalTensor] = []
         for number, chunk in enumerate(chunks):
@@ -160,8 +160,8 @@ class Inventory:
             is_tied=bool(first.share_embeddings_and_output_weights),
         )
 
-    def holds_elsewhere(self, name: str) -> bool:
-        """Whether a name of the whole model belongs to another rank of this layout: another stage's, another expert."""
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a name of the whole model belongs to another rank: to another stage, or to another expert."""
         found = _LAYER.fullmatch(name)
         if found is None:
             outer = name == EMBEDDING or name.startswith(("embedding.", "decoder.final_", "output_layer."))
@@ -185,7 +185,7 @@ def bare(model: Any) -> Any:
 
 
 def whole_name(name: str) -> str:
-    """One spelling for a name of the whole model, whichever spec or version wrote it."""
+    """The canonical name in the whole model, independent of layer spec and megatron-core version."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return name
@@ -194,6 +194,11 @@ def whole_name(name: str) -> str:
     if grouped is not None:
         part = f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
     return f"decoder.layers.{found[1]}.{part}"
+
+
+def listed(names: list[str], *, most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _tensors_of(model: Any) -> Iterator[LocalTensor]:
@@ -205,9 +210,9 @@ def _tensors_of(model: Any) -> Iterator[LocalTensor]:
         seen.add(id(tensor))
         if is_quantised(tensor):
             raise ModelError(
-                f"{name} is a {type(tensor).__qualname__}: part of a weight in 8 bits cannot be moved between layouts, "
-                "as its scale is the whole one's; generate with the trainer's own model, which needs no transfer, or "
-                "train without fp8_param"
+                f"{name} is a {type(tensor).__qualname__}: a shard of an 8-bit weight cannot be moved between layouts, "
+                "because its scale belongs to the whole weight; generate with the trainer's own model, which needs no "
+                "transfer, or train without fp8_param"
             )
         held = tensor if tensor.ndim else tensor.detach().view(1)
         yield LocalTensor(name=name, layout=_layout(model, name, held), tensor=held)
@@ -263,18 +268,18 @@ def _placed(model: Any, name: str) -> tuple[str, bool]:
 
 def _split_dim(whole: str, tensor: Tensor, size: int) -> int | None:
     known = 0 if whole.endswith(_FIRST) else 1 if whole.endswith(_SECOND) else None
-    said = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
-    if size > 1 and said is not None and said >= 0 and said != known:
+    declared = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
+    if size > 1 and declared is not None and declared >= 0 and declared != known:
         if known is not None:
-            raise ModelError(f"{whole}: split along dimension {said}, but such tensors are split along {known}")
+            raise ModelError(f"{whole}: split along dimension {declared}, but such tensors are split along {known}")
         if getattr(tensor, "partition_stride", 1) != 1:
-            raise ModelError(f"{whole}: split in a way that is not known (partition_stride {tensor.partition_stride})")
-        return int(said)
+            raise ModelError(f"{whole}: unknown split (partition_stride {tensor.partition_stride})")
+        return int(declared)
     return known
 
 
 def _parts(model: Any, name: str, whole: str, length: int) -> Sequence[int]:
-    """Lengths of the pieces that lie side by side in a rank's tensor, each of which is divided over the ranks."""
+    """Lengths of the parts concatenated in a rank's tensor; each part is split over the ranks."""
     if whole.endswith((".linear_fc1.weight", ".linear_fc1.bias")) and model.config.gated_linear_unit:
         return length // 2, length // 2
     if ".mixer.in_proj." in whole or ".mixer.conv1d." in whole:

@@ -1,4 +1,4 @@
-"""Where new weights come from: a state dict, files, a stream, another model. `as_source` knows which is which."""
+"""Sources of new weights: state dicts, files, streams, other models. `as_source` picks the class."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoi
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import open_source
-from megatron_infer.rl.weights.hf import HeldTensors, is_hf_name, plan_of, shard_of, spelled
-from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import check_shape, listed, locals_of, numbering_of
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.hf import InMemoryReader, is_hf_name, plan_of, shard_of, spelled
+from megatron_infer.rl.weights.inventory import LocalTensor, listed
+from megatron_infer.rl.weights.names import check_shape, locals_of, numbering_of
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _SHOWN = 8
 
 
-class Sink(Protocol):
-    """Takes a source's tensors: a `WeightUpdate` writes them, a comparison compares."""
+class WeightSink(Protocol):
+    """Takes a source's tensors: a `WeightUpdate` writes them, a `Comparison` compares them."""
 
-    target: Target
+    target: UpdateTarget
 
     def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
-        """A tensor of the whole model or this rank's part of it, under either kind of name."""
+        """Take a tensor of the whole model or this rank's part of it, under a megatron-core or Hugging Face name."""
         ...
 
     def put(self, local: LocalTensor, value: Tensor) -> None:
-        """A tensor of this rank, in its own shape."""
+        """Take the value of one of this rank's tensors, in its own shape."""
         ...
 
-    def opened(self, local: LocalTensor) -> Tensor:
-        """The live tensor, to be written in pieces."""
+    def writable(self, local: LocalTensor) -> Tensor:
+        """The live tensor, for a source that writes all of it in pieces."""
         ...
 
-    def received(self, num_bytes: int) -> None:
-        """Counts what came from other processes."""
+    def count_received(self, num_bytes: int) -> None:
+        """Add to the bytes that came from other processes."""
         ...
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """New weights for a model. Both calls are made once an update, on every rank of the engine."""
+    """New weights for a model. Both methods are called once per update, on every rank of the engine."""
 
-    def check(self, target: Target, *, strict: bool) -> None:
-        """Raise what can be known before anything is written: names, shapes, files that are not there."""
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
+        """Raise errors that can be found before anything is written: names, shapes, missing files."""
         ...
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         """Write all tensors of this rank."""
         ...
 
 
 def as_source(source: Any, *, plan: ModelDescription | None = None, names: str | None = None) -> WeightSource:
-    """Anything weights can come from, as a WeightSource.
+    """A WeightSource for any supported source.
 
     A mapping of tensors; a path (Hugging Face directory, .gguf, .safetensors file or directory, torch_dist checkpoint);
-    an iterable or async iterable of (name, tensor); a live model (or a list of it) sharded alike; a WeightSource itself
-    (for another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names: as in
-    `WeightUpdate`; names None: of a mapping, whichever fits, else "whole".
+    an iterable or async iterable of (name, tensor); a live model (or a list of one) with the same sharding; a
+    WeightSource itself (for another layout: `ReshardSource`). Names are megatron-core's or Hugging Face's. plan, names:
+    as in `WeightUpdate`; names None: for a mapping the numbering that fits, else "whole".
     """
     if isinstance(source, WeightSource):
         return source
@@ -90,15 +90,15 @@ def as_source(source: Any, *, plan: ModelDescription | None = None, names: str |
 
 def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> WeightSource:
     if path.is_dir() and is_checkpoint(path):
-        return CheckpointFiles(CheckpointSource(path))
+        return TorchDistSource(CheckpointSource(path))
     if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
     if path.is_file() and path.suffix == ".safetensors":
         return MappingSource(LazyTensors(SafetensorsReader(path)), plan=plan, names=names)
-    model = open_source(path)  # raises ModelError that says what was looked for
+    model = open_source(path)  # raises ModelError that names the files it looked for
     if plan is not None:
-        raise ConfigError(f"{path} says itself what model it is; leave out plan")
-    return NamedTensors(model.config(), lambda: _reader_of(path, model))
+        raise ConfigError(f"{path} has a model description of its own; leave out plan")
+    return HFSource(model.config(), lambda: _reader_of(path, model))
 
 
 def _reader_of(path: Path, model: Any) -> Any:
@@ -112,7 +112,7 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors in files, read when asked for."""
+    """Tensors in files, read on access."""
 
     def __init__(self, reader: SafetensorsReader) -> None:
         self.reader = reader
@@ -128,16 +128,16 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class MappingSource:
-    """Tensors by name, all of them at hand: nothing is written unless all fit."""
+    """A complete mapping of tensors by name: nothing is written unless all of them fit."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], *, plan: ModelDescription | None = None, names: str | None = None
     ) -> None:
         self._tensors, self._plan, self._names = tensors, plan, names
-        self._hf: NamedTensors | None = None
+        self._hf: HFSource | None = None
         self._numbering = "whole"
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         keys = [name.removeprefix("module.") for name in self._tensors if not name.endswith("_extra_state")]
         self._hf = None
         foreign = [name for name in keys if is_hf_name(name)]
@@ -146,14 +146,14 @@ class MappingSource:
             if isinstance(self._tensors, LazyTensors):
                 reader: Any = self._tensors.reader
             else:
-                reader = HeldTensors({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
-            self._hf = NamedTensors(plan, lambda: reader)
+                reader = InMemoryReader({spelled(name, plan): tensor for name, tensor in self._tensors.items()})
+            self._hf = HFSource(plan, lambda: reader)
             self._hf.check(target, strict=strict)
             return
         self._numbering = self._names or numbering_of(target.inventory, keys)
         self._check_megatron(target, strict=strict)
 
-    def _check_megatron(self, target: Target, *, strict: bool) -> None:
+    def _check_megatron(self, target: UpdateTarget, *, strict: bool) -> None:
         problems: list[WeightUpdateError] = []
         found = set()
         for key in self._tensors:
@@ -176,7 +176,7 @@ class MappingSource:
             raise WeightUpdateError(text + more, tensor=problems[0].tensor, rank=target.rank)
 
     def _check_dtype(self, local: LocalTensor, key: str) -> None:
-        """Of tensors at hand; those in files are looked at when they are read."""
+        """Checks tensors in memory; tensors in files are checked when they are read."""
         if isinstance(self._tensors, LazyTensors):
             return
         given, own = self._tensors[key], local.tensor
@@ -191,7 +191,7 @@ class MappingSource:
             return self._tensors.reader.shapes()[key]
         return tuple(self._tensors[key].shape)
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         if self._hf is not None:
             self._hf.write_into(update)
             return
@@ -199,25 +199,25 @@ class MappingSource:
             update.write(name, self._tensors[name], names=self._numbering)
 
 
-class NamedTensors:
-    """Tensors under Hugging Face names, of which each rank reads what it needs."""
+class HFSource:
+    """A complete set of tensors under Hugging Face names; each rank reads only its part."""
 
     def __init__(self, plan: ModelDescription, reader: Callable[[], Any]) -> None:
         self._plan, self._open = plan, reader
         self._fitted: tuple[Any, Any] | None = None
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         if not strict:
             raise ConfigError(
-                "strict=False with a complete model under Hugging Face names; give a part of it as a stream "
-                "of (name, tensor)"
+                "strict=False needs a stream of (name, tensor) under Hugging Face names; a mapping or directory has to "
+                "be complete"
             )
         try:
             self._fitted = fitted(target.model, self._open(), self._plan, shard_of(target.model))
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         assert self._fitted is not None, "checked first"
         reader, recipes = self._fitted
         shard = shard_of(update.target.model)
@@ -227,20 +227,20 @@ class NamedTensors:
         self._fitted = None
 
 
-class CheckpointFiles:
-    """A torch_dist checkpoint of any layout: each rank reads its part, beside the model, which takes as much memory."""
+class TorchDistSource:
+    """A torch_dist checkpoint of any layout; each rank reads its part into memory of the same size beside the model."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self._source = source
         self._state: dict[str, Tensor] = {}
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         try:
             self._state = self._source.part_of(target.model)
         except ModelError as error:
             raise WeightUpdateError(str(error), rank=target.rank) from error
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         state, self._state = self._state, {}
         for name, tensor in state.items():
             if name in update.target.inventory.by_name:
@@ -248,35 +248,35 @@ class CheckpointFiles:
 
 
 class StreamSource:
-    """(name, tensor) pairs as they come; what they are shows only then, so an error may leave an update half-way."""
+    """A stream of (name, tensor) pairs. Nothing can be checked in advance, so an error may leave an update half-way."""
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
 
-    def check(self, target: Target, *, strict: bool) -> None:
-        """Nothing can be known before they come."""
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
+        """A stream cannot be checked in advance."""
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         for name, tensor in self._pairs:
             update.write(name, tensor)
 
 
 class AsyncStreamSource:
-    """(name, tensor) pairs out of an async iterable, for a caller who is not in an event loop."""
+    """An async stream of (name, tensor) pairs, for a caller outside an event loop."""
 
     def __init__(self, pairs: AsyncIterable[tuple[str, Tensor]]) -> None:
         self._pairs = pairs
 
-    def check(self, target: Target, *, strict: bool) -> None:
+    def check(self, target: UpdateTarget, *, strict: bool) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return
         raise ConfigError("an async stream of weights inside an event loop; use `await apply_async(...)`")
 
-    def write_into(self, update: Sink) -> None:
+    def write_into(self, update: WeightSink) -> None:
         asyncio.run(self.feed(update))
 
-    async def feed(self, update: Sink) -> None:
+    async def feed(self, update: WeightSink) -> None:
         async for name, tensor in self._pairs:
             update.write(name, tensor)

@@ -1,4 +1,4 @@
-"""Whose weights are written: an engine's, on all its ranks, or those of a model alone."""
+"""The target of a weight update: an engine on all its ranks, or a model alone."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
 @dataclass(slots=True, kw_only=True)
-class Target:
-    """A model whose weights are to be written, and the engine that has to hear of it, if there is one."""
+class UpdateTarget:
+    """A model whose weights are written, and its engine, if there is one."""
 
     model: Any
     """Without wrappers."""
     inventory: Inventory
     engine: Any = None
     rank: int = 0
-    """Of this process in the world."""
+    """Rank of this process in the world."""
     group: Any = None
-    """Of a model alone: the ranks it is divided over; None: this one."""
+    """For a model alone: the ranks that it is split over; None: only this one."""
 
     @classmethod
-    def of(cls, engine_or_model: Any) -> Target:
+    def of(cls, engine_or_model: Any) -> UpdateTarget:
         parts = getattr(engine_or_model, "parts", None)
         model = bare(engine_or_model) if parts is None else parts.adopted.live
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -40,29 +40,29 @@ class Target:
         return 0 if self.engine is None else int(self.engine.parts.weight_version)
 
     @property
-    def torn(self) -> str | None:
-        """Why the weights are not whole; None: they are (of a model alone nobody keeps book)."""
+    def incomplete_reason(self) -> str | None:
+        """Why the weights are incomplete; None if they are complete, and always for a model alone."""
         return None if self.engine is None else self.engine.lifecycle.torn
 
-    @torn.setter
-    def torn(self, reason: str | None) -> None:
+    @incomplete_reason.setter
+    def incomplete_reason(self, reason: str | None) -> None:
         if self.engine is not None:
             self.engine.lifecycle.torn = reason
 
     def hold(self) -> None:
-        """Nothing is computed until the update has ended; what is in flight is waited for. On every rank."""
+        """Finish the step in flight; the engine refuses to run until the update has ended. On every rank."""
         if self.engine is None:
             return
         if self.engine.parts.offloaded_weight_bytes():
             raise WrongState(
-                "a weight update while the weights are on the host; call resume({'weights'}) first",
+                "a weight update while the weights are offloaded to the host; call resume({'weights'}) first",
                 state=self.engine.state.value,
             )
         self.engine.drain()
-        self.torn = "an update is under way; finish it or roll it back"
+        self.incomplete_reason = "an update is under way; finish it or roll it back"
 
     def gather(self, what: str, text: str) -> list[str]:
-        """Every rank's text; the ranks of the engine or model call it at the same place."""
+        """Every rank's text. All ranks of the engine or model make the same call. what: named in errors."""
         if self.engine is not None:
             lockstep = self.engine.parts.rank_group.lockstep
             return [text] if lockstep is None else list(lockstep.gather(what, text))
@@ -73,6 +73,6 @@ class Target:
         return found
 
     def accept(self, version: int, running: str) -> None:
-        """The weights are `version` now: derived copies are rebuilt, cached keys and values retired."""
+        """Set the weight version: derived copies are rebuilt, cached keys and values are not matched again."""
         if self.engine is not None:
             self.engine.set_weight_version(version, running)

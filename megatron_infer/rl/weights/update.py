@@ -1,13 +1,13 @@
-"""One update of a model's weights, in place: begin, write tensors in any order, finish with a version or take it back.
+"""One update of a model's weights, in place: begin, write tensors in any order, finish with a version or roll back.
 
     begin ---- write(name, tensor) ... ---- finish(version)     derived copies rebuilt once, the engine runs again
       |             | error                     |
-      |        undo: put back, as before        +-- rollback()    as before the update, at any later time (undo=True)
+      |        undo: restored as before         +-- rollback()    as before the update, at any later time (undo=True)
       |        else: the engine refuses to generate, naming the tensor, until another update has written them all
       +--- from here on the engine refuses to generate
 
-Parameters and persistent buffers are written where they are: no object is replaced and no address changes. An engine of
-several ranks has an update on each of them: they begin, finish and fail together, each writes its own part.
+Parameters and persistent buffers are written where they are: no object is replaced and no address changes. In an engine
+of several ranks each rank has an update and writes its own part; the updates begin, finish and fail together.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights.digest import model_checksum
 from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import Router
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.names import TensorRouter
+from megatron_infer.rl.weights.target import UpdateTarget
 
 _END = "the end of a weight update"
 
 
 class WeightUpdate:
-    """The bracket around an update, for whoever has tensors one by one; also a context manager, which finishes."""
+    """An update for callers that have tensors one by one; as a context manager it finishes at the end of the block."""
 
     def __init__(
         self,
@@ -48,43 +48,44 @@ class WeightUpdate:
     ) -> None:
         """Begins at once. target: an engine, or a megatron-core model.
 
-        strict: every tensor must come, and no other may; else those that do not come stay. undo: keep what is
-        overwritten on the host: a failure puts it back, and `rollback` can. check_finite: refuse NaN and infinity.
-        plan: what the model is (`open_source(...).config()`), for Hugging Face names that it does not tell by itself.
-        names: megatron-core's names count layers and experts over the "whole" model or on this rank ("local").
+        strict: every tensor must be written, and no other name is accepted; else missing tensors keep their values.
+        undo: keep overwritten values on the host, so that a failure or `rollback` restores them. check_finite: refuse
+        NaN and infinity. plan: the model's description (`open_source(...).config()`), for Hugging Face names of a
+        family that the names do not imply. names: megatron-core's names number layers and experts over the "whole"
+        model or on this rank ("local").
         """
-        self.target = Target.of(target)
+        self.target = UpdateTarget.of(target)
         self.report: UpdateReport | None = None
-        self._router = Router(self.target, plan=plan, names=names, strict=strict)
+        self._router = TensorRouter(self.target, plan=plan, names=names, strict=strict)
         self._undo, self._check_finite = undo, check_finite
         self._written: dict[str, LocalTensor] = {}
         self._kept: dict[str, Tensor] = {}
         self._bytes = self._received = 0
         self._is_open = True
         self._started = time.perf_counter()
-        self._torn_before = self.target.torn
+        self._incomplete_before = self.target.incomplete_reason
         self._version_before = self.target.version
         self.target.hold()
 
     # ------------------------------------------------------------------ writing
 
     def check(self, look: Callable[[], object]) -> None:
-        """Before anything is written: `look` raises what can be known now, and then the update fails on all ranks."""
+        """Before anything is written: if `look` raises on any rank, the update fails on all ranks."""
         self._require_open()
         problem: Exception | None = None
         try:
             look()
         except (RankFailure, LockstepError):
             raise
-        except Exception as error:  # told to all ranks, and raised on each
+        except Exception as error:  # `_settle` raises it on all ranks
             problem = error
         self._settle(problem)
 
     def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
-        """Write one tensor of the whole model, of which this rank takes its part, or this rank's part of it.
+        """Write one tensor: the whole one, of which this rank takes its part, or this rank's part of it.
 
         Under its megatron-core or Hugging Face name, in any order. Floating types are rounded to the model's own.
-        names: None, as the update was begun with.
+        names: None: as in the constructor.
         """
         self._require_open()
         for local, value in self._router.route(name, tensor, names=names):
@@ -109,9 +110,9 @@ class WeightUpdate:
             if not torch.equal(live, value.to(device=live.device, dtype=live.dtype)):
                 self._refuse(local, "came twice, with different values")
             return
-        self.opened(local).copy_(value)
+        self.writable(local).copy_(value)
 
-    def opened(self, local: LocalTensor) -> Tensor:
+    def writable(self, local: LocalTensor) -> Tensor:
         """The live tensor, for a source that writes all of it in pieces; counted as written."""
         self._require_open()
         if self._undo and local.name not in self._kept:
@@ -122,21 +123,21 @@ class WeightUpdate:
         return local.tensor.detach()
 
     @property
-    def last(self) -> str:
+    def last_written(self) -> str:
         """Name of the last tensor written; "" before the first."""
         return next(reversed(self._written.values())).layout.name if self._written else ""
 
-    def received(self, num_bytes: int) -> None:
-        """Counts what came from other processes."""
+    def count_received(self, num_bytes: int) -> None:
+        """Add to the bytes that came from other processes."""
         self._received += num_bytes
 
     # ------------------------------------------------------------------ the end
 
     def finish(self, version: int | None = None, *, running: str = "keep", checksum: bool = False) -> UpdateReport:
-        """All is written: the engine takes the weights as `version` (None: the next) and runs again.
+        """End the update: the engine has the weights as `version` (None: the next number) and runs again.
 
-        Raises WeightUpdateError, on all ranks, when a tensor has not come. running: see `set_weight_version`.
-        checksum: put the digest of the whole model into the report; reads all weights once.
+        Raises WeightUpdateError, on all ranks, if a tensor was not written. running: see `set_weight_version`.
+        checksum: put the digest of the whole model into the report, which reads all weights once.
         """
         self._require_open()
         version = self._version_before + 1 if version is None else version
@@ -144,9 +145,9 @@ class WeightUpdate:
         self._settle(self._router.missing(self._written))
         self._is_open = False
         if len(self._written) == len(self.target.inventory.tensors):
-            self.target.torn = None
+            self.target.incomplete_reason = None
         else:
-            self.target.torn = self._torn_before
+            self.target.incomplete_reason = self._incomplete_before
         self.target.accept(version, running)
         self.report = UpdateReport(
             version=version,
@@ -159,12 +160,12 @@ class WeightUpdate:
         return self.report
 
     def rollback(self) -> None:
-        """Put back what was there before, under its version; on every rank. For undo=True, also after `finish`."""
+        """Restore weights and version from before the update; on every rank, also after `finish`. Needs undo=True."""
         if not self._undo:
             raise WrongState("rollback() of a weight update that kept nothing; begin it with undo=True", state="")
         self._is_open = False
-        self._put_back()
-        self.target.torn = self._torn_before
+        self._restore()
+        self.target.incomplete_reason = self._incomplete_before
         self.target.accept(self._version_before, "keep")
 
     def __enter__(self) -> WeightUpdate:
@@ -180,20 +181,20 @@ class WeightUpdate:
             return
         if isinstance(error, RankFailure | LockstepError):
             self._is_open = False
-            self.target.torn = f"the update ended with {type(error).__name__}: {error}"
+            self.target.incomplete_reason = f"the update ended with {type(error).__name__}: {error}"
             return
         try:
             self._settle(error)
-        except WeightUpdateError as told:
+        except WeightUpdateError as failure:
             if isinstance(error, WeightUpdateError):
-                raise told from error
-            error.add_note(str(told))
+                raise failure from error
+            error.add_note(str(failure))
 
     # ------------------------------------------------------------------ inside
 
     def _settle(self, error: BaseException | None) -> None:
-        """All ranks tell how they fared; an error of any ends the update on every one of them."""
-        mine = None if error is None else _told(error)
+        """Exchange outcomes; an error on any rank ends the update on all of them."""
+        mine = None if error is None else _message(error)
         tensor = getattr(error, "tensor", "")
         reports = self.target.gather(_END, json.dumps([mine, tensor, len(self._written), self.target.rank]))
         found = [json.loads(text) for text in reports]
@@ -205,24 +206,24 @@ class WeightUpdate:
         rank, tensor, _ = failed[0]
         reasons = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
         if not written:
-            self.target.torn, outcome = self._torn_before, "nothing was written"
+            self.target.incomplete_reason, outcome = self._incomplete_before, "nothing was written"
         elif self._undo:
-            self._put_back()
-            self.target.torn, outcome = self._torn_before, "what had been written was put back"
+            self._restore()
+            self.target.incomplete_reason, outcome = self._incomplete_before, "what had been written was put back"
             written = 0
             self.target.accept(self._version_before, "keep")
         else:
             outcome = f"{written} tensors had been written: the weights are half old, half new"
-            self.target.torn = f"the last update failed, {reasons}; finish one that writes every tensor"
-        told = WeightUpdateError(
+            self.target.incomplete_reason = f"the last update failed, {reasons}; finish one that writes every tensor"
+        failure = WeightUpdateError(
             f"the weight update failed, {reasons}; {outcome}", tensor=tensor, rank=rank, written=written
         )
         if error is not None and not isinstance(error, WeightUpdateError):
-            raise told from error
-        raise told
+            raise failure from error
+        raise failure
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for name, kept in self._kept.items():
             self._written[name].tensor.detach().copy_(kept)
 
@@ -234,5 +235,5 @@ class WeightUpdate:
             raise WrongState("the weight update has ended; begin another", state="")
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, WeightUpdateError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether an engine computes with the weights it should: live, derived, on other ranks, and against their source."""
+"""Verifies an engine's weights: live tensors, derived copies, equality across ranks, and against their source."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from megatron_infer.errors import WeightUpdateError
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
-from megatron_infer.rl.weights.inventory import LocalTensor
-from megatron_infer.rl.weights.names import Router, listed
+from megatron_infer.rl.weights.inventory import LocalTensor, listed
+from megatron_infer.rl.weights.names import TensorRouter
 from megatron_infer.rl.weights.reshard import ReshardSource
 from megatron_infer.rl.weights.sources import as_source
-from megatron_infer.rl.weights.target import Target
+from megatron_infer.rl.weights.target import UpdateTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was found equal."""
+    """The report of a verification that found no difference."""
 
     checksum: str
-    """Of the whole model's weights as they are live, the same in every layout."""
+    """Digest of the whole model's live weights, the same in every layout."""
     num_tensors: int
     """Live tensors of this rank that were hashed."""
     num_compared: int
-    """Of these, how many were held against the source; 0 without one."""
+    """How many of them were compared with the source; 0 without one."""
     derived: tuple[str, ...]
-    """Copies that were computed again from the live weights, and are equal to what kernels read."""
+    """Derived copies that were recomputed from the live weights and equal the copies that kernels read."""
 
 
 def verify_update(
@@ -42,44 +42,44 @@ def verify_update(
     names: str | None = None,
     replicas: Any = None,
 ) -> VerifyReport:
-    """Hold an engine's weights, as its kernels read them, against each other and against their source.
+    """Compare an engine's weights, as its kernels read them, across ranks and with their source.
 
-    Live tensors are hashed on every rank: what several ranks hold has to be equal, and each has to be what `source` (as
-    for `apply`; a stream has to be a new one) gives for it. Derived copies are computed again. replicas: a process
-    group across engines that should have the same weights, each rank of which calls this. Reads all weights; on every
-    rank of the engine. Raises WeightUpdateError or StaleCache naming tensor and rank.
+    Live tensors are hashed on every rank: parts that several ranks hold must be equal, and each tensor must equal the
+    one of `source` (as for `apply`; a stream must be a new one). Derived copies are recomputed and compared. replicas:
+    a process group across engines that should have the same weights, each rank of which calls this. Reads all weights;
+    call it on every rank of the engine. Raises WeightUpdateError or StaleCache naming tensor and rank.
     """
-    place = Target.of(target)
+    checked = UpdateTarget.of(target)
     compared = 0
     if isinstance(source, ReshardSource):
-        source.verify(place, strict=strict)  # first: other ranks of its group wait
-        compared = len(place.inventory.tensors)
+        source.verify(checked, strict=strict)  # first: other ranks of its group wait
+        compared = len(checked.inventory.tensors)
     elif source is not None:
-        compared = _compare(place, source, strict=strict, plan=plan, names=names)
-    digests = model_digests(place)
+        compared = _compare(checked, source, strict=strict, plan=plan, names=names)
+    digests = model_digests(checked)
     derived: tuple[str, ...] = ()
-    if place.engine is not None:
-        place.engine.verify_weights()
-        derived = tuple(place.engine.parts.derived.names)
+    if checked.engine is not None:
+        checked.engine.verify_weights()
+        derived = tuple(checked.engine.parts.derived.names)
     if replicas is not None:
         _compare_replicas(digests, replicas)
     return VerifyReport(
         checksum=checksum_of(digests),
-        num_tensors=len(place.inventory.tensors),
+        num_tensors=len(checked.inventory.tensors),
         num_compared=compared,
         derived=derived,
     )
 
 
 class Comparison:
-    """Takes a source's tensors as an update does, and compares them with the live ones."""
+    """Takes a source's tensors as an update does, and compares them with the live tensors."""
 
-    def __init__(self, target: Target, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
+    def __init__(self, target: UpdateTarget, *, plan: ModelDescription | None, names: str, strict: bool) -> None:
         self.target = target
-        self.router = Router(target, plan=plan, names=names, strict=strict)
+        self.router = TensorRouter(target, plan=plan, names=names, strict=strict)
         self.seen: set[str] = set()
         self.wrong: dict[str, str] = {}
-        """Tensor -> what differs."""
+        """Tensor -> its difference."""
 
     def write(self, name: str, tensor: Tensor, *, names: str | None = None) -> None:
         for local, value in self.router.route(name, tensor, names=names):
@@ -98,14 +98,16 @@ class Comparison:
             at = different.nonzero()[0].tolist()
             self.wrong[local.layout.name] = f"{int(different.sum())} of {live.numel()} elements, the first at {at}"
 
-    def opened(self, local: LocalTensor) -> Tensor:
-        raise WeightUpdateError("this source cannot be compared with; it has to give its tensors whole")
+    def writable(self, local: LocalTensor) -> Tensor:
+        raise WeightUpdateError("this source cannot be compared: it writes its tensors in pieces")
 
-    def received(self, num_bytes: int) -> None:
-        """Nothing is counted."""
+    def count_received(self, num_bytes: int) -> None:
+        """Not counted."""
 
 
-def _compare(target: Target, source: Any, *, strict: bool, plan: ModelDescription | None, names: str | None) -> int:
+def _compare(
+    target: UpdateTarget, source: Any, *, strict: bool, plan: ModelDescription | None, names: str | None
+) -> int:
     problem, tensor, count = "", "", 0
     try:
         weights = as_source(source, plan=plan, names=names)
@@ -123,8 +125,8 @@ def _compare(target: Target, source: Any, *, strict: bool, plan: ModelDescriptio
         count = len(comparison.seen)
     except WeightUpdateError as error:
         problem, tensor = str(error), error.tensor
-    told = target.gather("the comparison with the source", json.dumps([problem, tensor, target.rank]))
-    failed = [json.loads(text) for text in told if json.loads(text)[0]]
+    reports = target.gather("the comparison with the source", json.dumps([problem, tensor, target.rank]))
+    failed = [report for report in map(json.loads, reports) if report[0]]
     if failed:
         reasons = "; ".join(f"rank {rank}: {problem}" for problem, _, rank in failed)
         raise WeightUpdateError(reasons, tensor=failed[0][1], rank=failed[0][2])
@@ -132,10 +134,10 @@ def _compare(target: Target, source: Any, *, strict: bool, plan: ModelDescriptio
 
 
 def _compare_replicas(digests: dict[str, int], group: Any) -> None:
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, (torch.distributed.get_rank(), digests), group=group)
-    first, known = everyone[0]
-    for rank, other in everyone[1:]:
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, (torch.distributed.get_rank(), digests), group=group)
+    first, known = found[0]
+    for rank, other in found[1:]:
         wrong = sorted(name for name in known | other if known.get(name) != other.get(name))
         if wrong:
             raise WeightUpdateError(

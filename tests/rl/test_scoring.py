@@ -1,4 +1,4 @@
-"""Scores are the log probabilities that the training forward gives, whatever they are batched with."""
+"""Scores are the log probabilities of the training forward, independent of the batch."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def test_scores_are_those_of_each_sequence_alone(kind, limit):
     session = make_session(model)
     got = session.score(sequences(), micro_batch_tokens=limit)
     assert model.training and [len(score) for score in got] == [len(ids) - 1 for ids in sequences()]
-    for mine, its in zip(got, want, strict=True):
-        assert mine.dtype == torch.float32 and not mine.requires_grad
-        torch.testing.assert_close(mine, its, atol=2e-5, rtol=0)
+    for actual, expected in zip(got, want, strict=True):
+        assert actual.dtype == torch.float32 and not actual.requires_grad
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
 def test_temperature_divides_the_logits():
     model = MAKERS["attention"]()
-    for mine, its in zip(make_session(model).score(sequences(), temperature=0.7), one_by_one(model, 0.7), strict=True):
-        torch.testing.assert_close(mine, its, atol=2e-5, rtol=0)
+    scores = make_session(model).score(sequences(), temperature=0.7)
+    for actual, expected in zip(scores, one_by_one(model, 0.7), strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,8 @@ def test_gradients_of_scores_are_those_of_the_models_own_loss(wrapper, limit):
     with session.training():
         scores = session.score(ids.tolist(), grad=True, micro_batch_tokens=limit)
     (-torch.cat(scores).mean()).backward()
-    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad, atol=1e-6, rtol=1e-4)
+    for actual, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-6, rtol=1e-4)
 
 
 STARTS = [1, 20, 3, 6, 59, 5]
@@ -75,15 +76,15 @@ STARTS = [1, 20, 3, 6, 59, 5]
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("start", [1, STARTS], ids=["all", "own"])
-def test_scores_from_a_start_on_are_the_end_of_all_scores(kind, start):
+def test_scores_from_a_start_on_are_the_last_scores_of_the_whole_sequence(kind, start):
     session = make_session(MAKERS[kind]().train())
     starts = [1] * 6 if start == 1 else start
     whole = session.score(sequences(), micro_batch_tokens=64)
     got = session.score(sequences(), micro_batch_tokens=64, start=start)
-    for mine, its, first in zip(got, whole, starts, strict=True):
-        assert len(mine) == len(its) - first + 1
-        # a library's product of fewer rows may round otherwise; exact mode's does not: test_score_exact.py
-        torch.testing.assert_close(mine, its[first - 1 :], atol=2e-6, rtol=0)
+    for actual, expected, first in zip(got, whole, starts, strict=True):
+        assert len(actual) == len(expected) - first + 1
+        # a matrix product of fewer rows may round differently; not in exact mode: test_scoring_exact.py
+        torch.testing.assert_close(actual, expected[first - 1 :], atol=2e-6, rtol=0)
 
 
 def test_the_output_layer_sees_only_positions_that_are_scored():
@@ -104,8 +105,8 @@ def test_gradients_from_a_start_on_are_those_of_a_masked_loss():
     torch.cat(make_session(model).score(sequences(), start=STARTS, grad=True)).square().sum().backward()
     whole = make_session(twin).score(sequences(), grad=True)
     torch.cat([own[first - 1 :] for own, first in zip(whole, STARTS, strict=True)]).square().sum().backward()
-    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad, atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_can_be_taken_from_within_generating():
@@ -118,8 +119,8 @@ def test_gradients_can_be_taken_from_within_generating():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_padding_of_the_vocabulary_has_no_share():
-    """As in the engine, whose distribution is over real tokens alone."""
+def test_padding_of_the_vocabulary_has_no_probability():
+    """As in the engine, whose distribution is over real tokens only."""
     model = MAKERS["attention"]()
     model.true_vocab_size = VOCAB - 8
     session = make_session(model)

@@ -1,4 +1,4 @@
-"""Groups that a training step consumes were begun at most `lag` steps before it, whatever the order they finish in."""
+"""Groups that a training step consumes were begun at most `lag` steps before it, in any order of finishing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron_infer.rl.staleness import Granularity, RolloutLag, automatic_lag
     rng=st.randoms(use_true_random=False),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_group_is_older_than_the_lag_and_no_step_waits_for_ever(lag, size, submission, consumption, drops, rng):
-    books = RolloutLag(lag, groups_per_step=size, submission=submission, consumption=consumption)
+def test_no_group_is_older_than_the_lag_and_no_step_waits_forever(lag, size, submission, consumption, drops, rng):
+    rollout_lag = RolloutLag(lag, groups_per_step=size, submission=submission, consumption=consumption)
     begun: dict[str, int] = {}
     running: set[str] = set()
     consumed: set[str] = set()
     turns = 0
-    while books.step < 12:
+    while rollout_lag.step < 12:
         turns += 1
         assert turns < 10_000, "a step that is never served"
-        for _ in range(books.room()):
+        for _ in range(rollout_lag.room()):
             name = str(len(begun))
-            begun[name] = books.step
-            books.begin(name)
+            begun[name] = rollout_lag.step
+            rollout_lag.begin(name)
             running.add(name)
-        assert books.num_outstanding <= (lag + 1) * size
-        if (step := books.step) is not None and (chosen := books.take()) is not None:
+        assert rollout_lag.num_outstanding <= (lag + 1) * size
+        if (step := rollout_lag.step) is not None and (chosen := rollout_lag.take()) is not None:
             assert len(set(chosen)) == size and not consumed & set(chosen) and not running & set(chosen)
             assert all(step - lag <= begun[name] <= step for name in chosen)
             consumed |= set(chosen)
@@ -42,60 +42,60 @@ def test_no_group_is_older_than_the_lag_and_no_step_waits_for_ever(lag, size, su
             name = rng.choice(sorted(running))
             running.discard(name)
             if rng.random() < drops:
-                books.drop(name)
+                rollout_lag.drop(name)
             else:
-                books.finish(name)
+                rollout_lag.finish(name)
 
 
-def test_a_step_takes_what_has_finished_and_waits_for_what_would_become_too_old():
-    books = RolloutLag(1, groups_per_step=2)
+def test_a_step_takes_finished_groups_and_waits_for_groups_that_would_become_too_old():
+    rollout_lag = RolloutLag(1, groups_per_step=2)
     for name in "abcd":
-        books.begin(name)
-    books.finish("d")
-    assert books.take() is None
-    books.finish("b")
-    assert books.take() == ["b", "d"]  # not a and c, which are slow
+        rollout_lag.begin(name)
+    rollout_lag.finish("d")
+    assert rollout_lag.take() is None
+    rollout_lag.finish("b")
+    assert rollout_lag.take() == ["b", "d"]  # not a and c, which are slow
     for name in "ef":
-        books.begin(name)
-        books.finish(name)
-    books.finish("a")
-    assert books.take() is None, "c would be two steps old at the next"
-    books.finish("c")
-    assert books.take() == ["a", "c"]
-    assert books.room() == 2
+        rollout_lag.begin(name)
+        rollout_lag.finish(name)
+    rollout_lag.finish("a")
+    assert rollout_lag.take() is None, "c would be two steps old at the next"
+    rollout_lag.finish("c")
+    assert rollout_lag.take() == ["a", "c"]
+    assert rollout_lag.room() == 2
 
 
 def test_whole_batches_are_consumed_in_the_order_they_began():
-    books = RolloutLag(1, groups_per_step=2, consumption="batch")
+    rollout_lag = RolloutLag(1, groups_per_step=2, consumption="batch")
     for name in "abcd":
-        books.begin(name)
+        rollout_lag.begin(name)
     for name in "bcd":
-        books.finish(name)
-    assert books.take() is None
-    books.drop("a")
-    books.begin("e")
-    books.finish("e")
-    assert books.take() == ["b", "e"], "what replaces a group takes its place in the batch"
-    assert books.take() == ["c", "d"]
+        rollout_lag.finish(name)
+    assert rollout_lag.take() is None
+    rollout_lag.drop("a")
+    rollout_lag.begin("e")
+    rollout_lag.finish("e")
+    assert rollout_lag.take() == ["b", "e"], "what replaces a group takes its place in the batch"
+    assert rollout_lag.take() == ["c", "d"]
 
 
 def test_whole_batches_are_begun_at_once():
-    books = RolloutLag(1, groups_per_step=3, submission="batch")
-    assert books.room() == 6
+    rollout_lag = RolloutLag(1, groups_per_step=3, submission="batch")
+    assert rollout_lag.room() == 6
     for name in "abcdef":
-        books.begin(name)
-        books.finish(name)
-    assert books.take() == ["a", "b", "c"]
-    assert books.room() == 3
-    books.begin("g")
-    assert books.room() == 2, "what is missing of a batch may follow"
-    books.begin("h")
-    books.begin("i")
+        rollout_lag.begin(name)
+        rollout_lag.finish(name)
+    assert rollout_lag.take() == ["a", "b", "c"]
+    assert rollout_lag.room() == 3
+    rollout_lag.begin("g")
+    assert rollout_lag.room() == 2, "what is missing of a batch may follow"
+    rollout_lag.begin("h")
+    rollout_lag.begin("i")
     for name in "ghi":
-        books.finish(name)
-    assert books.room() == 0
-    books.drop("h")
-    assert books.room() == 1, "a batch that lost a group is made whole at once"
+        rollout_lag.finish(name)
+    assert rollout_lag.room() == 0
+    rollout_lag.drop("h")
+    assert rollout_lag.room() == 1, "a batch that lost a group is made whole at once"
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_the_automatic_lag_fills_the_engines(requests, samples, groups, ranks, e
         ({"consumption": "rollout"}, "one of group, batch"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings, words):
+def test_invalid_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         RolloutLag(**{"lag": 1, "groups_per_step": 2} | settings)
 
 
-def test_the_automatic_lag_wants_positive_figures():
+def test_the_automatic_lag_needs_positive_figures():
     with pytest.raises(ConfigError, match="max_requests is 0"):
         automatic_lag(max_requests=0, samples_per_group=1, groups_per_step=1)

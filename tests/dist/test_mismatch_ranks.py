@@ -6,14 +6,14 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import meter_case as case
+import mismatch_case as case
 import pytest
 import torch
 from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session
 
 from megatron_infer.models.adopt import adopt
-from megatron_infer.rl.mismatch_layers import Verdict
+from megatron_infer.rl.mismatch_layers import MismatchCause
 from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -63,17 +63,17 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
             attend = session.model.decoder.layers[0].self_attention.fused.attend
             attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
         report = case.rollout(session, meter)
-        assert report.is_alarm and report.place.verdict is Verdict.UNKNOWN and "pipeline" in report.place.note
+        assert report.is_alarm and report.place.cause is MismatchCause.UNKNOWN and "pipeline" in report.place.note
         return
     if name == "EP2":
         case.router_order(None, session)
         place = case.rollout(session, meter).place
-        assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "moe", 1), str(place)
+        assert (place.cause, place.kind, place.layer) == (MismatchCause.LAYER, "moe", 1), str(place)
         return
     if rank == 1:  # the others see it in what comes back from this one, or in its part of the vocabulary
         case.stale_copy(None, session, weight="output_layer.weight")
     place = case.rollout(session, meter).place
-    assert (place.verdict, place.kind) == (Verdict.LAYER, "output"), (name, str(place))
+    assert (place.cause, place.kind) == (MismatchCause.LAYER, "output"), (name, str(place))
     assert place.stale_copies
     session.engine.refresh_weights()
     assert not case.rollout(session, meter).is_alarm
@@ -81,7 +81,7 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
     if rank == 0:
         attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
     place = case.rollout(session, meter).place
-    assert (place.verdict, place.kind, place.layer) == (Verdict.LAYER, "attention", 1), (name, str(place))
+    assert (place.cause, place.kind, place.layer) == (MismatchCause.LAYER, "attention", 1), (name, str(place))
 
 
 @pytest.mark.timeout(200)

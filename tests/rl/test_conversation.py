@@ -1,4 +1,4 @@
-"""Conversations keep every drawn token as it was, find their history computed, and say what was given."""
+"""Conversations keep every drawn token, find their history in the prefix cache, and mask given tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vocabularies import byte_level, sentencepiece
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InvalidPrompt, PromptTooLong
 from megatron_infer.rl.conversation import Conversation, ConversationTooLong
-from megatron_infer.rl.group_tracker import Call
+from megatron_infer.rl.group_tracker import RolloutCall
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.tool_rollouts import TurnLimits, converse, run_conversations, say
 from megatron_infer.testing.tiny import tiny_gpt
@@ -59,30 +59,30 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def test_drawn_tokens_stay_and_the_history_is_found_computed(roll, tokenizer):
-    talk = Conversation(roll.engine, list(range(40, 60)), drawing())
+def test_drawn_tokens_stay_and_the_history_is_found_in_the_prefix_cache(roll, tokenizer):
+    conversation = Conversation(roll.engine, list(range(40, 60)), drawing())
     num_computed = 0
     for added in ("", " tool says 4\n", " tool says 5\n"):
-        history = list(talk.ids)
-        talk.add_text(added)
-        assert talk.ids[: len(history)] == history
-        asked = list(talk.ids)
-        turn = run(say(roll, talk))
-        assert talk.ids == asked + turn.token_ids and len(turn.token_ids) == 20
+        history = list(conversation.ids)
+        conversation.add_text(added)
+        assert conversation.ids[: len(history)] == history
+        asked = list(conversation.ids)
+        turn = run(say(roll, conversation))
+        assert conversation.ids == asked + turn.token_ids and len(turn.token_ids) == 20
         assert turn.num_cached_tokens == num_computed // BLOCK * BLOCK  # whole blocks are found
-        num_computed = len(talk.ids) - 1  # the last drawn token never was an input
-    canonical = tokenizer.encode(tokenizer.decode(talk.ids, skip_special=False), add_special=False)
-    assert canonical != talk.ids, "these tokens would survive being tokenised again, and the test shows nothing"
+        num_computed = len(conversation.ids) - 1  # the last drawn token was never an input
+    canonical = tokenizer.encode(tokenizer.decode(conversation.ids, skip_special=False), add_special=False)
+    assert canonical != conversation.ids, "these tokens would survive being tokenised again, and the test shows nothing"
 
 
-def test_a_sample_says_what_was_drawn_and_what_was_given(roll, engine):
-    talk = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
-    first = run(say(roll, talk))
-    talk.add_ids([7, 8, 9])
+def test_a_sample_records_drawn_and_given_tokens(roll, engine):
+    conversation = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
+    first = run(say(roll, conversation))
+    conversation.add_ids([7, 8, 9])
     engine.set_weight_version(engine.parts.weight_version + 1)
-    second = run(say(roll, talk, drawing(max_tokens=4, return_support=True, top_k=5)))
-    talk.add_text("never answered")
-    sample = talk.sample()
+    second = run(say(roll, conversation, drawing(max_tokens=4, return_support=True, top_k=5)))
+    conversation.add_text("never answered")
+    sample = conversation.sample()
     assert sample.token_ids == [*first.token_ids, 7, 8, 9, *second.token_ids]
     assert sample.loss_mask == [1] * 20 + [0] * 3 + [1] * 4
     assert sample.logprobs[20:23] == sample.raw_logprobs[20:23] == [0.0] * 3
@@ -98,85 +98,86 @@ def test_a_sample_says_what_was_drawn_and_what_was_given(roll, engine):
         assert not drawn or token in sample.support.ids_at(place)
     # The logprobs of a turn are those of a forward over the whole conversation.
     whole = engine.generate(
-        [talk.prompt_ids + sample.token_ids[:23]], drawing(max_tokens=4, top_k=5, return_sampled_logprobs=True)
+        [conversation.prompt_ids + sample.token_ids[:23]], drawing(max_tokens=4, top_k=5, return_sampled_logprobs=True)
     )[0].outputs[0]
     assert whole.token_ids == second.token_ids
     assert whole.processed_logprobs == pytest.approx(sample.logprobs[23:], abs=1e-4)
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_messages_are_joined_as_the_template_puts_them(roll, tokenizer, ended):
+def test_messages_are_joined_as_the_template_renders_them(roll, tokenizer, ended):
     end = tokenizer.eos_ids[0]
     how = {"bad_token_ids": None, "allowed_token_ids": [70, end], "logit_bias": {end: -1e9 if not ended else 1e9}}
-    talk = Conversation(roll.engine, CHAT, drawing(max_tokens=3, ignore_eos=False, **how))
-    assert tokenizer.decode(talk.ids, skip_special=False) == "<|user|>user\nhello there<|end|>\n<|user|>assistant\n"
-    turn = run(say(roll, talk))
+    conversation = Conversation(roll.engine, CHAT, drawing(max_tokens=3, ignore_eos=False, **how))
+    prompt = tokenizer.decode(conversation.ids, skip_special=False)
+    assert prompt == "<|user|>user\nhello there<|end|>\n<|user|>assistant\n"
+    turn = run(say(roll, conversation))
     assert (turn.token_ids[-1] == end) is ended
-    before = list(talk.ids)
-    talk.add_messages([{"role": "tool", "content": "4"}])
-    assert talk.ids[: len(before)] == before
-    added = tokenizer.decode(talk.ids[len(before) :], skip_special=False)
+    before = list(conversation.ids)
+    conversation.add_messages([{"role": "tool", "content": "4"}])
+    assert conversation.ids[: len(before)] == before
+    added = tokenizer.decode(conversation.ids[len(before) :], skip_special=False)
     assert added == ("" if ended else "<|end|>") + "\n<|user|>tool\n4<|end|>\n<|user|>assistant\n"
     text = tokenizer.apply_chat_template(
         [*CHAT, {"role": "assistant", "content": turn.text}, {"role": "tool", "content": "4"}]
     )
-    assert tokenizer.decode(talk.ids, skip_special=False) == text
+    assert tokenizer.decode(conversation.ids, skip_special=False) == text
     if ended:  # joined at a special token: exactly what the whole text gives
-        assert talk.ids == tokenizer.encode(text, add_special=False)
+        assert conversation.ids == tokenizer.encode(text, add_special=False)
 
 
-def test_text_after_a_special_token_gets_no_space_that_the_whole_text_would_not_have(roll):
+def test_text_after_a_special_token_gets_no_extra_space(roll):
     pieces = sentencepiece()
     pieces.backend.normalizer = normalizers.Replace(" ", "▁")
     pieces.backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    talk = Conversation(roll.engine, [5, 6], drawing())
-    talk._tokenizer = pieces
-    talk.ids = [*pieces.encode("hello", add_special=False), pieces.eos_ids[0]]
-    talk.add_text("hello")
+    conversation = Conversation(roll.engine, [5, 6], drawing())
+    conversation._tokenizer = pieces
+    conversation.ids = [*pieces.encode("hello", add_special=False), pieces.eos_ids[0]]
+    conversation.add_text("hello")
     whole = pieces.encode("hello</s>hello", add_special=False)
-    assert talk.ids == whole
+    assert conversation.ids == whole
     alone = pieces.encode("hello", add_special=False)
     assert whole != [*alone, pieces.eos_ids[0], *alone], "this tokenizer puts no space, and the test shows nothing"
 
 
-def test_messages_need_a_conversation_of_messages_and_a_template_that_shows_answers(roll, tokenizer, monkeypatch):
+def test_messages_need_a_conversation_of_messages_and_a_template_that_renders_answers(roll, tokenizer, monkeypatch):
     plain = Conversation(roll.engine, [5, 6], drawing())
     with pytest.raises(InvalidPrompt, match="began with messages"):
         plain.add_messages(CHAT)
-    talk = Conversation(roll.engine, CHAT, drawing())
+    conversation = Conversation(roll.engine, CHAT, drawing())
     with pytest.raises(InvalidPrompt, match="after an answer"):
-        talk.add_messages(CHAT)
-    run(say(roll, talk))
+        conversation.add_messages(CHAT)
+    run(say(roll, conversation))
     monkeypatch.setitem(tokenizer._templates, "default", "{{ messages[0].content }}")
-    before = list(talk.ids)
+    before = list(conversation.ids)
     with pytest.raises(InvalidPrompt, match="shows an answer 0 times"):
-        talk.add_messages(CHAT)
-    assert talk.ids == before
+        conversation.add_messages(CHAT)
+    assert conversation.ids == before
 
 
-def test_a_conversation_that_is_too_long_tells_its_length_and_stays_as_it_was(roll):
-    talk = Conversation(roll.engine, [5] * 30, drawing(max_tokens=50), max_total_tokens=60)
+def test_a_conversation_that_is_too_long_names_its_length_and_is_unchanged(roll):
+    conversation = Conversation(roll.engine, [5] * 30, drawing(max_tokens=50), max_total_tokens=60)
     with pytest.raises(ConversationTooLong, match=r"has 61 tokens .* limit is 60 \(max_total_tokens\)") as caught:
-        talk.add_ids([1] * 31)
+        conversation.add_ids([1] * 31)
     assert isinstance(caught.value, PromptTooLong) and (caught.value.got, caught.value.limit) == (61, 60)
     assert str(caught.value).startswith("This model's maximum context length was exceeded")
-    assert talk.ids == [5] * 30
-    turn = run(say(roll, talk))
-    assert len(turn.token_ids) == 30 and turn.finish_reason == "length" and talk.room == 0
+    assert conversation.ids == [5] * 30
+    turn = run(say(roll, conversation))
+    assert len(turn.token_ids) == 30 and turn.finish_reason == "length" and conversation.room == 0
     with pytest.raises(ConversationTooLong):
-        run(say(roll, talk))
+        run(say(roll, conversation))
 
 
 def counting(stop_at: int):
     """A tool that answers with ids and ends a conversation at its turn `stop_at`."""
 
-    def tool(talk, turn):
-        return None if len(talk.turns) >= stop_at else [9, 9, len(talk.turns)]
+    def tool(conversation, turn):
+        return None if len(conversation.turns) >= stop_at else [9, 9, len(conversation.turns)]
 
     return tool
 
 
-def test_many_conversations_run_at_once_and_come_back_in_order(roll, engine):
+def test_many_conversations_run_at_once_and_are_returned_in_order(roll, engine):
     prompts = [{"prompt_token_ids": [30 + i] * 20, "task": i} for i in range(4)]
     before = engine.parts.scheduler.stats.as_dict()["forked"]
     groups = run_conversations(roll, prompts, drawing(n=3, temperature=0.9), counting(3))
@@ -191,17 +192,17 @@ def test_many_conversations_run_at_once_and_come_back_in_order(roll, engine):
             assert sample.loss_mask == ([1] * 20 + [0] * 3) * 2 + [1] * 20
 
 
-def test_the_engine_draws_for_others_while_a_tool_is_waited_for(roll):
+def test_the_engine_draws_for_others_while_a_tool_is_awaited(roll):
     waiting: set[int] = set()
     most = 0
 
-    async def tool(talk, turn):
+    async def tool(conversation, turn):
         nonlocal most
-        waiting.add(id(talk))
+        waiting.add(id(conversation))
         most = max(most, len(waiting))
         await asyncio.sleep(0.05)
-        waiting.discard(id(talk))
-        return None if len(talk.turns) == 2 else "x"
+        waiting.discard(id(conversation))
+        return None if len(conversation.turns) == 2 else "x"
 
     started = time.perf_counter()
     groups = run_conversations(roll, [[40 + i] * 5 for i in range(8)], drawing(max_tokens=3), tool)
@@ -216,16 +217,16 @@ def test_the_engine_draws_for_others_while_a_tool_is_waited_for(roll):
     ("limits", "ended", "turns"),
     [(TurnLimits(turns=2), "turns", 2), (TurnLimits(total_tokens=60), "length", 4), (TurnLimits(), "turns", 8)],
 )
-def test_limits_end_a_conversation_and_are_named(roll, limits, ended, turns):
-    [group] = run_conversations(roll, [5, 6], drawing(max_tokens=15), lambda talk, turn: [9], limits=limits)
+def test_limits_end_a_conversation_and_are_reported(roll, limits, ended, turns):
+    [group] = run_conversations(roll, [5, 6], drawing(max_tokens=15), lambda conversation, turn: [9], limits=limits)
     [sample] = group.samples
     assert (sample.info["ended"], len(sample.info["turns"])) == (ended, turns)
     assert sample.loss_mask[-1] == 1
     assert limits.total_tokens is None or len(sample.ids) <= 60
 
 
-def test_a_deadline_cuts_an_answer_and_a_tool(roll, engine, monkeypatch):
-    async def slow(talk, turn):
+def test_a_deadline_ends_an_answer_and_a_tool(roll, engine, monkeypatch):
+    async def slow(conversation, turn):
         await asyncio.sleep(30)
 
     limits = TurnLimits(seconds=0.3)
@@ -244,7 +245,7 @@ def test_a_deadline_cuts_an_answer_and_a_tool(roll, engine, monkeypatch):
 
 
 def test_an_error_of_a_tool_ends_all_and_is_raised(roll, engine):
-    def tool(talk, turn):
+    def tool(conversation, turn):
         raise RuntimeError("the sandbox is gone")
 
     with pytest.raises(RuntimeError, match="the sandbox is gone"):
@@ -263,18 +264,18 @@ def test_leaving_the_groups_early_aborts_the_others(roll, engine):
     assert_empty_but_cached(engine)
 
 
-def test_limits_that_cannot_be_meant_are_refused():
+def test_invalid_limits_are_refused():
     with pytest.raises(ConfigError, match="turns is a number above 0"):
         TurnLimits(turns=0)
 
 
-def test_other_rollouts_are_not_disturbed(roll):
-    """An answer is no part of what generate() hands out, and the other way round."""
+def test_other_rollouts_are_not_affected(roll):
+    """Answers of conversations are not delivered by stream(), nor its groups to a conversation."""
 
     async def main():
-        talk = Conversation(roll.engine, [5, 6], drawing())
+        conversation = Conversation(roll.engine, [5, 6], drawing())
         stream = [group async for group in roll.stream([[7, 8], [9, 9]], drawing())]
-        turns = await asyncio.gather(say(roll, talk), _collect(roll))
+        turns = await asyncio.gather(say(roll, conversation), _collect(roll))
         return stream, turns
 
     stream, (turn, groups) = run(main())
@@ -285,30 +286,31 @@ async def _collect(roll):
     return [group async for group in roll.stream([[7, 8], [9, 9]], drawing())]
 
 
-def test_later_turns_of_a_group_with_a_seed_are_drawn_apart(roll):
-    """A flat distribution: equal draws would show as equal tokens."""
+def test_later_turns_of_a_group_with_a_seed_use_different_seeds(roll):
+    """With a flat distribution equal seeds would give equal tokens."""
     flat = dict.fromkeys(range(30, 62), 100.0)
     params = SamplingParams(n=4, max_tokens=12, ignore_eos=True, seed=3, logit_bias=flat, temperature=100.0)
-    talks = [
-        run_conversations(roll, [[40, 41]], params, lambda talk, turn: [50] if len(talk.turns) < 2 else None)[0]
-        for _ in range(2)
-    ]
-    seconds = [sample.token_ids[13:] for sample in talks[0].samples]
+
+    def tool(conversation, turn):
+        return [50] if len(conversation.turns) < 2 else None
+
+    runs = [run_conversations(roll, [[40, 41]], params, tool)[0] for _ in range(2)]
+    seconds = [sample.token_ids[13:] for sample in runs[0].samples]
     same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in itertools.combinations(seconds, 2)]
     assert max(same) < 6, same
-    assert [s.token_ids for s in talks[0].samples] == [s.token_ids for s in talks[1].samples], "the seed still decides"
+    assert [s.token_ids for s in runs[0].samples] == [s.token_ids for s in runs[1].samples], "the seed still decides"
 
 
-def test_a_last_turn_that_drew_nothing_leaves_the_sample_as_it_was(roll, engine):
-    talk = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
-    run(say(roll, talk))
-    before = talk.sample()
-    talk.add_ids([7, 8, 9])
-    call = Call()
-    roll.flow.begin(call, [talk.ask()], carry=False)
-    talk.take(roll.flow.drop(call, next(iter(call.tickets.values()))))
-    roll.flow.end(call)
-    after = talk.sample()
-    assert talk.turns[-1].token_ids == [] and after.finish_reason == "abort"
+def test_a_last_turn_without_tokens_leaves_the_sample_unchanged(roll, engine):
+    conversation = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
+    run(say(roll, conversation))
+    before = conversation.sample()
+    conversation.add_ids([7, 8, 9])
+    call = RolloutCall()
+    roll.tracker.begin(call, [conversation.next_request()], carry=False)
+    conversation.add_answer(roll.tracker.drop(call, next(iter(call.pending.values()))))
+    roll.tracker.end(call)
+    after = conversation.sample()
+    assert conversation.turns[-1].token_ids == [] and after.finish_reason == "abort"
     assert (after.token_ids, after.loss_mask, after.support) == (before.token_ids, before.loss_mask, before.support)
     assert after.support is not None

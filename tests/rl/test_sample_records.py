@@ -1,4 +1,4 @@
-"""Samples carry what the engine recorded: support and routing, for single answers and for conversations."""
+"""Samples have the engine's support and routing, for single answers and for conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def roll():
     return Rollout(make_engine(model))
 
 
-def test_samples_have_support_and_routing_and_bundles_keep_them(roll):
+def test_samples_have_support_and_routing_and_sample_files_keep_them(roll):
     prompts = prompts_of(3)
     groups = roll.generate(prompts, PARAMS)
     outputs = roll.engine.generate(prompts, PARAMS)
@@ -45,11 +45,11 @@ def test_samples_have_support_and_routing_and_bundles_keep_them(roll):
 
 
 def test_the_routing_of_a_conversation_covers_all_of_it(roll):
-    talk = Conversation(roll.engine, prompts_of(1)[0], PARAMS)
+    conversation = Conversation(roll.engine, prompts_of(1)[0], PARAMS)
     for _ in range(2):
-        asyncio.run(say(roll, talk))
-        talk.add_ids([7, 8])
-    sample = talk.sample()
+        asyncio.run(say(roll, conversation))
+        conversation.add_ids([7, 8])
+    sample = conversation.sample()
     assert sample.token_ids[6:8] == [7, 8] and sample.loss_mask == [1] * 6 + [0] * 2 + [1] * 6
     assert sample.routing.shape[0] == len(sample.ids) - 1
     [alone] = roll.engine.generate(

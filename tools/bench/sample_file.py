@@ -1,6 +1,6 @@
-"""What a rollout weighs and takes as a bundle, as msgpack samples and as JSON.
+"""Size, write time and read time of a rollout as a sample file, as msgpack samples and as JSON.
 
-    python tools/bench/bundle.py [--tokens 512] [--layers 24] [--top-k 8]
+    python tools/bench/sample_file.py [--tokens 512] [--layers 24] [--top-k 8]
 
 64 samples in 8 groups, with raw and processed log probabilities, a top-p support of 1 to 40 ids a token and the experts
 of every position. The limit printed is the arrays' own bytes: 4 a token id, 8 for two log probabilities, 1/8 for the
@@ -101,7 +101,7 @@ def main() -> None:
     text = as_json(groups)
     print(f"{len(samples)} samples of {options.tokens} tokens; the arrays' own bytes: {limit / 1e6:.1f} MB")
     for name, size, write, read in (
-        ("bundle", len(whole), lambda: sample_file.encode(groups), lambda: sample_file.decode(whole)),
+        ("file", len(whole), lambda: sample_file.encode(groups), lambda: sample_file.decode(whole)),
         (
             "msgpack",
             sum(map(len, messages)),

@@ -1,4 +1,4 @@
-"""In exact mode a session scores with the bits of its rollouts: while the weights stay the same, ratios are 1."""
+"""In exact mode scores are bitwise equal to the rollouts' log probabilities: with the same weights ratios are 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def native():
 
 
 def rollouts(session, step: int, *, temperature: float = 1.0) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """(prompt, tokens, log probabilities) of two prompts and three samples each; an update comes on the way."""
+    """(prompt, tokens, log probabilities) of two prompts with three samples each, with updates in between."""
     params = SamplingParams(n=3, temperature=temperature, max_tokens=8, ignore_eos=True, logprobs=0, seed=step)
     engine, done = session.engine, []
     ids = batch(step)[0]
@@ -88,18 +88,18 @@ def test_ratios_are_one_for_fresh_weights_too():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_from_a_start_on_have_the_bits_of_all_scores(name):
+def test_scores_from_a_start_on_are_bitwise_those_of_the_whole_sequence(name):
     session = make_session(MODELS[name](), settings=EXACT)
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (9, 40, 23, 40)]
     starts = [8, 1, 20, 31]
     for how in ({}, {"temperature": 0.6}, {"micro_batch_tokens": 50}, {"grad": True}):
         whole, got = session.score(sequences, **how), session.score(sequences, start=starts, **how)
-        for mine, its, first in zip(got, whole, starts, strict=True):
-            assert torch.equal(mine, its[first - 1 :])
+        for actual, expected, first in zip(got, whole, starts, strict=True):
+            assert torch.equal(actual, expected[first - 1 :])
 
 
-def test_without_it_the_ratios_are_near_one_only():
+def test_without_exact_mode_the_ratios_are_only_near_one():
     session = make_session(MODELS["bf16"](), settings=EXACT | {"batch_invariant": False})
     samples = rollouts(session, 0)
     scores = session.score([p + t for p, t, _ in samples])

@@ -1,59 +1,59 @@
-"""The mismatch meter is quiet where both forwards agree, and names the fault that was planted where they do not."""
+"""The mismatch meter has no alarm where both forwards agree, and locates a planted fault where they do not."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import meter_case as case
+import mismatch_case as case
 import pytest
 import torch
-from meter_case import MAKERS, rollout, session_of
+from mismatch_case import MAKERS, rollout, session_of
 
 from megatron_infer.errors import MismatchAlarm
 from megatron_infer.rl.mismatch_figures import Alarm
-from megatron_infer.rl.mismatch_layers import Verdict
+from megatron_infer.rl.mismatch_layers import MismatchCause
 from megatron_infer.rl.mismatch_meter import MismatchMeter
 
-# fault -> (model, how it is planted, verdict, kind, layer)
-FAULTS: dict[str, tuple[str, Any, Verdict, str, int | None]] = {
-    "stale Mamba decay": ("hybrid", case.stale_decay, Verdict.LAYER, "mamba", 3),
-    "wrong softmax scale": ("attention", case.wrong_scale, Verdict.LAYER, "attention", 1),
-    "dropped sliding window": ("attention", case.dropped_window, Verdict.LAYER, "attention", 1),
-    "dropped causal mask": ("hybrid", case.dropped_causal_mask, Verdict.LAYER, "attention", 1),
-    "wrong block table entry": ("experts", case.wrong_table_entry, Verdict.LAYER, "attention", 0),
-    "stale prefix": ("attention", case.stale_prefix, Verdict.STALE_PREFIX, "prefix", None),
-    "stale prefix, recurrent": ("hybrid", case.stale_prefix, Verdict.STALE_PREFIX, "prefix", None),
+# fault -> (model, function that plants it, cause, kind, layer)
+FAULTS: dict[str, tuple[str, Any, MismatchCause, str, int | None]] = {
+    "stale Mamba decay": ("hybrid", case.stale_decay, MismatchCause.LAYER, "mamba", 3),
+    "wrong softmax scale": ("attention", case.wrong_scale, MismatchCause.LAYER, "attention", 1),
+    "dropped sliding window": ("attention", case.dropped_window, MismatchCause.LAYER, "attention", 1),
+    "dropped causal mask": ("hybrid", case.dropped_causal_mask, MismatchCause.LAYER, "attention", 1),
+    "wrong block table entry": ("experts", case.wrong_table_entry, MismatchCause.LAYER, "attention", 0),
+    "stale prefix": ("attention", case.stale_prefix, MismatchCause.STALE_PREFIX, "prefix", None),
+    "stale prefix, recurrent": ("hybrid", case.stale_prefix, MismatchCause.STALE_PREFIX, "prefix", None),
     "stale packed mlp": (
         "attention",
         partial(case.stale_copy, weight="decoder.layers.0.mlp.linear_fc2.weight"),
-        Verdict.LAYER,
+        MismatchCause.LAYER,
         "mlp",
         0,
     ),
     "stale packed output": (
         "hybrid",
         partial(case.stale_copy, weight="output_layer.weight"),
-        Verdict.LAYER,
+        MismatchCause.LAYER,
         "output",
         None,
     ),
-    "router order": ("experts", case.router_order, Verdict.LAYER, "moe", 1),
-    "broken residual": ("attention", case.broken_residual, Verdict.STREAM, "layer", 0),
-    "temperature not applied": ("attention", case.no_temperature, Verdict.SAMPLER, "sampler", None),
+    "router order": ("experts", case.router_order, MismatchCause.LAYER, "moe", 1),
+    "broken residual": ("attention", case.broken_residual, MismatchCause.STREAM, "layer", 0),
+    "temperature not applied": ("attention", case.no_temperature, MismatchCause.SAMPLER, "sampler", None),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught_and_placed_and_its_absence_is_quiet(name, monkeypatch):
-    kind, plant, verdict, part, layer = FAULTS[name]
+def test_a_planted_fault_is_detected_and_located_and_without_it_there_is_no_alarm(name, monkeypatch):
+    kind, plant, cause, part, layer = FAULTS[name]
     session = session_of(kind)
     meter = MismatchMeter(session, share=1.0)
     for _ in range(2):  # the second round finds prefixes of the first
         quiet = rollout(session, meter)
         assert not quiet.is_alarm and quiet.place is None, str(quiet)
         assert quiet.figures.num_tokens == 144 and quiet.figures.num_processed
-    if "stale prefix" in name:  # what an update does when nothing is wrong
+    if "stale prefix" in name:  # an update without the fault
         case.retrain(session, seed=1)
         session.update_weights()
         assert not rollout(session, meter).is_alarm
@@ -61,7 +61,7 @@ def test_a_planted_fault_is_caught_and_placed_and_its_absence_is_quiet(name, mon
     report = rollout(session, meter)
     assert report.is_alarm, str(report)
     place = report.place
-    assert (place.verdict, place.kind, place.layer) == (verdict, part, layer), str(report)
+    assert (place.cause, place.kind, place.layer) == (cause, part, layer), str(report)
     assert str(place) in str(report)
     stale = {"stale Mamba decay": "scan weights", "stale packed mlp": "packed", "stale packed output": "packed"}
     assert stale.get(name, "") in place.stale_copies
@@ -82,41 +82,41 @@ def test_rounding_in_bf16_is_no_alarm(kind):
     "name", ["wrong softmax scale", "stale Mamba decay", "router order", "temperature not applied"]
 )
 def test_a_fault_shows_through_the_rounding_of_bf16(name, monkeypatch):
-    kind, plant, verdict, part, layer = FAULTS[name]
+    kind, plant, cause, part, layer = FAULTS[name]
     session = session_of(kind, params_dtype=torch.bfloat16)
     meter = MismatchMeter(session, share=1.0)
     plant(monkeypatch, session)
     place = rollout(session, meter).place
-    assert place is not None and (place.verdict, place.kind, place.layer) == (verdict, part, layer), str(place)
+    assert place is not None and (place.cause, place.kind, place.layer) == (cause, part, layer), str(place)
 
 
-def test_an_undecided_router_is_told_from_a_wrong_one():
-    """In bf16 a few tokens go to other experts, by rounding: an alarm set too low is placed there, as what it is."""
+def test_a_router_near_a_tie_is_distinguished_from_a_wrong_one():
+    """In bf16 rounding sends a few tokens to other experts; an alarm with too low a limit reports that as ROUTING."""
     session = session_of("experts", params_dtype=torch.bfloat16)
     place = rollout(session, MismatchMeter(session, share=1.0, alarm=Alarm(abs_diff_mean=0.0))).place
-    assert (place.verdict, place.kind) == (Verdict.ROUTING, "moe") and 0 < place.routed_elsewhere < 0.2, str(place)
+    assert (place.cause, place.kind) == (MismatchCause.ROUTING, "moe") and 0 < place.routed_elsewhere < 0.2, str(place)
 
 
-def test_in_exact_mode_nothing_differs_until_something_is_wrong(monkeypatch):
+def test_in_exact_mode_nothing_differs_without_a_fault(monkeypatch):
     session = session_of("attention", batch_invariant=True)
     meter = MismatchMeter(session, share=1.0)
     for _ in range(2):
         figures = rollout(session, meter).figures
         assert figures.abs_diff_max == figures.processed_abs_diff_max == 0 and figures.token_mult_prob_error == 1
     case.stale_prefix(monkeypatch, session)
-    assert rollout(session, meter).place.verdict is Verdict.STALE_PREFIX
+    assert rollout(session, meter).place.cause is MismatchCause.STALE_PREFIX
 
 
-def test_an_alarm_is_told_of_and_raised_and_the_engine_goes_on(monkeypatch, caplog):
+def test_an_alarm_is_reported_and_raised_and_the_engine_runs_on(monkeypatch, caplog):
     session = session_of("attention")
-    heard: list[Any] = []
-    meter = MismatchMeter(session, share=1.0, alarm=Alarm(raises=True), on_alarm=heard.append)
+    alarms: list[Any] = []
+    meter = MismatchMeter(session, share=1.0, alarm=Alarm(raises=True), on_alarm=alarms.append)
     attend = session.model.decoder.layers[1].self_attention.fused.attend
     right = attend.spec
     case.wrong_scale(monkeypatch, session)
     with pytest.raises(MismatchAlarm, match=r"decoder\.layers\.1\.self_attention") as caught:
         rollout(session, meter)
-    assert heard == [caught.value.report] == [meter.last] and "over the limit" in caplog.text
+    assert alarms == [caught.value.report] == [meter.last] and "over the limit" in caplog.text
     attend.spec = right
     session.engine.reset_prefix_cache()
     assert not rollout(session, meter).is_alarm
@@ -124,7 +124,7 @@ def test_an_alarm_is_told_of_and_raised_and_the_engine_goes_on(monkeypatch, capl
     assert session.model.training is False and session.engine.parts.context.num_free_rows == 8
 
 
-def test_without_an_alarm_figures_alone_are_given(monkeypatch):
+def test_without_an_alarm_only_figures_are_reported(monkeypatch):
     session = session_of("attention")
     case.wrong_scale(monkeypatch, session)
     report = rollout(session, MismatchMeter(session, share=1.0, alarm=None))
@@ -133,7 +133,7 @@ def test_without_an_alarm_figures_alone_are_given(monkeypatch):
     assert quick.is_alarm and quick.place is None
 
 
-def test_an_alarm_is_placed_from_outside_of_any_block_too(monkeypatch):
+def test_an_alarm_is_located_outside_of_any_block_too(monkeypatch):
     session = session_of("attention")
     case.wrong_scale(monkeypatch, session)
     meter = MismatchMeter(session, share=1.0)
@@ -147,7 +147,7 @@ def test_an_alarm_is_placed_from_outside_of_any_block_too(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_unfinished_requests_stand_where_they_are_while_an_alarm_is_placed(overlap):
+def test_unfinished_requests_are_unchanged_while_an_alarm_is_located(overlap):
     params = case.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
     def answers(observing: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Turns of a real chat model's template are joined token for token as the whole conversation is tokenised."""
+"""With a real chat model's template, joined turns have the tokens of the whole conversation tokenised at once."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_three_turns_equal_the_whole_conversation_tokenised():
     # No answer begins with a space: the newline before it and the space would be one token of the whole text.
     messages = [{"role": "user", "content": "What is 2 + 2?"}]
     answers = ["It is 4.", "Let me see:\n```5```", "Ça va 😀"]
-    talk = Conversation(engine, messages, SamplingParams())
+    conversation = Conversation(engine, messages, SamplingParams())
     for number, answer in enumerate(answers):
         wanted = [*tokenizer.encode(answer, add_special=False), tokenizer.eos_ids[0]]
-        for token in wanted:  # a model that says exactly this
+        for token in wanted:  # stands for a model that gives exactly this answer
             how = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=[token], ignore_eos=True)
-            asyncio.run(say(roll, talk, how))
-        talk.turns[:] = [talk.turns[-1]]
+            asyncio.run(say(roll, conversation, how))
+        conversation.turns[:] = [conversation.turns[-1]]
         messages.append({"role": "assistant", "content": answer})
         added = [{"role": "user", "content": f"And {number}?\n"}]
-        talk.add_messages(added)
+        conversation.add_messages(added)
         messages += added
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        assert talk.ids == tokenizer.encode(text, add_special=False)
+        assert conversation.ids == tokenizer.encode(text, add_special=False)

@@ -39,13 +39,13 @@ def session_of(kind: str, *, batch_invariant: bool = False, overlap: bool = Fals
 
 
 def prompts() -> list[list[int]]:
-    """Of one block and more, and of less."""
+    """One prompt shorter than a block, two longer."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(4, VOCAB, (length,), generator=generator).tolist() for length in (9, 35, 52)]
 
 
 def rollout(session: Any, meter: Any, params: SamplingParams = DRAWN) -> Any:
-    """One round -> the meter's report."""
+    """One rollout, measured -> the meter's report."""
     with session.generating() as roll:
         report = meter.observe(roll.generate(prompts(), params), params)
     session.engine.parts.context.check()
@@ -53,7 +53,7 @@ def rollout(session: Any, meter: Any, params: SamplingParams = DRAWN) -> Any:
 
 
 def retrain(session: Any, seed: int = 0) -> None:
-    """Every weight moves a little."""
+    """Change every weight a little."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in session.model.parameters():
@@ -64,7 +64,7 @@ def retrain(session: Any, seed: int = 0) -> None:
 
 
 def stale_decay(monkeypatch: Any, session: Any) -> None:
-    """-exp(A_log) is that of the weights before an update."""
+    """-exp(A_log) stays that of the weights before an update."""
     with monkeypatch.context() as patch:
         patch.setattr(ScanWeights, "refresh", lambda self: None)
         with torch.no_grad():
@@ -84,7 +84,7 @@ def dropped_window(monkeypatch: Any, session: Any) -> None:
 
 
 def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
-    """Prompts' queries see the keys behind them; the layer of this model does not rotate."""
+    """Queries of prompts attend to later keys too; this model's layer has no rotary embedding."""
     backend = session.engine.parts.chosen.attention
     run, plan, steps = backend.run, backend.plan, []
 
@@ -96,7 +96,7 @@ def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
         q, k, v = q_TKGH.clone(), k_TKH.clone(), v_TKH.clone()
         out = run(q_TKGH, k_TKH, v_TKH, kv_cache, layer=layer, spec=spec)
         for begin, end in pairwise(steps[0].cu_q.tolist()):
-            if end - begin > 1:  # none of these tests' prompts is computed in parts
+            if end - begin > 1:  # none of these tests' prompts is chunked
                 weights = torch.einsum("tkgh,skh->kgts", q[begin:end], k[begin:end]).mul(spec.scale).softmax(-1)
                 out[begin:end] = torch.einsum("kgts,skh->tkgh", weights, v[begin:end]).reshape(end - begin, -1)
         return out
@@ -107,7 +107,7 @@ def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
 
 
 def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
-    """Every sequence's second block is its first one."""
+    """The second entry of every block table is its first block."""
     rows = session.engine.parts.runner.builder.rows
     first: dict[int, int] = {}
     put = rows.put_writes
@@ -120,7 +120,7 @@ def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
 
 
 def stale_prefix(monkeypatch: Any, session: Any) -> None:
-    """Cached blocks of earlier weights are found by prompts of now."""
+    """New prompts match cached blocks of earlier weights."""
     root = session.engine.parts.root()
     monkeypatch.setattr(Assembly, "root", lambda self: root)
     retrain(session)
@@ -128,7 +128,7 @@ def stale_prefix(monkeypatch: Any, session: Any) -> None:
 
 
 def stale_copy(monkeypatch: Any, session: Any, weight: str) -> None:
-    """One linear's packed copy is of other weights."""
+    """The packed copy of one linear has other weights."""
     packed = session.engine.parts.chosen.packed
     live = session.model.get_parameter(weight)
     assert id(live) in packed._packed, "nothing is packed here"
@@ -136,21 +136,21 @@ def stale_copy(monkeypatch: Any, session: Any, weight: str) -> None:
 
 
 def router_order(monkeypatch: Any, session: Any) -> None:
-    """Experts are counted from the other end."""
+    """Expert e is taken for the e-th expert from the end."""
     _, experts = session.model.decoder.layers[1].fused.blocks[1]
     route = experts.route
     experts.route = lambda *a, **k: tuple(part.flip(-1) for part in route(*a, **k))
 
 
 def broken_residual(monkeypatch: Any, session: Any) -> None:
-    """What a layer adds to the residual stream is a tenth short."""
+    """A layer adds 0.9 of its output to the residual stream."""
     ops = session.engine.parts.chosen.ops
     add = ops.add_rms_norm
     monkeypatch.setattr(ops, "add_rms_norm", lambda x, residual, weight, eps: add(0.9 * x, residual, weight, eps))
 
 
 def no_temperature(monkeypatch: Any, session: Any) -> None:
-    """The sampler draws at temperature 1 whatever was asked."""
+    """The sampler draws at temperature 1 for every request."""
     take = RowParams.set
 
     def forgetful(self: RowParams, row: int, request: Any) -> None:

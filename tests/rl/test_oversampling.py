@@ -1,4 +1,4 @@
-"""Over-sampling ends with what was wanted, aborts the rest, and nothing of one call reaches another."""
+"""Over-sampling ends with the groups that were wanted and aborts the rest; no group of one call reaches another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_late_reply_reaches_a_later_call(roll, engine):
         assert roll.stats.num_aborted > 0
 
 
-def test_as_many_are_under_way_as_oversample_and_the_limit_say(roll, engine):
+def test_groups_in_flight_follow_oversample_and_the_limit(roll, engine):
     most = []
     roll.collect(4, endless(), PARAMS, oversample=2.0, on_progress=lambda p: most.append(len(engine.output_processor)))
     assert most[0] == 8
@@ -61,7 +61,7 @@ def test_as_many_are_under_way_as_oversample_and_the_limit_say(roll, engine):
     assert max(most) == 3
 
 
-def test_prompts_are_read_no_further_than_needed_and_go_on_in_the_next_call(roll):
+def test_prompts_are_read_no_further_than_needed_and_continue_in_the_next_call(roll):
     prompts = endless()
     first = roll.collect(3, prompts, PARAMS, oversample=1.0)
     second = roll.collect(3, prompts, PARAMS, oversample=1.0)
@@ -80,33 +80,33 @@ def test_surplus_is_returned_or_carried_over(roll):
     assert not {group.group_id for group in first} & {group.group_id for group in second}
 
 
-def test_an_error_of_the_filter_leaves_what_was_carried_over_to_the_next_call(roll):
+def test_an_error_of_the_filter_leaves_carried_groups_to_the_next_call(roll):
     def fails(group):
         raise ValueError("no answer")
 
     prompts, same = iter(prompts_of(40)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
     roll.collect(2, prompts, same, oversample=4.0, carry=True)
-    token_details = {*roll.flow.held}
-    assert token_details
+    carried_over = {*roll.tracker.undelivered}
+    assert carried_over
     with pytest.raises(ValueError, match="no answer"):
-        roll.collect(len(token_details) + 1, prompts, same, accept=fails)
-    assert roll.flow.held == token_details, "what nobody can have is held"
-    assert {group.group_id for group in roll.collect(len(token_details), prompts, same)} == token_details
-    assert not roll.flow.held
+        roll.collect(len(carried_over) + 1, prompts, same, accept=fails)
+    assert roll.tracker.undelivered == carried_over, "groups that cannot be delivered are kept"
+    assert {group.group_id for group in roll.collect(len(carried_over), prompts, same)} == carried_over
+    assert not roll.tracker.undelivered
 
 
-def test_without_a_filter_all_are_taken_and_the_fastest_win(roll):
+def test_without_a_filter_the_first_groups_to_finish_are_taken(roll):
     groups = roll.collect(5, endless(), PARAMS, oversample=2.0)
     assert len(groups) >= 5 and all(len(group.samples) == 2 for group in groups)
 
 
-def test_running_out_of_prompts_says_so_and_gives_what_there_is(roll):
+def test_running_out_of_prompts_raises_with_the_accepted_groups(roll):
     with pytest.raises(RolloutShortage, match="2 of 4 groups accepted and 1 refused") as caught:
         roll.collect(4, prompts_of(3), PARAMS, accept=lambda group: group.index != 1)
     assert sorted(group.index for group in caught.value.accepted) == [0, 2]
 
 
-def test_an_error_of_the_filter_or_of_a_prompt_leaves_nothing(roll, engine):
+def test_an_error_of_the_filter_or_of_a_prompt_aborts_everything(roll, engine):
     def accept(group):
         raise RuntimeError("no reward")
 
@@ -118,23 +118,23 @@ def test_an_error_of_the_filter_or_of_a_prompt_leaves_nothing(roll, engine):
     assert_empty(engine)
 
 
-def test_what_is_under_way_can_be_kept_for_the_next_call(roll):
+def test_groups_in_flight_can_be_kept_for_the_next_call(roll):
     prompts = endless()
     first = roll.collect(3, prompts, PARAMS, oversample=2.0, keep_in_flight=True)
-    left = {ticket.id for ticket in roll.unfinished}
+    left = {pending.id for pending in roll.unfinished}
     assert left and not left & {group.group_id for group in first}
     second = roll.collect(len(left), prompts, PARAMS, oversample=1.0)
     assert left & {group.group_id for group in second}
 
 
-def test_a_budget_ends_it_with_fewer(roll):
+def test_a_budget_ends_collect_with_fewer_groups(roll):
     roll.pause_at(Budget(groups=2))
     groups = roll.collect(6, endless(), PARAMS)
     assert 2 <= len(groups) < 6 and roll.unfinished
     roll.abort_all()
 
 
-def test_what_earlier_calls_left_is_aborted_with_the_rest(roll):
+def test_groups_left_by_earlier_calls_are_aborted_with_the_rest(roll):
     roll.pause_at(Budget(tokens=1))
     roll.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(roll.unfinished) == 1
@@ -146,6 +146,6 @@ def test_what_earlier_calls_left_is_aborted_with_the_rest(roll):
     ("options", "words"),
     [({"oversample": 0.5}, "oversample is 0.5"), ({"max_in_flight": 0}, "max_in_flight is 0")],
 )
-def test_options_that_cannot_be_meant_are_refused(roll, options, words):
+def test_invalid_options_are_refused(roll, options, words):
     with pytest.raises(ConfigError, match=words):
         roll.collect(2, endless(), PARAMS, **options)

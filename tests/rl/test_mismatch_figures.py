@@ -1,4 +1,4 @@
-"""What the meter counts, what it leaves out, and where its numbers go."""
+"""The mismatch meter's figures: which tokens count, the formulas, and where figures are exported."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import meter_case as case
+import mismatch_case as case
 import pytest
 import torch
-from meter_case import rollout, session_of
+from mismatch_case import rollout, session_of
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.core import Registry
@@ -19,7 +19,7 @@ from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.samples import group_of
 
 
-def test_figures_are_the_formulas_they_are_named_after():
+def test_figures_match_their_formulas():
     diffs = [0.0, 0.05, -0.2, 0.3]
     tally = Tally()
     assert [tally.add(diff) for diff in diffs] == [True, True, True, True]
@@ -41,7 +41,7 @@ def test_figures_are_the_formulas_they_are_named_after():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_is_no_number_trips_every_alarm_and_breaks_nothing(wrong):
+def test_values_that_are_not_finite_trip_every_alarm(wrong):
     tally = Tally()
     tally.add(0.0)
     tally.add(wrong)
@@ -50,7 +50,7 @@ def test_what_is_no_number_trips_every_alarm_and_breaks_nothing(wrong):
     assert {"abs_diff_mean", "abs_diff_max", "token_mult_prob_error", "sampler_excess_mean"} <= set(over)
 
 
-def test_samples_are_chosen_by_their_ids_alone_and_in_the_share_asked_for():
+def test_samples_are_chosen_by_their_ids_alone_and_in_the_given_share():
     session = session_of("attention")
     names = [(f"rollout/{i}", j) for i in range(500) for j in range(4)]
     meters = [MismatchMeter(session, share=0.05), MismatchMeter(session, share=0.05)]
@@ -78,7 +78,7 @@ def test_tokens_of_other_weights_are_counted_and_not_compared():
     assert both.figures.num_stale_tokens == 20 and both.figures.num_tokens == 20 and not both.is_alarm
 
 
-def test_only_tokens_behind_an_update_that_recomputed_the_keys_are_compared():
+def test_only_tokens_after_an_update_that_recomputed_the_keys_are_compared():
     session = session_of("attention")
     meter = MismatchMeter(session, share=1.0, alarm=Alarm(raises=True))
     params = case.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, return_sampled_logprobs=True)
@@ -131,7 +131,7 @@ def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():
     assert report.figures.worst.position > 0 and meter.num_tokens == 288
 
 
-def test_figures_stand_beside_the_engines_own_unless_a_registry_is_given():
+def test_figures_are_exported_with_the_engines_own_unless_a_registry_is_given():
     session = session_of("attention")
     report = rollout(session, MismatchMeter(session, share=1.0))
     beside = {one.name: one.value for one in session.engine.figures().beside}
@@ -140,7 +140,7 @@ def test_figures_stand_beside_the_engines_own_unless_a_registry_is_given():
     assert beside["megatron_infer_mismatch_num_tokens"] == report.figures.num_tokens == 144
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_refused():
     session = session_of("attention")
     for share in (0.0, 1.5):
         with pytest.raises(ConfigError, match="share is"):

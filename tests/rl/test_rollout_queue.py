@@ -1,4 +1,4 @@
-"""A queue serves training steps from an engine that generates ahead of them, and says how old everything is."""
+"""A queue gives batches from an engine that generates ahead of training, with the staleness of each group."""
 
 from __future__ import annotations
 
@@ -79,25 +79,25 @@ def test_groups_too_stale_are_replaced(roll):
     queue.close()
 
 
-def test_a_group_that_will_be_too_stale_is_aborted_while_it_is_under_way(roll):
+def test_a_group_that_will_be_too_stale_is_aborted_while_in_flight(roll):
     def prompts():
         yield from ({"prompt_token_ids": [5 + i], "number": i} for i in itertools.count())
 
-    # Of the groups begun first some are drawing when the weights jump by two.
+    # Some of the first groups are drawing when the version increases by two.
     queue = RolloutQueue(roll, prompts(), PARAMS, groups_per_step=2, lag=2, max_staleness=1)
     queue.next_batch()
-    drawing = {ticket.id for ticket in roll.in_flight if roll.flow.oldest_policy(ticket) is not None}
+    drawing = {pending.id for pending in roll.in_flight if roll.tracker.oldest_policy(pending) is not None}
     assert drawing
     roll.engine.set_weight_version(roll.engine.parts.weight_version + 2)
     seen = []
     step = roll.engine.step
-    roll.engine.step = lambda: (seen.append({ticket.id for ticket in roll.in_flight}), step())[1]
+    roll.engine.step = lambda: (seen.append({pending.id for pending in roll.in_flight}), step())[1]
     queue.next_batch()
     assert seen and not drawing & seen[0]
     queue.close()
 
 
-def test_other_calls_go_on_beside_the_queue_and_take_none_of_its_groups(roll):
+def test_other_calls_run_beside_the_queue_and_take_none_of_its_groups(roll):
     queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag=1)
     names = [group.group_id for group in queue.next_batch()]
     between = roll.generate(prompts_of(4), PARAMS)
@@ -112,7 +112,7 @@ def test_the_automatic_lag_is_that_of_the_engine(roll):
     assert queue.lag.lag == roll.engine.parts.sizes.max_requests // (2 * 2) - 1
 
 
-def test_prompts_that_run_out_end_the_batches_and_leave_the_rest_to_be_had(roll):
+def test_prompts_that_run_out_end_the_batches_and_the_error_has_the_rest(roll):
     queue = RolloutQueue(roll, prompts_of(7), PARAMS, groups_per_step=3, lag=1)
     assert [len(batch) for batch in queue] == [3, 3]
     with pytest.raises(RolloutShortage) as caught:
@@ -126,8 +126,8 @@ def test_a_negative_staleness_is_refused(roll):
         RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, max_staleness=-1)
 
 
-def test_what_others_wait_for_reaches_them_although_the_queue_steps(roll):
-    """A caller's own request, and groups that a paused call had left."""
+def test_outputs_of_other_requests_are_returned_although_the_queue_steps(roll):
+    """Outputs of a caller's own request, and groups that a paused call had left."""
     long = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
     roll.pause_at(Budget(tokens=2))
     assert roll.generate(prompts_of(2), long) == [] and len(roll.unfinished) == 2

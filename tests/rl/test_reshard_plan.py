@@ -1,4 +1,4 @@
-"""Any division of a tensor becomes any other: every row arrives once, and none that was there already."""
+"""Any layout of a tensor becomes any other: every missing row is sent once, and no row that the rank has already."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_infer.errors import WeightUpdateError
-from megatron_infer.rl.weights.digest import combined, part_digest
+from megatron_infer.rl.weights.digest import combine_digests, part_digest
 from megatron_infer.rl.weights.inventory import KV_GROUPS, VOCABULARY, Layout, _spans
-from megatron_infer.rl.weights.reshard_plan import Holding, ReshardPlan, messages_of, reshard_plan
+from megatron_infer.rl.weights.reshard_plan import RankLayouts, ReshardPlan, messages_of, reshard_plan
 
 TENSORS = {
     "column": ((24, 5), 0, (24,)),
@@ -27,11 +27,11 @@ SIZES = (1, 2, 3, 4, 6)
 
 
 def layouts(size: int, rank: int, dtype: torch.dtype) -> list[Layout]:
-    """One rank's part of all tensors, divided over `size`."""
+    """One rank's layouts of all tensors, split over `size` ranks."""
     found = []
     for name, (shape, dim, parts) in TENSORS.items():
-        mine = (shape[dim],) if parts is None else tuple(part // size for part in parts)
-        spans = _spans(mine, *((0, 1) if parts is None else (rank, size)))
+        actual = (shape[dim],) if parts is None else tuple(part // size for part in parts)
+        spans = _spans(actual, *((0, 1) if parts is None else (rank, size)))
         found.append(Layout(name=name, shape=shape, dim=dim, spans=spans, dtype=dtype))
     return found
 
@@ -42,34 +42,36 @@ def whole_tensors() -> dict[str, torch.Tensor]:
 
 
 def carry_out(plans: dict[int, ReshardPlan], has: dict[int, list], wants: dict[int, list], bucket: int) -> int:
-    """All ranks' plans in one process -> bytes moved. Each end makes its messages itself, as ranks do."""
+    """Run all ranks' plans in one process -> bytes moved. Both ends compute their messages, as ranks do."""
     moved = 0
     for rank, plan in plans.items():
-        for piece in plan.local:
-            put(wants, piece, rows(has, piece))
-        for blank in plan.blanks:
-            wants[rank][blank.index].narrow(blank.dim, blank.start, blank.size).zero_()
-        for peer, pieces in plan.sends.items():
-            sent, expected = messages_of(pieces, bucket), messages_of(plans[peer].receives[rank], bucket)
+        for transfer in plan.local:
+            put(wants, transfer, rows(has, transfer))
+        for padding in plan.padding:
+            wants[rank][padding.index].narrow(padding.dim, padding.start, padding.size).zero_()
+        for peer, transfers in plan.sends.items():
+            sent, expected = messages_of(transfers, bucket), messages_of(plans[peer].receives[rank], bucket)
             assert sent == expected
             for message in sent:
-                assert message.num_bytes <= max(bucket, message.slices[0].row_numel * message.dtype.itemsize)
+                assert message.num_bytes <= max(bucket, message.transfers[0].row_numel * message.dtype.itemsize)
                 moved += message.num_bytes
-                for piece in message.slices:
-                    put(wants, piece, rows(has, piece).to(piece.dtype))
+                for transfer in message.transfers:
+                    put(wants, transfer, rows(has, transfer).to(transfer.dtype))
     return moved
 
 
-def rows(has: dict[int, list], piece: Any) -> torch.Tensor:
-    return has[piece.source][piece.source_index].narrow(piece.dim, piece.source_start, piece.size)
+def rows(has: dict[int, list], transfer: Any) -> torch.Tensor:
+    return has[transfer.source][transfer.source_index].narrow(transfer.dim, transfer.source_start, transfer.size)
 
 
-def put(wants: dict[int, list], piece: Any, value: torch.Tensor) -> None:
-    wants[piece.target][piece.target_index].narrow(piece.dim, piece.target_start, piece.size).copy_(value)
+def put(wants: dict[int, list], transfer: Any, value: torch.Tensor) -> None:
+    wants[transfer.target][transfer.target_index].narrow(transfer.dim, transfer.target_start, transfer.size).copy_(
+        value
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(seed: int):
+def test_every_layout_becomes_every_other_with_the_fewest_possible_bytes(seed: int):
     draw = random.Random(seed)
     ranks, before, after = range(draw.randint(1, 8)), draw.choice(SIZES), draw.choice(SIZES)
     ranks = range(max(len(ranks), before, after))
@@ -80,53 +82,53 @@ def test_every_division_becomes_every_other_with_as_few_bytes_as_there_can_be(se
         draw.choice([torch.float32, torch.bfloat16]),
         draw.choice([torch.float32, torch.bfloat16]),
     )
-    holdings = [
-        Holding(
+    layouts_of_ranks = [
+        RankLayouts(
             rank=rank,
             host=f"host{rank // 3}",
-            has=tuple(layouts(before, trainers[rank], source_type)) if rank in trainers else (),
-            wants=tuple(layouts(after, engines[rank], target_type)) if rank in engines else (),
+            source=tuple(layouts(before, trainers[rank], source_type)) if rank in trainers else (),
+            target=tuple(layouts(after, engines[rank], target_type)) if rank in engines else (),
         )
         for rank in ranks
     ]
     whole = whole_tensors()
-    has = {h.rank: [la.part_of(whole[la.name].to(source_type)) for la in h.has] for h in holdings}
+    has = {h.rank: [la.part_of(whole[la.name].to(source_type)) for la in h.source] for h in layouts_of_ranks}
     wants = {
-        h.rank: [torch.full_like(la.part_of(whole[la.name]), float("nan"), dtype=target_type) for la in h.wants]
-        for h in holdings
+        h.rank: [torch.full_like(la.part_of(whole[la.name]), float("nan"), dtype=target_type) for la in h.target]
+        for h in layouts_of_ranks
     }
-    plans = {rank: reshard_plan(holdings, rank) for rank in ranks}
+    plans = {rank: reshard_plan(layouts_of_ranks, rank) for rank in ranks}
     moved = carry_out(plans, has, wants, bucket=draw.choice([16, 200, 10**6]))
     assert {plan.bytes_must_move for plan in plans.values()} == {moved}
     assert sum(plan.bytes_to_receive for plan in plans.values()) == moved
-    for holding in holdings:
-        for layout, got in zip(holding.wants, wants[holding.rank], strict=True):
+    for one in layouts_of_ranks:
+        for layout, got in zip(one.target, wants[one.rank], strict=True):
             expected = layout.part_of(whole[layout.name].to(source_type)).to(target_type)
-            assert torch.equal(got, expected), f"{layout.name} on rank {holding.rank}"
-    check_digests(holdings, wants, has, target_type)
+            assert torch.equal(got, expected), f"{layout.name} on rank {one.rank}"
+    check_digests(layouts_of_ranks, wants, has, target_type)
 
 
-def check_digests(holdings: list[Holding], wants: dict, has: dict, dtype: torch.dtype) -> None:
-    """Both sides have the same digests, until one bit differs anywhere."""
+def check_digests(layouts_of_ranks: list[RankLayouts], wants: dict, has: dict, dtype: torch.dtype) -> None:
+    """Both sides have the same digests; changing any one bit changes them."""
 
     def side(which: str, held: dict) -> dict[str, int]:
-        return combined(
+        return combine_digests(
             [
-                part_digest(layout, tensor, dtype=dtype, rank=holding.rank)
-                for holding in holdings
-                for layout, tensor in zip(getattr(holding, which), held[holding.rank], strict=True)
+                part_digest(layout, tensor, dtype=dtype, rank=one.rank)
+                for one in layouts_of_ranks
+                for layout, tensor in zip(getattr(one, which), held[one.rank], strict=True)
             ]
         )
 
-    assert side("wants", wants) == side("has", has)
+    assert side("target", wants) == side("source", has)
     rank = next(rank for rank, tensors in wants.items() if tensors)
     for index, tensor in enumerate(wants[rank]):
         flat = tensor.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).view(-1)
         flat[-1] ^= 1
         try:
-            changed = side("wants", wants) != side("has", has)
+            changed = side("target", wants) != side("source", has)
         except WeightUpdateError as error:
-            changed = holdings[rank].wants[index].name == error.tensor
+            changed = layouts_of_ranks[rank].target[index].name == error.tensor
         assert changed, index
         flat[-1] ^= 1
 
@@ -144,7 +146,7 @@ def test_digests_read_every_bit_and_write_none(dtype):
         bits[2, 3] = kept.view(bits.dtype)[2, 3]
 
 
-def test_digests_tell_order_place_and_zeros():
+def test_digests_depend_on_order_position_and_zeros():
     layout = Layout(name="t", shape=(6, 4), dim=0, spans=_spans((6,), 0, 1), dtype=torch.float32)
     tensor = torch.arange(24.0).view(6, 4)
     swapped = tensor.clone()
@@ -169,17 +171,17 @@ def padded(shape: tuple[int, int], size: int, rank: int, **how: Any) -> Layout:
 
 def exchange(has: list[Layout], wants: list[Layout], whole: torch.Tensor) -> list[torch.Tensor]:
     size = max(len(has), len(wants))
-    holdings = [
-        Holding(rank=rank, host="", has=tuple(has[rank : rank + 1]), wants=tuple(wants[rank : rank + 1]))
+    layouts_of_ranks = [
+        RankLayouts(rank=rank, host="", source=tuple(has[rank : rank + 1]), target=tuple(wants[rank : rank + 1]))
         for rank in range(size)
     ]
-    held = {h.rank: [layout.part_of(whole) for layout in h.has] for h in holdings}
-    got = {h.rank: [torch.full_like(la.part_of(whole), float("nan")) for la in h.wants] for h in holdings}
-    carry_out({rank: reshard_plan(holdings, rank) for rank in range(size)}, held, got, 64)
+    held = {h.rank: [layout.part_of(whole) for layout in h.source] for h in layouts_of_ranks}
+    got = {h.rank: [torch.full_like(la.part_of(whole), float("nan")) for la in h.target] for h in layouts_of_ranks}
+    carry_out({rank: reshard_plan(layouts_of_ranks, rank) for rank in range(size)}, held, got, 64)
     return [got[rank][0] for rank in range(len(wants))]
 
 
-def test_padded_vocabularies_and_kv_groups_fit_each_other_with_zeros_in_place_of_what_is_missing():
+def test_differently_padded_vocabularies_and_kv_groups_are_filled_with_zeros():
     whole = torch.randn(10, 3)
     vocabulary = {"padded": VOCABULARY, "true_size": 10}
     got = exchange(
@@ -193,11 +195,11 @@ def test_padded_vocabularies_and_kv_groups_fit_each_other_with_zeros_in_place_of
     assert torch.equal(torch.cat(got), torch.cat([whole[:9], torch.zeros(3, 3)]))
 
 
-def test_what_does_not_belong_together_is_refused_by_name():
+def test_tensors_of_different_models_are_refused_by_name():
     column = padded((12, 3), 1, 0)
 
     def plan(has: list[Layout], wants: list[Layout], **how: Any) -> None:
-        reshard_plan([Holding(rank=0, host="", has=tuple(has), wants=tuple(wants))], 0, **how)
+        reshard_plan([RankLayouts(rank=0, host="", source=tuple(has), target=tuple(wants))], 0, **how)
 
     for other in (
         padded((10, 3), 1, 0),
@@ -205,9 +207,9 @@ def test_what_does_not_belong_together_is_refused_by_name():
         padded((10, 3), 1, 0, padded=VOCABULARY),
         replace(column, shape=(12,), spans=_spans((12,), 0, 1)),
     ):
-        with pytest.raises(WeightUpdateError, match=r"t has shape \[12, 3\] in the source, \[") as told:
+        with pytest.raises(WeightUpdateError, match=r"t has shape \[12, 3\] in the source, \[") as error:
             plan([column], [other])
-        assert told.value.tensor == "t"
+        assert error.value.tensor == "t"
     with pytest.raises(WeightUpdateError, match="the source has no t"):
         plan([replace(column, name="u")], [column])
     with pytest.raises(WeightUpdateError, match="the target has no u"):

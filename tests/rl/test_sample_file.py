@@ -1,4 +1,4 @@
-"""Bundles bring back what was put in, and whatever is wrong with their bytes is said before anything is used."""
+"""Sample files and messages give back the samples that were written; damaged ones are refused with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import safetensors.numpy
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.token_support import TokenSupport, support_row
 from megatron_infer.rl import sample_codec, sample_file
-from megatron_infer.rl.sample_file import BundleError
+from megatron_infer.rl.sample_file import SampleError
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
@@ -44,7 +44,7 @@ def make_sample(rng: random.Random, prompt: list[int], length: int, **has: bool)
         logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("logprobs") else [],
         raw_logprobs=fp32([-rng.expovariate(1) for _ in range(length)]) if has.get("raw") else None,
         spans=[VersionSpan(first, i + 4, 3, i + 4) for i, first in enumerate(firsts)],
-        finish_reason=rng.choice(sample_file.REASONS),
+        finish_reason=rng.choice(sample_file.FINISH_REASONS),
         stop_reason=rng.choice([None, 7, "</s>"]),
         loss_mask=[rng.randint(0, 1) for _ in range(length)],
         support=make_support(rng, length) if has.get("support") else None,
@@ -90,7 +90,7 @@ def assert_equal(one: RolloutSample, other: RolloutSample) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_groups_come_back_as_they_were(seed, tmp_path):
+def test_loaded_groups_equal_the_saved_groups(seed, tmp_path):
     groups = make_groups(seed)
     assert sample_file.save(tmp_path / "groups", groups) == (tmp_path / "groups").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["groups"]
@@ -105,14 +105,14 @@ def test_groups_come_back_as_they_were(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_streamed_sample_comes_back_as_it_was(seed):
+def test_a_decoded_sample_equals_the_encoded_sample(seed):
     rng = random.Random(seed)
     sample = make_sample(rng, [1, 2, 3], rng.choice([1, 8, 9]), **{name: rng.random() < 0.6 for name in FULL})
     sample.text = "text"
     assert_equal(sample_codec.decode_sample(sample_codec.encode_sample(sample)), sample)
 
 
-def test_a_failed_group_keeps_the_words_of_its_error():
+def test_a_failed_group_keeps_the_message_of_its_error():
     group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
     [back] = sample_file.decode(sample_file.encode([group]))
     assert str(back.error) == "the forward raised"
@@ -124,7 +124,7 @@ def one_group() -> RolloutGroup:
 
 
 def altered(**arrays) -> bytes:
-    """A bundle with some arrays replaced, and a digest that fits them."""
+    """A sample file with some arrays replaced, and a digest that fits them."""
     content = sample_file.encode([one_group()])
     known = safetensors.numpy.load(content) | arrays
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -132,8 +132,8 @@ def altered(**arrays) -> bytes:
 
 
 def _signed(metadata, arrays):
-    words = {name: value for name, value in metadata.items() if name != "digest"}
-    return words | {"digest": sample_file._digest(arrays, words)}
+    metadata = {name: value for name, value in metadata.items() if name != "digest"}
+    return metadata | {"digest": sample_file._digest(arrays, metadata)}
 
 
 def int32(*values: int) -> np.ndarray:
@@ -141,14 +141,14 @@ def int32(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "words"),
+    ("arrays", "message"),
     [
         ({"token_ids": np.zeros(9, np.int64)}, "token_ids is int64, not int32"),
         ({"logprobs": np.zeros(9, np.float16)}, "logprobs is float16"),
         ({"spans": int32(1, 2, 3, 4)}, "spans has shape"),
-        ({"lengths": int32(10)}, "token_ids has 9 entries, the rest of the bundle says 10"),
+        ({"lengths": int32(10)}, "token_ids has 9 entries, the rest of the file says 10"),
         ({"lengths": int32(-9)}, "a length is -9"),
-        ({"lengths": int32(4, 5)}, "lengths has 2 entries, the rest of the bundle says 1"),
+        ({"lengths": int32(4, 5)}, "lengths has 2 entries, the rest of the file says 1"),
         ({"loss_mask": np.zeros(1, np.uint8)}, "loss_mask has 1 entries"),
         ({"prompt_lengths": int32(1)}, "prompt_ids has 2 entries"),
         ({"sample_group": int32(5)}, "sample_group"),
@@ -156,16 +156,16 @@ def int32(*values: int) -> np.ndarray:
         ({"support_counts": int32(*[0] * 9)}, "support_words has"),
         ({"support_words": np.full(10**4, -5, np.int32)}, "support_words has 10,000"),
         ({"routing": np.zeros((3, 3, 2), np.uint8)}, "routing has 3 entries"),
-        ({"parts": np.zeros(1, np.uint8)}, "the rest of the bundle says 0"),
+        ({"parts": np.zeros(1, np.uint8)}, "the rest of the file says 0"),
         ({"text_lengths": int32(10**6)}, "texts has"),
         ({"about": np.frombuffer(b"{", np.uint8)}, "'about' is not JSON"),
         ({"about": np.frombuffer(b'[{"id":1}]', np.uint8)}, "'about' does not describe"),
         ({"about": np.frombuffer(b"[]", np.uint8)}, "does not list the 1 groups"),
     ],
 )
-def test_arrays_that_do_not_fit_together_are_refused_with_the_reason(arrays, words):
+def test_arrays_that_do_not_fit_together_are_refused_with_the_reason(arrays, message):
     assert len(sample_file.decode(altered())) == 1
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=message):
         sample_file.decode(altered(**arrays))
 
 
@@ -176,66 +176,66 @@ def test_ids_outside_the_vocabulary_of_a_support_are_refused():
     known = safetensors.numpy.load(sample_file.encode([group]))
     wrong = known["support_words"].copy()
     wrong[5] = VOCAB
-    with pytest.raises(BundleError, match="an id is outside the vocabulary of 200"):
+    with pytest.raises(SampleError, match="an id is outside the vocabulary of 200"):
         sample_file.decode(altered(support_words=wrong, support_counts=known["support_counts"]))
 
 
-def test_every_cut_and_every_flipped_byte_is_noticed():
+def test_every_truncation_and_every_flipped_bit_is_detected():
     content, rng = sample_file.encode([one_group()]), random.Random(2)
     for length in [0, 4, 8, 100, len(content) // 2, len(content) - 1]:
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_file.decode(content[:length])
     for _ in range(400):
         place = rng.randrange(len(content))
         damaged = bytearray(content)
         damaged[place] ^= 1 << rng.randrange(8)
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_file.decode(bytes(damaged))
 
 
-def test_files_of_others_are_refused(tmp_path):
+def test_files_of_other_formats_are_refused(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(safetensors.numpy.save({"a": int32(1)}))
-    with pytest.raises(BundleError, match=r"weights: a safetensors file, but no bundle"):
+    with pytest.raises(SampleError, match=r"weights: no sample file: its safetensors format is None"):
         sample_file.load(path)
-    with pytest.raises(BundleError, match="cannot be read: No such file"):
+    with pytest.raises(SampleError, match="cannot be read: No such file"):
         sample_file.load(tmp_path / "absent")
     path.write_bytes(sample_file.encode([one_group()]))
-    with pytest.raises(BundleError, match="limit is 10"):
+    with pytest.raises(SampleError, match="limit is 10"):
         sample_file.load(path, max_bytes=10)
     content = sample_file.encode([one_group()]).replace(b'"schema":"1"', b'"schema":"9"')
-    with pytest.raises(BundleError, match="schema '9', this code reads 1"):
+    with pytest.raises(SampleError, match="schema '9', this code reads 1"):
         sample_file.decode(content)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"logprobs": [0.5]}, "logprobs has 1 entries for 9 tokens"),
         ({"loss_mask": [1]}, "loss_mask has 1 entries for 9 tokens"),
-        ({"loss_mask": [2] * 9}, "something else than 0 and 1"),
+        ({"loss_mask": [2] * 9}, "values other than 0 and 1"),
         ({"finish_reason": "tired"}, "finish_reason is 'tired'"),
         ({"spans": [VersionSpan(99, 1, 1, 1)]}, "spans begin at"),
         ({"routing": np.zeros((2, 2), np.uint8)}, "routing is uint8"),
         ({"token_ids": [2**40] * 9}, "does not fit"),
-        ({"info": {"a": object()}}, "info of a group or sample is not JSON|cannot be sent"),
+        ({"info": {"a": object()}}, "info of a group or sample is not JSON|cannot be encoded"),
     ],
 )
-def test_samples_that_are_not_whole_are_refused_before_anything_is_written(change, words):
+def test_inconsistent_samples_are_refused_before_anything_is_written(change, message):
     group = one_group()
     group.samples[0].text = ""
     for name, value in change.items():
         setattr(group.samples[0], name, value)
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=message):
         sample_file.encode([group])
-    with pytest.raises(BundleError, match=words):
+    with pytest.raises(SampleError, match=message):
         sample_codec.encode_sample(group.samples[0])
 
 
 def test_a_sample_with_another_prompt_than_its_group_is_refused():
     group = one_group()
     group.prompt_ids = [9]
-    with pytest.raises(BundleError, match="not that of the group"):
+    with pytest.raises(SampleError, match="not that of the group"):
         sample_file.encode([group])
 
 
@@ -259,16 +259,16 @@ def test_damaged_messages_are_refused():
         {"other": 1},
     ]
     for change in changes:
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_codec.decode_sample(msgspec.msgpack.encode(known | change))
     for length in range(0, len(content), 37):
-        with pytest.raises(BundleError):
+        with pytest.raises(SampleError):
             sample_codec.decode_sample(content[:length])
-    with pytest.raises(BundleError, match="limit is 10"):
+    with pytest.raises(SampleError, match="limit is 10"):
         sample_codec.decode_sample(content, max_bytes=10)
 
 
-def test_a_bundle_is_a_fraction_of_the_same_in_json():
+def test_a_sample_file_is_a_fraction_of_the_same_in_json():
     rng = random.Random(0)
     prompt = [rng.randrange(VOCAB) for _ in range(64)]
     samples = [make_sample(rng, prompt, 200, **FULL) for _ in range(8)]
@@ -290,8 +290,8 @@ def test_a_bundle_is_a_fraction_of_the_same_in_json():
     assert size < len(json.dumps(plain)) / 3
 
 
-def test_a_sample_that_ended_before_it_was_computed_is_bundled_with_others():
-    """It knows neither the vocabulary nor how many layers choose experts."""
+def test_a_sample_that_ended_before_it_was_computed_is_written_with_others():
+    """It has neither a vocabulary size nor a number of MoE layers."""
     rng = random.Random(4)
     prompt = [1, 2, 3]
     nothing = RolloutSample(
@@ -309,8 +309,8 @@ def test_a_sample_that_ended_before_it_was_computed_is_bundled_with_others():
     assert group.samples[1].support == full.support and np.array_equal(group.samples[1].routing, full.routing)
 
 
-@pytest.mark.parametrize("words", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])
-def test_a_header_with_words_of_another_kind_is_refused(words):
+@pytest.mark.parametrize("metadata", [[1], "x", {"groups": "\u00b2"}, {"groups": "9" * 5000}, None])
+def test_a_header_with_malformed_metadata_is_refused(metadata):
     known = {
         "format": sample_file.FORMAT,
         "schema": "1",
@@ -319,11 +319,11 @@ def test_a_header_with_words_of_another_kind_is_refused(words):
         "vocab_size": "0",
         "digest": "",
     }
-    header = json.dumps({"__metadata__": known | words if isinstance(words, dict) else words}).encode()
-    with pytest.raises(BundleError):
+    header = json.dumps({"__metadata__": known | metadata if isinstance(metadata, dict) else metadata}).encode()
+    with pytest.raises(SampleError):
         sample_file.decode(len(header).to_bytes(8, "little") + header)
 
 
-def test_a_header_nested_without_end_is_refused():
-    with pytest.raises(BundleError):
+def test_a_deeply_nested_header_is_refused():
+    with pytest.raises(SampleError):
         sample_file.decode((100_000).to_bytes(8, "little") + b"[" * 100_000)
