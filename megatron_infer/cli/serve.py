@@ -13,7 +13,7 @@ from megatron_infer.cli.loading import add_run_options, note
 from megatron_infer.cli.options import docs_of, given
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.settings import ServerConfig, read_file, settings_from
+from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 NOT_TYPED = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
         for item in dataclasses.fields(ServerConfig)
         if hasattr(args, f"server_{item.name}")
     }
-    in_file, beside = read_file(args.config)
-    settings = settings_from(typed, os.environ, in_file)
+    in_file, beside = read_config_file(args.config)
+    settings = server_config_from(typed, os.environ, in_file)
     log_to_stderr("megatron_infer.server", times=True)
     _warn(settings)
     options = _engine_options(args, beside)

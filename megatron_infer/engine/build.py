@@ -36,8 +36,8 @@ from megatron_infer.kernels.quantised import memory_of
 from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
-from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.engine_meter import EngineMeter
+from megatron_infer.metrics.engine_snapshot import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact_forward import inexact_part

@@ -28,4 +28,4 @@ def test_sequences_that_ended_are_forgotten():
     for step in range(50):
         meter.tokens([f"r{step}"], float(step))
         meter.end("length", 1.0, [f"r{step}"])
-    assert not meter._last and not meter._together
+    assert not meter._last and not meter._step_ids

@@ -58,7 +58,7 @@ def workers(parent: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and b"worker" in words:
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and b"engine" in words:
                 found.append(int(path.parent.name))
         except (OSError, IndexError):
             continue

@@ -12,6 +12,7 @@ from safetensors.torch import save, save_file
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.rl.remote_weights import RemoteWeights
@@ -226,13 +227,13 @@ def test_engine_whose_weights_are_half_written_stands_still_whoever_began_the_up
     _, expected = versions
     rollout = Background(case, "/v1/completions", completion())
     wait_for(lambda: drawn_so_far(case) > len(PROMPT) + 3)
-    client = case.front._running[2].client.blocking
-    client.control("begin_weights")  # nobody has paused the engine
-    stood = drawn_so_far(case)
-    late = Background(case, "/v1/completions", completion(24))
-    wait_for(lambda: len(case.engines[0].output_processor) == 2)
-    assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
-    client.control("cancel_weights", version=0)
+    with InferenceClient(case.coordinator.address) as client:
+        client.control("begin_weights")  # without a pause
+        stood = drawn_so_far(case)
+        late = Background(case, "/v1/completions", completion(24))
+        wait_for(lambda: len(case.engines[0].output_processor) == 2)
+        assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
+        client.control("cancel_weights", version=0)
     assert rollout.result().json()["choices"][0]["token_ids"][:24] == expected["old"]
     assert late.result().json()["choices"][0]["token_ids"] == expected["old"]
 

@@ -300,10 +300,10 @@ def test_routed_experts_come_as_base64_of_int32():
     import numpy as np
 
     from megatron_infer.outputs.request_output import CompletionOutput
-    from megatron_infer.server.control.sglang_generate import routed_of
+    from megatron_infer.server.control.sglang_generate import routed_experts_field
 
     routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    found = routed_of(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
+    found = routed_experts_field(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
     assert (np.frombuffer(base64.b64decode(found), np.int32).reshape(4, 3, 2) == routing).all()
 
 

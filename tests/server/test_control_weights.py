@@ -19,6 +19,7 @@ from control_case import (
     wait_for,
 )
 
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -120,7 +121,7 @@ def test_server_without_a_root_reads_no_files():
 def test_bracket_takes_bodies_of_bytes_in_pieces_and_ends_with_the_version(case, monkeypatch):
     from megatron_infer.server.control import weight_files
 
-    monkeypatch.setattr(weight_files, "PIECE", 3)
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 3)
     waiting = Background(case, "/v1/completions", PROMPT)
     wait_for(lambda: num_requests(case) == 1)
     call(case, "/init_weight_transfer_engine", {"init_info": {"backend": "http"}})
@@ -292,10 +293,12 @@ def test_weights_checker_tells_an_update_that_left_something_out(case):
 
 
 def test_server_sees_that_others_paused_the_engines(case):
-    case.front._running[2].client.blocking.pause()
+    with InferenceClient(case.coordinator.address) as client:
+        client.pause()
     assert get(case, "/is_paused") == {"is_paused": True, "state": "PAUSED(keep)"}
     call(case, "/resume")
-    case.front._running[2].client.blocking.suspend()
+    with InferenceClient(case.coordinator.address) as client:
+        client.suspend()
     assert get(case, "/is_sleeping")["is_sleeping"] is True
     assert call(case, "/pause", expected=409)["error"]["code"] == "wrong_state"
     call(case, "/wake_up")

@@ -13,7 +13,7 @@ from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.definitions import SPECS
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -133,7 +133,7 @@ def test_scrape_needs_the_key_and_a_server_of_its_own_does_not():
     with serving(api_key="secret", prometheus_metrics_mode="launch_server", metrics_port=0) as case:
         assert case.http.get("/metrics").status_code == 401
         assert scrape(case, Authorization="Bearer secret")["http_requests_total/401/GET/other"] == 1
-        reply = httpx.get(case.front.metrics_url)
+        reply = httpx.get(case.server.metrics_url)
         assert "secret" not in reply.text and parse(reply.text)["coordinator_up"] == 1
 
 

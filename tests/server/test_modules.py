@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
-from megatron_infer.server.calls import Reply
+from megatron_infer.server.endpoint import Reply
 from megatron_infer.server.extra_fields import ExtraField
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.routes import Operation
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -39,25 +38,25 @@ class Halves:
         return "tool_calls" if reason == "length" else reason
 
 
-async def apply_hints(value, draft):
+async def apply_hints(value, parsed):
     if not value:
         raise bad_request("hints is empty", "hints")
-    draft.template["opening"] = value[0]["name"]
-    draft.make_splitter = Halves
+    parsed.template["opening"] = value[0]["name"]
+    parsed.make_splitter = Halves
 
 
-async def apply_length(value, draft):
-    draft.sampling["min_tokens"] = value
+async def apply_length(value, parsed):
+    parsed.sampling["min_tokens"] = value
 
 
-def register(app, service, settings):
+def register(routes, client, settings):
     async def shout(call):
-        return Reply({"said": call.body.text.upper(), "by": service.names[0], "id": call.id})
+        return Reply({"said": call.body.text.upper(), "by": client.model_names[0], "id": call.id})
 
-    app.add(Operation(method="POST", path="/shout", handler=shout, body=Shout, summary="Say it louder"))
-    app.add(Operation(method="POST", path="/steer", handler=shout, body=Shout, summary="Steer", control=True))
-    app.fields.add("chat", ExtraField(name="hints", type=list[dict], apply=apply_hints))
-    app.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
+    routes.add("POST", "/shout", shout, "Say it louder", body=Shout)
+    routes.add("POST", "/steer", shout, "Steer", body=Shout, control=True)
+    routes.fields.add("chat", ExtraField(name="hints", type=list[dict], apply=apply_hints))
+    routes.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ def test_told_to_end_it_answers_what_is_under_way_and_nothing_new():
         thread.start()
         wait_for(lambda: running(case) == 1)
         with httpx.Client(base_url=case.url) as client:
-            case.front.end()
+            case.server.shut_down()
             wait_for(lambda: client.get("/health").json()["status"] == "draining")
             refused = client.post(COMPLETION, json=ask())
             assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -189,7 +189,7 @@ def test_what_is_not_done_when_the_time_to_drain_is_over_ends_with_an_error():
         thread = threading.Thread(target=lambda: chunks.extend(stream(case, COMPLETION, **ask(max_tokens=5000))))
         thread.start()
         wait_for(lambda: running(case) == 1)
-        case.front.end()
+        case.server.shut_down()
         thread.join(10)
         case.thread.join(10)
         assert chunks[-1]["error"]["code"] == "shutting_down" and not case.thread.is_alive()
@@ -201,11 +201,11 @@ def test_told_twice_it_waits_for_nothing():
         reader = threading.Thread(target=lambda: _cut(case))
         reader.start()
         wait_for(lambda: running(case) == 1)
-        case.front.end()
+        case.server.shut_down()
         wait_for(lambda: case.http.get("/health").json()["status"] == "draining")
-        case.front.end()
+        case.server.shut_down()
         case.thread.join(10)
-        assert not case.thread.is_alive() and case.front.was_forced
+        assert not case.thread.is_alive() and case.server.was_forced
         reader.join(10)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_infer.text.reasoning import REASONING, ReasoningParser
+from megatron_infer.text.reasoning_parsers import REASONING, ReasoningParser
 
 
 def told(name, pieces, prompt_end=""):

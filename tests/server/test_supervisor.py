@@ -1,4 +1,4 @@
-"""Processes beside the server: started again when they die, given up when they cannot be, gone when the server is."""
+"""Subprocesses of the server: restarted when they die, given up when that fails, gone when the server is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from coordinator_case import coordinator
 from server_case import wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
-from megatron_infer.server.supervisor import Role, Supervisor
+from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
 
-def role(tmp_path, name="coordinator", **told):
-    return Role(
-        name=name, role="coordinator", told={"bind": f"ipc://{tmp_path}/c", "max_queue": 7} | told, reported=True
-    )
+def coordinator_process(tmp_path, **changes):
+    options = {"bind": f"ipc://{tmp_path}/c", "max_queue": 7} | changes
+    return ProcessSpec(name="coordinator", role="coordinator", options=options, is_worker=True)
 
 
 def gone(pid):
@@ -30,11 +29,11 @@ def gone(pid):
     return False
 
 
-def test_process_that_dies_is_started_again_and_serves(tmp_path):
-    fleet = Supervisor([role(tmp_path)])
-    fleet.start()
+def test_process_that_dies_is_restarted_and_serves(tmp_path):
+    supervisor = Supervisor([coordinator_process(tmp_path)])
+    supervisor.start()
     try:
-        process = fleet.processes[0]
+        process = supervisor.processes[0]
         wait_for(lambda: process.ready)
         with InferenceClient(process.ready["address"]) as client:
             assert client.stats()["waiting"] == 0
@@ -42,31 +41,36 @@ def test_process_that_dies_is_started_again_and_serves(tmp_path):
             process.signal(signal.SIGKILL)
             wait_for(lambda: process.restarts == 1 and process.ready)
             assert process.pid != first
-            assert fleet.status() == [
+            assert supervisor.status() == [
                 {"name": "coordinator", "state": "running", "restarts": 1, "last_exit": "signal 9"}
             ]
-            assert fleet.failure() is None
+            assert supervisor.failure() is None
     finally:
-        fleet.stop(number=signal.SIGTERM, patience_s=5)
+        supervisor.stop(number=signal.SIGTERM, timeout_s=5)
     assert gone(process.pid) and process.exit_code == 0
 
 
-def test_mistake_is_told_and_not_repeated(tmp_path):
-    fleet = Supervisor([role(tmp_path, max_queue=0)])
-    fleet.start()
+def test_wrong_option_is_reported_and_not_retried(tmp_path):
+    supervisor = Supervisor([coordinator_process(tmp_path, max_queue=0)])
+    supervisor.start()
     try:
-        wait_for(fleet.failure)
-        assert "max_queue is 0" in fleet.failure() and fleet.processes[0].restarts == 0 and not fleet.was_ready
+        wait_for(supervisor.failure)
+        assert (
+            "max_queue is 0" in supervisor.failure()
+            and supervisor.processes[0].restarts == 0
+            and not supervisor.was_ready
+        )
     finally:
-        fleet.stop(number=signal.SIGTERM, patience_s=5)
+        supervisor.stop(number=signal.SIGTERM, timeout_s=5)
 
 
 def test_processes_die_with_the_one_that_started_them(tmp_path):
     code = (
-        "import sys, time\nfrom megatron_infer.server.supervisor import Role, Supervisor\n"
-        f"fleet = Supervisor([Role(name='c', role='coordinator', told={{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}})])\n"
-        "fleet.start()\nwhile fleet.processes[0].ready is None: time.sleep(0.01)\n"
-        "print(fleet.processes[0].pid, flush=True)\ntime.sleep(60)\n"
+        "import sys, time\nfrom megatron_infer.server.supervisor import ProcessSpec, Supervisor\n"
+        f"options = {{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}}\n"
+        "one = Supervisor([ProcessSpec(name='c', role='coordinator', options=options)])\n"
+        "one.start()\nwhile one.processes[0].ready is None: time.sleep(0.01)\n"
+        "print(one.processes[0].pid, flush=True)\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
@@ -77,8 +81,8 @@ def test_processes_die_with_the_one_that_started_them(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_client_that_stops_waiting_for_figures_goes_on_being_served():
-    """The reply to a question that nobody waits for any more comes to nothing, and harms nothing."""
+async def test_client_that_cancels_queries_is_still_served():
+    """The reply to a cancelled query is dropped."""
     with coordinator() as one:
         async with AsyncInferenceClient(one.address) as client:
             await client.ready()

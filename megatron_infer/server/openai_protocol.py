@@ -1,4 +1,4 @@
-"""Bodies of calls. Types are strict: no text for a number, no unknown field; ranges stand in the OpenAPI document."""
+"""Request bodies of the OpenAI routes. Types are strict: no text for a number, no unknown field, bounded ranges."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ IdKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-"""Smaller is sooner."""
+"""A smaller value is scheduled sooner."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A field that is null counts as not given."""
+    """A null field counts as not given."""
 
 
 class StreamOptions(Body):
@@ -27,7 +27,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What both ways of asking for text have."""
+    """Fields that completions and chat completions share."""
 
     model: str | None = None
     n: Count | None = None
@@ -79,12 +79,12 @@ SAMPLING_FIELDS = (
     "prompt_logprobs",
     "priority",
 )
-"""Fields of `SamplingBody` that are fields of SamplingParams under the same name."""
+"""Fields of `SamplingBody` that SamplingParams has under the same name."""
 
 
 class CompletionBody(SamplingBody, kw_only=True):
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
-    """A text, token ids, or a list of either; not a mixture."""
+    """Text, token ids, or a list of either; not a mixture."""
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -99,7 +99,7 @@ class TextPart(Body, kw_only=True):
 
 
 class Message(Body, kw_only=True):
-    """One turn. Assistant turns may bring the token ids that they were drawn as, see prevent_retokenization."""
+    """One message. An assistant message may hold the token ids it was sampled as, see prevent_retokenization."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

@@ -1,4 +1,4 @@
-"""What a call may be at most, held before anything is made of it."""
+"""Reads the body of an HTTP call within limits of size and time, and checks its content type."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Any
 
 from megatron_infer.server.http_errors import ApiError
 
-BODY_S = 60.0
-"""Time for a body to come."""
-
-DISCARD_S, DISCARD_BYTES = 5.0, 64 << 20
+BODY_TIMEOUT_S = 60.0
+DISCARD_TIMEOUT_S, DISCARD_BYTES = 5.0, 64 << 20
 
 Receive = Callable[[], Awaitable[Any]]
 
 
 class Disconnected(Exception):
-    """The client is gone: there is nobody to answer."""
+    """The client has closed the connection; no reply can be sent."""
 
 
 def check_content_type(value: bytes | None) -> None:
-    """JSON only: other types are what a foreign web page may post without asking. Raises ApiError 415."""
+    """JSON only: a browser lets a page of another site post other types without asking. Raises ApiError 415."""
     kind = (value or b"").split(b";")[0].strip().lower()
     if kind != b"application/json" and not re.fullmatch(rb"application/[\w.-]+\+json", kind):
         shown = kind.decode("latin-1")[:60] or "none"
@@ -34,12 +32,12 @@ def check_content_type(value: bytes | None) -> None:
 async def read_body(
     headers: dict[bytes, bytes], receive: Receive, *, limit: int, option: str = "max_body_bytes"
 ) -> bytes:
-    """The body, of which never more than `limit` bytes are held. Raises ApiError 413, 408, Disconnected."""
+    """The body, holding `limit` bytes at most. Raises ApiError 413 or 408, Disconnected. option: that sets `limit`."""
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _read(headers, receive, limit, option)
     except TimeoutError:
-        message = f"the body has not come within {BODY_S:g} s"
+        message = f"the body has not come within {BODY_TIMEOUT_S:g} s"
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
 
@@ -65,11 +63,13 @@ async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, optio
 
 
 async def discard(receive: Receive) -> None:
-    """Read a body that nobody wants, as far as that is worth it: a client that is still sending when the connection is
-    closed does not see why."""
+    """Read and drop a body, up to DISCARD_BYTES and DISCARD_TIMEOUT_S.
+
+    A client that is still sending when the connection is closed does not see the reply.
+    """
     total = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
             while total < DISCARD_BYTES:
                 message = await receive()
                 total += len(message.get("body", b""))

@@ -7,7 +7,7 @@ import time
 import pytest
 from browser_case import browser, missing, wait_until
 from server_case import serving
-from test_page import KEY
+from test_status_page import KEY
 
 from megatron_infer.testing.echo import EchoEngine
 

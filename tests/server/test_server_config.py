@@ -6,15 +6,15 @@ import pytest
 
 from megatron_infer.cli.main import main
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.settings import ServerConfig, read_file, settings_from
+from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
 
 
 def test_command_line_goes_before_environment_before_file(tmp_path):
     path = tmp_path / "server.yaml"
     path.write_text("port: 1\nhost: 0.0.0.0\nmax_queue: 5\nmodel: smollm2\nengine: {max_requests: 8}\n")
-    file, beside = read_file(str(path))
+    file, beside = read_config_file(str(path))
     environment = {"MEGATRON_INFER_PORT": "2", "MEGATRON_INFER_MAX_QUEUE": "6", "MEGATRON_INFER_LOG_REQUESTS": "0"}
-    settings = settings_from({"port": 3}, environment | {"MEGATRON_INFER_API_KEY": "k"}, file)
+    settings = server_config_from({"port": 3}, environment | {"MEGATRON_INFER_API_KEY": "k"}, file)
     assert (settings.port, settings.max_queue, settings.host, settings.api_key) == (3, 6, "0.0.0.0", "k")
     assert settings.log_requests is False and "'k'" not in repr(settings)
     assert beside == {"model": "smollm2", "engine": {"max_requests": 8}}
@@ -46,9 +46,9 @@ def test_wrong_file_and_environment_are_named(tmp_path):
     for text, message in (("prot: 1", "did you mean 'port'"), ("- 1", "NAME: VALUE"), ("a: [", "server.yaml")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            read_file(str(path))
+            read_config_file(str(path))
     with pytest.raises(ConfigError, match="MEGATRON_INFER_PORT is 'x', expected int"):
-        settings_from({}, {"MEGATRON_INFER_PORT": "x"}, {})
+        server_config_from({}, {"MEGATRON_INFER_PORT": "x"}, {})
 
 
 def test_command_says_what_is_wrong_before_anything_is_loaded(capsys, monkeypatch):

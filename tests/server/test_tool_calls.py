@@ -10,7 +10,7 @@ from scripted import ScriptedEngine
 from server_case import post, serving, tokenizer
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text import tool_parsers, tool_prompt
 from megatron_infer.text.tool_parsers import HERMES
 

@@ -1,60 +1,14 @@
-"""Typed metrics and the snapshot of a step. Pure Python, no I/O: sinks (wandb, Prometheus) read from here."""
+"""Metrics by name and labels: counters, gauges, histograms. Pure Python without I/O; Prometheus and wandb read them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 
 Labels = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSnapshot:
-    """The engine after one step, under the key names that Megatron's engine logs (`inference/...`)."""
-
-    step: int
-    """Steps since the engine was built; the x axis, logged as `inference/inference_step`."""
-    step_time_s: float
-    waiting_queue_len: int
-    total_requests_dict_size: int
-    """Requests the engine knows: waiting, running and paused."""
-    total_blocks: int
-    allocated_blocks: int
-    """Blocks that are not free: held by requests or kept by the prefix cache."""
-    active_unique_blocks: int
-    """Blocks held by running requests, a shared one counted once."""
-    active_request_count: int
-    paused_request_count: int
-    block_count_avail: int
-    active_token_count: int
-    """Tokens computed by the step."""
-    total_request_count: int
-    """Requests that hold a row: active and paused."""
-    max_requests: int
-    prefix_cache_hits: int
-    """Admissions that found cached blocks, since the engine was built."""
-    prefix_cache_blocks_matched: int
-
-    @property
-    def allocated_utilization(self) -> float:
-        """Percent of the pool that is allocated."""
-        return 100.0 * self.allocated_blocks / max(self.total_blocks, 1)
-
-    @property
-    def active_utilization(self) -> float:
-        """Percent of the pool that running requests hold."""
-        return 100.0 * self.active_unique_blocks / max(self.total_blocks, 1)
-
-    def as_metrics(self) -> dict[str, float]:
-        """Every key with the prefix `inference/`, the two utilizations (percent) included."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["inference_step"] = values.pop("step")
-        values["allocated_utilization"] = self.allocated_utilization
-        values["active_utilization"] = self.active_utilization
-        return {f"inference/{name}": value for name, value in values.items()}
 
 
 class Counter:
@@ -110,7 +64,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Take in `value`, `times` times."""
+        """Count `value`, `times` times."""
         if math.isnan(value):
             raise ValueError(f"histogram {self.name}: cannot observe NaN")
         self.counts[bisect_left(self.bounds, value)] += times
@@ -123,7 +77,7 @@ class Histogram:
     def quantile(self, q: float) -> float:
         """Estimate of the q-quantile, linear within its bucket; NaN when empty.
 
-        Observations beyond the last bound are reported as the last bound (nothing more is known of them).
+        Observations beyond the last bound count as the last bound.
         Example: bounds 1, 2; observations 0.5, 1.5, 1.5, 1.5 -> quantile(0.5) lies 1/3 into the bucket 1..2: 1.333.
         """
         if not 0 <= q <= 1:
@@ -145,7 +99,7 @@ Metric = Counter | Gauge | Histogram
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """All series of one name: what a text exposition groups under one help line."""
+    """All series of one name, which a text exposition groups under one help line."""
 
     name: str
     kind: str
@@ -154,7 +108,7 @@ class Family:
 
 
 class Registry:
-    """Metrics by name and labels; asking twice for the same one returns the same object."""
+    """Metrics by name and labels; the same name and labels give the same object."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}

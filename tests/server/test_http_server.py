@@ -1,4 +1,4 @@
-"""The port: what it is made of."""
+"""The listening socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 from server_case import serving
 
-from megatron_infer.server.http_process import listen
+from megatron_infer.server.http_server import listen
 
 
 def test_replies_do_not_wait_for_the_client_s_acknowledgement():

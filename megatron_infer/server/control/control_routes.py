@@ -1,24 +1,24 @@
-"""What all routes of the dialects share: query parameters, who may call from a browser, how they are registered."""
+"""What all control routes share: query parameters, protection from foreign web pages, registration."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_infer.errors import unknown_name
-from megatron_infer.server.calls import Call
+from megatron_infer.server.endpoint import Call, Handler
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.routes import App, Operation
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
 
 SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-class Query:
-    """The parameters of a call's query. Whoever reads one says that it is known; `end` refuses all others."""
+class QueryParams:
+    """The query parameters of a call. Reading one makes it known; `end` refuses all others."""
 
     def __init__(self, call: Call) -> None:
         self._items: dict[str, list[str]] = {}
@@ -45,12 +45,12 @@ class Query:
         return int(value)
 
     def all(self, name: str) -> list[str]:
-        """Of a parameter that may come several times."""
+        """Every value of a parameter that may be given several times."""
         self._known.append(name)
         return self._items.get(name, [])
 
     def end(self) -> None:
-        """Raises ApiError 400 for parameters that nobody has read."""
+        """Raises ApiError 400 for parameters that were not read."""
         for name in self._items:
             if name not in self._known:
                 what = f"; known: {', '.join(self._known)}" if self._known else "; it takes none"
@@ -58,46 +58,27 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """Registers routes that steer: with `control` only, and, where there is no key, never for a foreign web page."""
+class ControlRoutes:
+    """Registers control routes: served with `control` only and, without an API key, refused to foreign web pages."""
 
-    app: App
+    routes: Routes
     settings: ServerConfig
 
-    def add(
-        self,
-        method: str,
-        path: str,
-        handler: Callable[[Call], Awaitable[Any]],
-        summary: str,
-        *,
-        body: Any = None,
-        **options: Any,
-    ) -> None:
-        """A body may be left out: {} then."""
+    def add(self, method: str, path: str, handler: Handler, summary: str, **options: Any) -> None:
+        """As `Routes.add`; by default an empty body counts as {}."""
 
         async def guarded(call: Call) -> Any:
             if self.settings.api_key is None:
                 refuse_foreign_pages({name.lower(): value for name, value in call.request.headers.items()})
             return await handler(call)
 
-        self.app.add(
-            Operation(
-                method=method,
-                path=path,
-                handler=guarded,
-                body=body,
-                summary=summary,
-                control=True,
-                optional_body=options.pop("optional_body", True),
-                statuses=(400, 403, 404, 409, 413, 415, 429, 500, 503, 504),
-                **options,
-            )
-        )
+        statuses = (400, 403, 404, 409, 413, 415, 429, 500, 503, 504)
+        defaults = {"optional_body": True, "control": True, "statuses": statuses}
+        self.routes.add(method, path, guarded, summary, **defaults | options)
 
 
 def refuse_foreign_pages(headers: Mapping[str, str]) -> None:
-    """A browser sends what any page tells it to, also to this machine. Raises ApiError 403 where it says so."""
+    """Raises ApiError 403 for calls that a browser sends for a page of another site, which may target this machine."""
     host = headers.get("host", "")
     name = urlsplit(f"//{host}").hostname or ""
     origin = headers.get("origin")

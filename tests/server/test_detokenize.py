@@ -1,4 +1,4 @@
-"""Texts made in the server's process are those that an engine makes: the same replies, byte for byte."""
+"""Detokenization in the server gives the same replies, byte for byte, as detokenization in the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.requests.request_state import SequenceState
 from megatron_infer.scheduler.request import FinishReason, Request
-from megatron_infer.server.detokenize import INLINE_TOKENS, RequestTexts
+from megatron_infer.server.detokenize import INLINE_TOKENS, RequestDetokenizer
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import detokenizer
@@ -87,7 +87,7 @@ def replies():
     return {decodes: replies_of(decodes) for decodes in (False, True)}
 
 
-def test_replies_are_those_of_an_engine_that_makes_the_texts_itself(replies):
+def test_replies_are_those_of_an_engine_that_detokenizes_itself(replies):
     for name, wanted in replies[False].items():
         assert replies[True][name] == wanted, name
     whole = {name: found[0]["choices"] for name, found in replies[True].items() if "choices" in found[0]}
@@ -97,14 +97,14 @@ def test_replies_are_those_of_an_engine_that_makes_the_texts_itself(replies):
     assert "<|im_start|>" in whole["special tokens shown"][0]["text"]
 
 
-def test_a_stream_says_what_the_whole_reply_says(replies):
+def test_stream_has_the_text_of_the_whole_reply(replies):
     for name, (whole, chunks) in ((name, replies[True][name]) for name in ASKS):
         choices = whole.get("choices", [whole | {"index": 0}])
         texts = {one["index"]: one["text"] if "text" in one else one["message"]["content"] for one in choices}
         assert chunks == texts, name
 
 
-def test_an_engine_is_not_asked_for_texts_but_where_it_must_see_them():
+def test_engine_detokenizes_only_requests_with_stop_texts_or_grammars():
     seen = []
 
     class Noting(EchoEngine):
@@ -146,7 +146,7 @@ def windowed():
 
 
 @pytest.mark.parametrize("made", [tokenizer, windowed])
-def test_any_cut_of_any_tokens_gives_the_text_that_the_engine_makes(made):
+def test_any_split_of_any_tokens_gives_the_text_of_the_engine(made):
     codec, rng = made(), random.Random(7)
     num_ids = codec.vocab_size + 3
     likely = [*codec.encode("a😀é b"), num_ids - 1]
@@ -163,7 +163,7 @@ def test_any_cut_of_any_tokens_gives_the_text_that_the_engine_makes(made):
             id="0", tokens=list(prompt), prompt_len=len(prompt), params=params, max_total=99, seed=0,
             stop_ids=frozenset(tokens[-1:] if reason == "stop" else ()),
         )  # fmt: skip
-        engine, here = SequenceState(request, 0, params, codec), RequestTexts(codec, prompt, params)
+        engine, here = SequenceState(request, 0, params, codec), RequestDetokenizer(codec, prompt, params)
         at = 0
         while at < len(tokens):
             step = rng.randint(1, 6)
@@ -184,5 +184,5 @@ def test_any_cut_of_any_tokens_gives_the_text_that_the_engine_makes(made):
             assert one.text == wanted.text, (round, prompt, tokens, reason)
 
 
-def test_tokenizers_of_the_cuts_are_of_both_kinds():
+def test_tokenizers_of_the_splits_are_of_both_kinds():
     assert detokenizer._is_byte_level(tokenizer()) and not detokenizer._is_byte_level(windowed())

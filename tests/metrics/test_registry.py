@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_infer.metrics.core import Histogram, Registry
+from megatron_infer.metrics.registry import Histogram, Registry
 
 MEGATRON_KEYS = {
     "inference/inference_step",
@@ -102,5 +102,5 @@ def test_histogram_quantile_is_within_one_bucket_of_the_true_one(hundredths, per
 
 
 def test_core_imports_without_torch_or_numpy():
-    code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import megatron_infer.metrics.core"
+    code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import megatron_infer.metrics.registry"
     subprocess.run([sys.executable, "-c", code], check=True)

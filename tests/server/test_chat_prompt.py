@@ -7,7 +7,7 @@ from server_case import END, START, tokenizer
 
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.http_errors import ApiError
-from megatron_infer.server.schemas import Message, TextPart
+from megatron_infer.server.openai_protocol import Message, TextPart
 
 
 def text_of(ids):
@@ -61,7 +61,7 @@ def test_last_message_is_continued_to_the_letter():
 @pytest.mark.parametrize(
     ("turns", "options", "message"),
     [
-        ([USER], {"continue_final": True}, "add_generation_prompt: false"),
+        ([USER], {"continue_final": True, "add_generation_prompt": True}, "add_generation_prompt: false"),
         ([("user", {})], {}, r"messages\[0\]: content must be given"),
         ([("user", {"content": "a", "generation_token_ids": [1]})], {}, "only assistant turns were drawn"),
         ([("assistant", {"content": "a", "prompt_token_ids": [1]})], {}, "comes with generation_token_ids"),

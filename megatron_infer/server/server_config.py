@@ -1,4 +1,4 @@
-"""How the server serves: options from the command line, else the environment, else a YAML file."""
+"""Options of the HTTP server, from the command line, else the environment, else a YAML file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.text.reasoning import REASONING
+from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
 
 ENV_PREFIX = "MEGATRON_INFER_"
@@ -19,63 +19,63 @@ METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Options of the HTTP server; wrong values raise ConfigError."""
+    """Options of the HTTP server; an invalid value raises ConfigError."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Anything but loopback is reachable by others: give an API key."""
+    """Address to listen at. Other machines reach any address but loopback: set an API key with it."""
     port: int = 8000
-    """Port to listen at; 0: one that the system chooses."""
+    """Port to listen at; 0: the system chooses one."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that every caller must show as "Authorization: Bearer KEY". None: whoever reaches the port is served."""
+    """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
     served_model_name: tuple[str, ...] = ()
-    """Names the model goes by in requests, the first one in replies. Empty: the name it was loaded by."""
+    """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes, llama3_json, mistral, granite, json; auto: as its chat template says."""
+    """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
     reasoning_parser: str | None = None
-    """How the model marks its thoughts: deepseek_r1, qwen3, granite. None: they are content as all else."""
+    """Format of the model's reasoning: deepseek_r1, qwen3, granite. None: reasoning stays in the content."""
     control: bool = False
-    """Serve the routes that steer the engines (pause, suspend, weights). Needs an API key beyond loopback."""
+    """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
     weights_root: str | None = None
-    """Directory below which paths of new weights must lie. None: no weights are read from files."""
+    """Directory that paths of new weights must lie in. None: weights are not read from files."""
     max_weight_bytes: int = 512 << 20
-    """Bytes of one body of new weights; a larger update comes in several."""
+    """Most bytes in one body of new weights; send a larger update in several."""
     max_queue: int = 1024
-    """Requests that may wait for an engine; further ones are answered 429."""
+    """Most requests that wait for an engine; further ones are answered 429."""
     max_body_bytes: int = 8 << 20
-    """Bytes of a request's body."""
+    """Most bytes in a call's body."""
     max_prompts: int = 1024
-    """Prompts in one call."""
+    """Most prompts in one call."""
     max_n: int = 128
-    """Samples of a prompt (n, best_of)."""
+    """Most sequences of one prompt (n, best_of)."""
     max_logprobs: int = 20
-    """Most likely tokens given for each position (logprobs, top_logprobs, prompt_logprobs)."""
+    """Most top tokens per position (logprobs, top_logprobs, prompt_logprobs)."""
     max_stop: int = 16
-    """Stop texts of a request, and stop token ids beyond the model's own."""
+    """Most stop texts of a request, and most stop token ids beyond the model's own."""
     max_stop_chars: int = 1024
-    """Characters of one stop text."""
+    """Most characters in one stop text."""
     max_schema_bytes: int = 64 << 10
-    """Bytes of a schema, pattern, grammar or list of choices (response_format and its like)."""
+    """Most bytes in a schema, pattern, grammar or list of choices (response_format, structured_outputs, guided_*)."""
     max_schema_depth: int = 32
-    """Levels of objects and lists within each other in a schema."""
+    """Most levels of nested objects and lists in a schema."""
     request_timeout_s: float = 600.0
-    """Time for a call from its body to its last byte; over it, its requests are aborted."""
+    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted."""
     keep_alive_s: float = 15.0
-    """A stream without news says a comment so often, for proxies that would close it."""
+    """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
     drain_timeout_s: float = 30.0
-    """After SIGTERM, what is under way may go on so long."""
+    """Seconds that running calls may go on after SIGTERM."""
     token_threads: int = 2
     """Threads that tokenize and render chat templates."""
     prometheus_metrics_mode: str = "instrument_only"
     """instrument_only: GET /metrics beside the other routes, with the API key if there is one. launch_server: also at
-    metrics_port of this machine, without a key. launch_multiproc_server: there, together with what other processes
-    write into the folder PROMETHEUS_MULTIPROC_DIR."""
+    metrics_port of this machine, without a key. launch_multiproc_server: there too, together with the metrics that
+    other processes write into the folder PROMETHEUS_MULTIPROC_DIR."""
     metrics_port: int = 9400
-    """Port at 127.0.0.1 for a metrics server of its own; 0: one that the system chooses."""
+    """Port at 127.0.0.1 of a separate metrics server; 0: the system chooses one."""
     record: str | None = None
-    """File that every completed generation call is appended to (JSONL: time, path, body, how long it took), for
+    """File that every completed generation call is appended to (JSONL: time, path, body, duration), for
     bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
     log_requests: bool = True
-    """A line for every call on standard error; never prompts, texts or keys."""
+    """Log a line for every call to standard error, without prompts, texts and keys."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -101,11 +101,11 @@ class ServerConfig:
             ("reasoning_parser", self.reasoning_parser, [*REASONING]),
         ):
             if value is not None and value not in known:
-                raise ConfigError(f"{unknown_name(name, value, known)}; there is {', '.join(known)}")
+                raise ConfigError(f"{unknown_name(name, value, known)}; one of {', '.join(known)}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:
-            raise ConfigError(f"control at {self.host} needs an API key: others could steer the engines; set api_key")
+            raise ConfigError(f"control at {self.host} needs an API key: others could control the engines; set api_key")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
             raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
 
@@ -115,28 +115,30 @@ class ServerConfig:
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
-    """`value` in the field's type. Raises ConfigError."""
+    """`value` converted to the field's type. Raises ConfigError."""
     kind = str(item.type)
     if kind.startswith("tuple"):
         names = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(name, str) and name for name in names):
             raise ConfigError(f"{item.name} is a name or a list of names, got {value!r}")
         return names
-    right = {
+    is_valid = {
         "int": isinstance(value, int) and not isinstance(value, bool),
         "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
         "bool": isinstance(value, bool),
         "str": isinstance(value, str),
         "str | None": value is None or isinstance(value, str),
     }[kind]
-    if not right:
+    if not is_valid:
         shown = "what was given" if item.name == "api_key" else repr(value)
         raise ConfigError(f"{item.name} is {shown}, expected {kind}")
     return float(value) if kind == "float" else value
 
 
-def settings_from(given: Mapping[str, Any], environment: Mapping[str, str], file: Mapping[str, Any]) -> ServerConfig:
-    """Command line over environment (MEGATRON_INFER_PORT, ...) over file. Raises ConfigError."""
+def server_config_from(
+    given: Mapping[str, Any], environment: Mapping[str, str], file: Mapping[str, Any]
+) -> ServerConfig:
+    """given (command line) before environment (MEGATRON_INFER_PORT, ...) before file. Raises ConfigError."""
     items = {item.name: item for item in dataclasses.fields(ServerConfig)}
     for name in file:
         if name not in items:
@@ -162,11 +164,11 @@ def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
 
 
 ENGINE_KEYS = ("model", "dtype", "device", "threads", "engine", "dp", "tp", "pp", "ep")
-"""What a configuration file may have beside the server's own options; `engine` holds options of InferenceConfig."""
+"""Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
 
 
-def read_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the server's options, ENGINE_KEYS) of a YAML file. Raises ConfigError naming it."""
+def read_config_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A YAML file -> (server options, values of ENGINE_KEYS). Raises ConfigError naming the file."""
     if path is None:
         return {}, {}
     import yaml
@@ -182,7 +184,7 @@ def read_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in content:
         if name not in known:
             raise ConfigError(f"--config {path}: {unknown_name('option', str(name), known)}")
-    beside = {name: content.pop(name) for name in ENGINE_KEYS if name in content}
-    if not isinstance(beside.get("engine", {}), dict):
+    engine_options = {name: content.pop(name) for name in ENGINE_KEYS if name in content}
+    if not isinstance(engine_options.get("engine", {}), dict):
         raise ConfigError(f"--config {path}: engine holds options of InferenceConfig as NAME: VALUE")
-    return content, beside
+    return content, engine_options

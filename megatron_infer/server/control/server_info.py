@@ -1,4 +1,4 @@
-"""What a loop asks before it starts: what is served and how wide it is, how much there is to do."""
+"""/server_info and /v1/loads: what an RL loop queries before it starts: model, parallel sizes, load."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ import time
 from typing import Any
 
 from megatron_infer import __version__
-from megatron_infer.server.calls import Call, Reply
-from megatron_infer.server.control.common import Dialect, Query
+from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import bad_request
 
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
-"""SGLang's. The first is in every reply; of the others there is nothing to tell."""
+"""SGLang's sections. Every reply has core; the others are empty here."""
 
 
-def register(dialect: Dialect, machine: ControlMachine) -> None:
+def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
     async def server_info(call: Call) -> Reply:
-        """The names of both dialects beside each other."""
-        query = Query(call)
+        """Fields under vLLM's and SGLang's names."""
+        query = QueryParams(call)
         query.text("config_format", "json")
         query.end()
-        await machine.look()
-        return Reply(_info(machine, has_root=dialect.settings.weights_root is not None))
+        await machine.refresh()
+        return Reply(_info(machine, reads_files=control_routes.settings.weights_root is not None))
 
     async def loads(call: Call) -> Reply:
-        query = Query(call)
+        query = QueryParams(call)
         for name in query.text("include", "core").split(","):
             if name not in SECTIONS:
                 text = f"include is {name[:40]!r}; any of {', '.join(SECTIONS)}, with commas between"
                 raise bad_request(text, "include", "invalid_value")
         query.end()
-        await machine.service.look()
+        await machine.client.refresh()
         return Reply(_loads(machine))
 
     for path in ("/server_info", "/get_server_info"):
-        dialect.add("GET", path, server_info, "Model, version, state and width of what is served")
-    dialect.add("GET", "/v1/loads", loads, "How much each engine has to do")
+        control_routes.add("GET", path, server_info, "Model, version, state and parallel sizes")
+    control_routes.add("GET", "/v1/loads", loads, "Load of each engine")
 
 
-def _info(machine: ControlMachine, *, has_root: bool) -> dict[str, Any]:
-    service = machine.service
-    replicas = service.replicas
+def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
+    client = machine.client
+    replicas = client.replicas
     ranks = [replica["limits"].get("num_ranks", 1) for replica in replicas]
-    model = service.names[0]
-    backends = ["disk", "http"] if has_root else ["http"]
+    model = client.model_names[0]
+    backends = ["disk", "http"] if reads_files else ["http"]
     dtype = next((replica["dtype"] for replica in replicas if replica["dtype"]), None)
     return {
         "server": "megatron-infer",
         "version": __version__,
         "model_path": model,
         "served_model_name": model,
-        "state": machine.standing.name,
+        "state": machine.status.name,
         "weight_version": str(machine.version),
-        "max_model_len": service.max_length,
-        "max_total_num_tokens": service.max_length,
+        "max_model_len": client.max_length,
+        "max_total_num_tokens": client.max_length,
         "world_size": sum(ranks),
         "dp_size": len(replicas),
         "ranks_of_replicas": ranks,
@@ -62,7 +62,7 @@ def _info(machine: ControlMachine, *, has_root: bool) -> dict[str, Any]:
         "vllm_config": {
             "model_config": {
                 "model": model,
-                "max_model_len": service.max_length,
+                "max_model_len": client.max_length,
                 "dtype": None if dtype is None else f"torch.{dtype}",
             },
             "lora_config": None,
@@ -78,7 +78,7 @@ def _info(machine: ControlMachine, *, has_root: bool) -> dict[str, Any]:
 
 def _loads(machine: ControlMachine) -> dict[str, Any]:
     loads = []
-    for place, replica in enumerate(machine.service.replicas):
+    for place, replica in enumerate(machine.client.replicas):
         stats = replica["stats"]
         blocks, free = stats.get("num_blocks", 0), stats.get("num_free_blocks", 0)
         loads.append(
@@ -101,7 +101,7 @@ def _loads(machine: ControlMachine) -> dict[str, Any]:
         "timestamp": time.time(),
         "version": __version__,
         "dp_rank_count": len(loads),
-        "waiting": machine.service.stats.get("waiting", 0),
+        "waiting": machine.client.stats.get("waiting", 0),
         "loads": loads,
         "aggregate": total,
     }
