@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from megatron_infer.config.sampling_params import SamplingParams
+
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Logit = Annotated[float, Meta(ge=-100.0, le=100.0)]
@@ -57,28 +59,7 @@ class SamplingBody(Body):
     user: str | None = None
 
 
-SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_token_ids",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "priority",
-)
+SAMPLING_FIELDS = tuple(name for name in SamplingBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__)
 """Fields of `SamplingBody` that SamplingParams has under the same name."""
 
 

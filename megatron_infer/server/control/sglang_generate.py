@@ -19,7 +19,7 @@ from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
-from megatron_infer.server.openai_protocol import Body, IdKey, Logit, Text, TokenId, TokenIds
+from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_stops, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
@@ -66,24 +66,7 @@ PARAMS = {
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
     "sampling_seed": "seed",
-} | {
-    name: name
-    for name in (
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-    )
-}
+} | {name: name for name in SAMPLING_FIELDS if name in Sampling.__struct_fields__}
 """Field of `Sampling` -> field of SamplingParams."""
 STRUCTURED = {"json_schema": "json_schema", "regex": "regex", "ebnf": "grammar"}
 """Field of `Sampling` -> field of StructuredOutput; one of them at most."""
