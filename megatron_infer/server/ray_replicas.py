@@ -80,9 +80,9 @@ class RayReplicas:
     ) -> None:
         """config and model_options (dtype, threads, ...) are LLM's, for a model given by name.
 
-        resources: Ray's, for each replica, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. A replica computes
-        with as many threads as CPUs. tokenizer: tokenizes texts in the driver, so that they can be routed by prefix.
-        host: the driver's address for the actors; None is its node's in Ray. Returns when all replicas serve.
+        resources: Ray's, for each replica, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. CPU is also the
+        number of threads. tokenizer: tokenizes texts in the driver, so that they can be routed by prefix. host: the
+        driver's address for the actors; None is its node's in Ray. Returns when all replicas serve.
         Raises RayMissing, ConfigError, and ReplicasLost when they do not start within start_timeout_s seconds.
         """
         self._ray = require_ray()

@@ -12,7 +12,7 @@ from coordinator_case import Child, coordinator, replica, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.client import InferenceClient, _extend
+from megatron_infer.coordinator.client import InferenceClient, _append
 from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
 from megatron_infer.outputs.request_output import CompletionOutput
 
@@ -94,10 +94,10 @@ def same(outputs, expected):
                         [p.logprob for p in other.values()], abs=1e-5
                     )
                 assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
-            same_carried(one, two)
+            same_token_details(one, two)
 
 
-def same_carried(one, two):
+def same_token_details(one, two):
     for name in ("raw_logprobs", "processed_logprobs"):
         wanted = getattr(two, name)
         assert getattr(one, name) == (None if wanted is None else pytest.approx(wanted, abs=1e-5)), name
@@ -110,7 +110,7 @@ TOKEN_DETAILS = {"return_sampled_logprobs": True, "return_support": True}
 HARD = {
     "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
     "samples": SamplingParams(max_tokens=20, n=3, seed=3, ignore_eos=True, logprobs=2),
-    "carried": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **TOKEN_DETAILS),
+    "token_details": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **TOKEN_DETAILS),
     "routed": SamplingParams(max_tokens=20, n=2, seed=9, ignore_eos=True, return_routing=True, **TOKEN_DETAILS),
     "penalties": SamplingParams(
         max_tokens=20, seed=4, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True
@@ -156,8 +156,8 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
         at_the_client = CompletionOutput(index=0, text="", token_ids=[])
         for piece in pieces:
-            _extend(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
-        same_carried(at_the_client, one)
+            _append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
+        same_token_details(at_the_client, one)
 
 
 def drive(engine, request, told, *, steps):
@@ -165,7 +165,7 @@ def drive(engine, request, told, *, steps):
     request.begin(engine)
     for _ in range(steps):
         for output in engine.step():
-            news = request.news(output)
+            news = request.message(output)
             for piece in () if news is None else news.pieces:
                 told[piece.index].append(piece)
             if output.finished:

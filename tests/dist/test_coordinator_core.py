@@ -1,4 +1,4 @@
-"""The coordinator's books under random events, without sockets: nothing is lost, sent twice or left behind."""
+"""CoordinatorCore under random events, without sockets: no request is lost, no token is sent twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = root_of(model="m")
 
 
 class World:
-    """A desk, scripted peers, and a clock that is moved by hand."""
+    """A CoordinatorCore, scripted peers, and a clock that tests advance."""
 
     def __init__(self, **options) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class World:
 
 
 class Worker:
-    """A replica that draws a few tokens of its requests whenever it is asked to."""
+    """A replica that samples a few tokens of its requests at every `work`."""
 
     def __init__(self, world, peer) -> None:
         self.world, self.peer = world, peer
@@ -75,7 +75,7 @@ class Worker:
             elif isinstance(message, protocol.Cancel) and message.number in self.runs:
                 run, drawn = self.runs.pop(message.number)
                 if not message.silent:
-                    self.tell(run, drawn, [], "abort")
+                    self.send(run, drawn, [], "abort")
 
     def work(self, rng):
         self.read()
@@ -85,12 +85,12 @@ class Worker:
             count, prompt = run.params["max_tokens"], protocol.bytes_to_ids(run.prompt)
             new = echo_tokens(prompt, count)[len(drawn) : len(drawn) + rng.randrange(1, 4)]
             ended = len(drawn) + len(new) == count
-            self.tell(run, drawn, new, "length" if ended else None)
+            self.send(run, drawn, new, "length" if ended else None)
             drawn += new
             if ended:
                 del self.runs[number]
 
-    def tell(self, run, drawn, new, reason):
+    def send(self, run, drawn, new, reason):
         piece = protocol.Piece(0, len(drawn), protocol.ids_to_bytes(new), "", reason)
         output = protocol.Output(run.number, self.incarnation, [piece], reason is not None)
         if self.world.core.knows(self.peer):
@@ -123,7 +123,7 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(se
             world.core.receive(client, protocol.Abort(number))
             aborted.add(number)
         elif event < 0.55 and gone:
-            gone[-1].work(rng)  # late words of the dead
+            gone[-1].work(rng)  # late messages of a replica that is gone
         elif workers:
             rng.choice(workers).work(rng)
         collect(world.take(client), answers, ended)
@@ -176,7 +176,7 @@ def test_silent_replica_is_lost_at_the_timeout_and_not_before():
     assert one < two
 
 
-def test_coordinator_that_stood_still_itself_blames_nobody():
+def test_coordinator_that_was_stopped_itself_removes_no_peer():
     world = World()
     world.client()
     incarnation = world.replica(b"one")
@@ -186,7 +186,7 @@ def test_coordinator_that_stood_still_itself_blames_nobody():
     assert world.core.knows(b"one") and world.core.knows(b"client")
 
 
-def test_silent_client_is_forgotten_and_its_requests_are_cancelled():
+def test_silent_client_is_removed_and_its_requests_are_cancelled():
     world = World()
     world.client()
     incarnation = world.replica(b"one")
@@ -197,7 +197,7 @@ def test_silent_client_is_forgotten_and_its_requests_are_cancelled():
     world.core.check()
 
 
-def test_tokens_out_of_turn_end_the_replica_not_the_stream():
+def test_tokens_out_of_turn_remove_the_replica_and_not_the_stream():
     world = World()
     client = world.client()
     incarnation = world.replica(b"one")
@@ -215,7 +215,7 @@ def test_tokens_out_of_turn_end_the_replica_not_the_stream():
     world.core.check()
 
 
-def test_output_of_a_request_nobody_waits_for_any_more_touches_no_other():
+def test_output_of_a_cancelled_request_touches_no_other():
     world = World()
     client, other = world.client(), world.client(b"other")
     incarnation = world.replica(b"one")
@@ -273,7 +273,7 @@ def test_replica_with_old_weights_gets_nothing_until_it_has_the_new_ones():
     assert any(isinstance(m, protocol.Run) for m in world.take(b"two"))
 
 
-def test_control_without_replicas_answers_at_once_and_holds_for_those_that_come():
+def test_control_without_replicas_answers_at_once_and_holds_for_those_that_join():
     world = World()
     client = world.client()
     world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
@@ -282,7 +282,7 @@ def test_control_without_replicas_answers_at_once_and_holds_for_those_that_come(
     assert [m.command for m in world.take(b"one") if isinstance(m, protocol.Command)] == ["pause"]
 
 
-def test_requests_wait_by_priority_and_then_as_they_came():
+def test_requests_wait_by_priority_and_then_by_arrival():
     world = World()
     client = world.client()
     for number, priority in ((1, 0), (2, 5), (3, 0), (4, -1)):
