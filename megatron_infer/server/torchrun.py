@@ -30,7 +30,7 @@ limit_spinning()  # before torch is imported
 # ruff: noqa: E402
 import torch
 
-from megatron_infer.comm.backends import home_of
+from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.inference import machine_config
 from megatron_infer.coordinator.replica import Replica
@@ -119,7 +119,7 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
 
 
 def _min_over_ranks(value: float) -> float:
-    least = torch.tensor([value], dtype=torch.float64, device=home_of(None))
+    least = torch.tensor([value], dtype=torch.float64, device=device_of(None))
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     return float(least.item())
 
@@ -221,6 +221,6 @@ class FrontendProcesses:
 
 
 def _own_address() -> str:
-    from megatron_infer.comm.groups import reachable_as
+    from megatron_infer.comm.groups import own_addresses
 
-    return next(iter(reachable_as()))
+    return next(iter(own_addresses()))

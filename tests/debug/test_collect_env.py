@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def test_each_nvidia_package_says_whether_it_imports_and_what_for():
     ],
 )
 def test_a_package_that_is_broken_says_so_even_where_it_ends_its_process(tmp_path, monkeypatch, content, value):
-    gpu_packages.run_apart.cache_clear()
+    gpu_packages.run_in_subprocess.cache_clear()
     gpu_packages._state.cache_clear()
     (tmp_path / "some_gpu_package.py").write_text(content, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,7 +77,15 @@ def test_a_package_that_is_broken_says_so_even_where_it_ends_its_process(tmp_pat
     package = gpu_packages.Package("some-gpu-package", "some_gpu_package", "tests")
     assert gpu_packages._state(package) == value
     assert gpu_packages._state(gpu_packages.Package("no-such", "no_such_module", "tests")) == "not installed"
-    gpu_packages.run_apart.cache_clear()
+    gpu_packages.run_in_subprocess.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is not None, reason="its probe would import it")
+def test_code_of_a_probe_fails_for_the_missing_package_alone():
+    for package in gpu_packages.PACKAGES:
+        if "megatron_infer" in package.code:
+            error = gpu_packages.run_in_subprocess(package.code)[1]
+            assert error == f"ModuleNotFoundError: No module named '{package.module}'"
 
 
 def test_kernels_of_a_gpu_are_listed_or_it_is_said_that_there_is_none():
