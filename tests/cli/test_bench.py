@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_infer.cli import bench, bench_workload
-from megatron_infer.cli.bench_limits import Ceiling, Work, least_work, measure_ceiling
+from megatron_infer.cli.bench_roofline import Ceiling, Work, least_work, measure_ceiling
 from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     RunResult,
@@ -198,7 +198,7 @@ def bench_llm(llm):
 
 def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "megatron_infer.cli.bench_limits.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
+        "megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
     )
     out = tmp_path / "out.json"
     argv = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "1", "--rounds", "2"]

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from megatron_infer.cli import plan
-from megatron_infer.cli.options import add_config_options, config_from, given
+from megatron_infer.cli.config_flags import add_config_options, config_from, given
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig, ModelShape

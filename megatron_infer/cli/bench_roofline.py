@@ -1,4 +1,4 @@
-"""The speed of light of a benchmark: what memory and arithmetic of this machine allow, measured in this process."""
+"""The roofline of a benchmark: limits of this machine's memory and arithmetic, measured in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_infer.cli.bench_workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """What the machine reached just now."""
+    """Measured limits of the machine."""
 
     read_gb_s: float
     gemm_gflop_s: float
@@ -24,7 +24,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The least a workload can do: every prompt and output token computed once, weights read once a step."""
+    """The least work of a workload: every prompt and output token computed once, weights read once per step."""
 
     prefill_flops: float
     decode_flops: float
@@ -40,14 +40,14 @@ class Work:
         return self.prefill_bytes + self.decode_bytes
 
     def best_seconds(self, ceiling: Ceiling) -> float:
-        """Prefill and decode one after the other, each as fast as its scarcer resource allows."""
+        """Prefill, then decode, each limited by the slower of arithmetic and memory."""
         flops, read = ceiling.gemm_gflop_s * 1e9, ceiling.read_gb_s * 1e9
         prefill = max(self.prefill_flops / flops, self.prefill_bytes / read)
         return prefill + max(self.decode_flops / flops, self.decode_bytes / read)
 
 
 def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:
-    """Best of five: the sum of a tensor far larger than any cache, and a square matrix product in the model's dtype."""
+    """Best of five: the sum of a tensor much larger than any cache, and a square matmul in the model's dtype."""
     kind = getattr(torch, dtype)
     large = torch.ones(megabytes * 2**20 // 4, dtype=torch.float32, device=device)
     a = torch.randn(size, size, device=device).to(kind)
@@ -60,11 +60,11 @@ def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int 
 def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = None) -> Work:
     """Floating-point operations and bytes of a workload on a dense model of `shape` (a ModelShape).
 
-    A token costs 2 operations a parameter and 4 * N * H for each key it sees, in every attention layer; a prompt token
-    that draws nothing skips the vocabulary projection. Decoding in steps of `concurrency` rows reads the weights once
-    a step and each row's keys and values once. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
-    A recurrent state costs 5 operations an entry and token (decay, step, C h), and is read and written once a decoded
-    token, written once a prompt. kv_dtype_bytes: of a number in the KV cache; None: the model's.
+    A token costs 2 operations per parameter, and 4 * N * H per key it sees in every attention layer; a prompt token but
+    the last skips the vocabulary projection. Decoding in steps of `concurrency` rows reads the weights, and each row's
+    keys and values, once per step. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
+    A recurrent state costs 5 operations per entry and token (decay, step, C h); it is read and written once per decoded
+    token, and written once per prompt. kv_dtype_bytes: bytes of a number in the KV cache; None: the model's.
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
@@ -74,7 +74,7 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
     per_key = 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
     prompts = [len(prompt) for prompt in workload.prompts]
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)
-    # An answer's first token is drawn by the prompt's last position; token i is drawn from n + i - 1 keys.
+    # The first output token is sampled at the prompt's last position; token i sees n + i - 1 keys.
     keys_decode = sum(
         (out - 1) * n + (out - 1) * out // 2 for n, out in zip(prompts, workload.output_lens, strict=True)
     )

@@ -1,8 +1,8 @@
-"""transformers beside us: its `generate` and its continuous batching, same weights, dtype, threads and workload.
+"""transformers as a baseline: its `generate` and its continuous batching, on the same weights, dtype and workload.
 
-`generate` takes fixed batches of `concurrency` prompts in arrival order, left-padded, each run to its longest answer;
-tokens beyond a request's own length are not counted. Continuous batching holds at most `concurrency` requests and lets
-each stop at its own length. Both get whichever attention implementation is faster here in a short trial.
+`generate` runs fixed batches of `concurrency` prompts in arrival order, left-padded, each to its longest output; tokens
+beyond a request's own length do not count. Continuous batching has at most `concurrency` requests, each with its own
+length. Both use the attention implementation that is faster in a short trial.
 Source: transformers 5.x, GenerationMixin.generate and ContinuousMixin.continuous_batching_context_manager.
 """
 
@@ -20,19 +20,19 @@ import torch
 from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload
 from megatron_infer.errors import InferenceError, ModelError
 
-CACHE_PAGE = 32
+PAGE_SIZE = 32
 
 
 class TransformersPeer:
-    """A transformers model loaded from what our own model was loaded from; `variants` are the ways it can generate."""
+    """A transformers model, loaded from the same files as our own model."""
 
     def __init__(self, path: Path, *, dtype: str, device: str) -> None:
         self.model = load_transformers(path, dtype=dtype, device=device)
         recurrent = "linear_attention" in (getattr(self.model.config, "layer_types", None) or ())
         self.variants = ("generate",) if recurrent else ("generate", "continuous")
-        """Its continuous batching has no recurrent states."""
+        """Ways to generate; continuous batching has no recurrent states."""
         self.attentions = [kind for kind in ("sdpa", "eager") if self._has(kind)]
-        """Implementations of attention that the model can run on."""
+        """Attention implementations that the model supports."""
         self.attention = dict.fromkeys(self.variants, self.attentions[0])
 
     def _has(self, attention: str) -> bool:
@@ -42,7 +42,7 @@ class TransformersPeer:
             return False
         return True
 
-    def settle(self, workload: Workload) -> None:
+    def choose_attention(self, workload: Workload) -> None:
         """Choose each variant's attention implementation by a trial on the first requests, which also warms up."""
         count = min(len(workload.prompts), workload.concurrency)
         trial = dataclasses.replace(
@@ -56,7 +56,7 @@ class TransformersPeer:
             self.attention[variant] = min(seconds, key=seconds.__getitem__)
 
     def run(self, variant: str, workload: Workload) -> RunResult:
-        """One pass; raises InferenceError when a request is not answered with the tokens asked for."""
+        """Run the workload. Raises InferenceError unless every output has the length asked for."""
         self.model.set_attn_implementation(self.attention[variant])
         result = (self._generate if variant == "generate" else self._continuous)(workload)
         result.details["attention"] = self.attention[variant]
@@ -93,9 +93,9 @@ class TransformersPeer:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         longest = max(len(p) + n for p, n in zip(workload.prompts, workload.output_lens, strict=True))
-        pages = -(-longest // CACHE_PAGE) + 1
+        pages = -(-longest // PAGE_SIZE) + 1
         settings = ContinuousBatchingConfig(
-            page_size=CACHE_PAGE,
+            page_size=PAGE_SIZE,
             num_blocks=pages * workload.concurrency,
             max_batch_tokens=max(512, workload.concurrency),
             max_requests_per_batch=workload.concurrency,
@@ -131,7 +131,7 @@ class TransformersPeer:
 
 
 def load_transformers(path: Path, *, dtype: str, device: str) -> Any:
-    """The same weights in transformers: a directory, or a .gguf file, which it dequantises itself."""
+    """The same weights in transformers: a directory, or a .gguf file, which it dequantizes."""
     try:
         import transformers
     except ImportError as error:
@@ -144,10 +144,10 @@ def load_transformers(path: Path, *, dtype: str, device: str) -> Any:
     if (path / "config.json").is_file():
         model = load(str(path), dtype=kind)
     elif path.suffix == ".gguf":
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no switch turns off
+        with contextlib.redirect_stderr(io.StringIO()):  # hides a progress bar that has no switch
             model = load(str(path.parent), gguf_file=path.name, dtype=kind)
     else:
         raise ModelError(f"{path}: transformers reads a Hugging Face directory or a .gguf file")
-    # Its own generation defaults (sampling, end of sequence) would change the workload.
+    # The model's own generation defaults (sampling, end of sequence) would change the workload.
     model.generation_config = transformers.GenerationConfig(do_sample=False)
     return model.to(device).eval()

@@ -1,4 +1,4 @@
-"""Flags for the options of `InferenceConfig`, generated from the dataclass: one place for names, defaults and help."""
+"""Command-line flags for the options of `InferenceConfig`, generated from the dataclass."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megatron_infer.config import inference as config_module
 from megatron_infer.config.inference import InferenceConfig, ModelShape, machine_config, machine_defaults
 
 NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
-"""Objects of a running process; a command line cannot say them."""
+"""Objects of a running process, which a command line cannot give."""
 RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
-"""Names that belong to sampling on a command line: the length of an answer, the seed of a request."""
+"""Options whose names are sampling flags on a command line."""
 BY_MODEL = ("prefix_caching_mamba_gb",)
-"""Chosen for models with recurrent state, see `config.machine_config`."""
+"""Options whose defaults depend on the model, see `config.inference.machine_config`."""
 DEST_PREFIX = "config_"
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for every option that a command line can say, as the group "engine"."""
+    """One flag for every option that a command line can give, in the group "engine"."""
     group = parser.add_argument_group("engine", "options of InferenceConfig")
     docs = field_docs()
-    adapted = machine_defaults(is_cuda=False, available_bytes=0)
+    by_machine = machine_defaults(is_cuda=False, available_bytes=0)
     for item in dataclasses.fields(InferenceConfig):
         if item.name in NOT_FLAGS:
             continue
-        shown = "chosen for the machine" if item.name in adapted else f"default {_shown(item.default)}"
-        shown = "chosen for the model" if item.name in BY_MODEL else shown
+        default = "chosen for the machine" if item.name in by_machine else f"default {_shown(item.default)}"
+        default = "chosen for the model" if item.name in BY_MODEL else default
         group.add_argument(
             flag_of(item.name),
             dest=DEST_PREFIX + item.name,
             default=argparse.SUPPRESS,
-            help=f"{docs[item.name]} ({shown})".replace("%", "%%"),
+            help=f"{docs[item.name]} ({default})".replace("%", "%%"),
             **_parsing_of(item.name, str(item.type), item.default),
         )
 
@@ -46,7 +46,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 def config_from(
     args: argparse.Namespace, shape: ModelShape | None, *, is_cuda: bool, available_bytes: int
 ) -> InferenceConfig:
-    """The config a command line describes: its flags over what suits a device with so much free memory and the model.
+    """The config of a command line: its flags, and for the rest what suits the model, the device and its free memory.
 
     Raises ConfigError or NotImplementedError, as InferenceConfig does.
     """
@@ -54,23 +54,23 @@ def config_from(
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Only the options that stood on the command line."""
+    """The options that the command line gives."""
     names = (item.name for item in dataclasses.fields(InferenceConfig))
     return {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
 
 
 def flag_of(name: str) -> str:
-    """Flag of a field: --block-size-tokens."""
+    """The flag of an option: --block-size-tokens."""
     return "--" + RENAMED.get(name, name).replace("_", "-")
 
 
 def field_docs() -> dict[str, str]:
-    """The string under each field of InferenceConfig, as one line."""
+    """The docstring of each option of InferenceConfig, as one line."""
     return docs_of(InferenceConfig)
 
 
 def docs_of(config: type) -> dict[str, str]:
-    """The string under each field of a dataclass, as one line."""
+    """The docstring of each field of a dataclass, as one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
@@ -87,7 +87,7 @@ def _shown(default: object) -> str:
 
 
 def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
-    """argparse keywords for a field's type."""
+    """argparse's arguments for a field's type."""
     kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
     enum = getattr(config_module, kind, None)
     if isinstance(enum, type) and issubclass(enum, Enum):
