@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, where it must not run or has nothing to find."""
+"""Pauses Python's cyclic garbage collector where it would find nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 _LOCK = threading.Lock()
 _WERE_ON: list[bool] = []
-"""What those found who are in `no_collection` now, in any thread: all but the first, that it was off."""
+"""Per `no_collection` block now running, in any thread: whether the collector was on at its start."""
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage stays for a while; when the last of those who ask for it at once is done, the collector is as it was.
+    """Disable the collector until the last concurrent block ends.
 
-    torch and megatron-core bring a million objects that all stay: looking through them again and again while they come
-    is a quarter of the time their import takes.
+    The import of torch and megatron-core creates a million objects that live on; collections meanwhile, which traverse
+    them again and again, take a quarter of its time.
     """
     with _LOCK:
         _WERE_ON.append(gc.isenabled())
@@ -32,8 +32,8 @@ def no_collection() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """For programs: when this process ends, what is left is not looked through once more, a second with torch loaded.
+    """For programs: skip the last collection at the exit of the process, which takes a second with torch loaded.
 
-    Exit handlers and `weakref.finalize` run as ever; cycles that nothing has collected are left to the system.
+    Exit handlers and `weakref.finalize` still run; uncollected cycles are left to the system.
     """
     atexit.register(gc.freeze)

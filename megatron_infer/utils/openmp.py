@@ -1,4 +1,4 @@
-"""How idle OpenMP threads wait; must be settled before torch loads its runtime, so this imports nothing heavy."""
+"""How idle OpenMP threads wait. Must be set before torch loads its runtime, so this module imports little."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = 1000
-"""Turns a thread spins between two parallel regions before it sleeps: about the 20 us between two kernels of a step.
+"""Iterations a thread spins between two parallel regions before it sleeps: about the 20 us between two kernels.
 
-A 135M model's decode step on two cores, in ms, quiet / with one core busy: 300,000 turns (libgomp's default) 12 / 885,
-1,000 turns 12 / 25, none 17 / 17.
+Decode step of a 135M model on two cores, in ms, idle / with one core busy: 300,000 iterations (libgomp's default)
+12 / 885, 1,000 iterations 12 / 25, none 17 / 17.
 """
 
 
 def limit_spinning() -> bool:
-    """Let idle OpenMP threads spin briefly, then sleep, unless the user chose -> True where it takes effect.
+    """Have idle OpenMP threads spin briefly, then sleep, unless the user has set it -> whether it takes effect.
 
-    A thread that spins on a core which another program wants uses up its time slice, and every parallel region then
-    waits for that core to come back. Does nothing once torch is loaded.
+    A thread that spins on a core that another program needs uses up its time slice, and every parallel region then
+    waits for that core. Does nothing once torch is loaded.
     """
     if "torch" in sys.modules or any(name in os.environ for name in VARIABLES):
         return False

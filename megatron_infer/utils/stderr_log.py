@@ -1,4 +1,4 @@
-"""What an engine or a server logs, on standard error, for the person watching."""
+"""Shows the log of an engine or a server on standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def log_to_stderr(name: str = "megatron_infer", *, times: bool = False) -> None:
-    """Show messages of logger `name` from INFO on, unless somebody has given it a handler already."""
+    """Show messages of logger `name` from INFO on, unless it has a handler."""
     log = logging.getLogger(name)
     log.setLevel(logging.INFO)
     if not log.handlers:
