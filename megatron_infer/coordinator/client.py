@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
 DEFAULT_TIMEOUT_S = 300.0
-_Sink = Callable[[RequestOutput | BaseException], None]
+Sink = Callable[[RequestOutput | BaseException], None]
+"""Takes the outputs of a request, or its error."""
 
 
 class Encoder(Protocol):
@@ -44,9 +45,7 @@ class Encoder(Protocol):
 class _Receiver:
     """Builds one request's cumulative output from messages, and passes it to `sink`."""
 
-    def __init__(
-        self, submit: protocol.Submit, prompt: str | None, sink: Callable[[RequestOutput | BaseException], None]
-    ) -> None:
+    def __init__(self, submit: protocol.Submit, prompt: str | None, sink: Sink) -> None:
         self._submit, self._sink = submit, sink
         ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
         self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
@@ -205,7 +204,7 @@ class _Session:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Callable[[Any], None]) -> int:
+    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Sink) -> int:
         text, ids, salt = self._parsed(prompt)
         values = {name: value for name, value in (params or SamplingParams()).to_dict().items() if value is not None}
         if params is not None and params.max_tokens is None:
@@ -441,7 +440,7 @@ class AsyncInferenceClient:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        sink: Callable[[RequestOutput | BaseException], None],
+        sink: Sink,
         *,
         stream: bool,
     ) -> int:
@@ -513,7 +512,7 @@ class AsyncInferenceClient:
         await asyncio.to_thread(self._client.close)
 
 
-def _settler(future: Future[RequestOutput]) -> Callable[[RequestOutput | BaseException], None]:
+def _settler(future: Future[RequestOutput]) -> Sink:
     def settle(item: RequestOutput | BaseException) -> None:
         if not future.set_running_or_notify_cancel():
             return

@@ -192,21 +192,8 @@ class Replica:
 
     def _register(self) -> None:
         info = self._info = info_of(self.engine)
-        self.connection.send(
-            protocol.Register(
-                self._incarnation,
-                info.block_size,
-                info.capacity,
-                info.root,
-                info.weight_version,
-                info.state,
-                info.model,
-                info.policy,
-                info.alpha,
-                info.limits,
-                info.dtype,
-            )
-        )
+        fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if name != "incarnation"}
+        self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())
         if self._draining:

@@ -26,6 +26,8 @@ class PauseBody(Body):
 
 
 class SglangAbortBody(Body):
+    """abort_message has no effect: replies name the finish reason."""
+
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
@@ -36,6 +38,10 @@ class TagsBody(Body):
 
 
 class DiskBody(Body, kw_only=True):
+    """No effect: flush_cache, as prefixes of other weights never match; keep_pause, as paused engines stay paused;
+    torch_empty_cache, as no such cache is kept; recapture_cuda_graph, as in-place updates keep graphs valid.
+    """
+
     model_path: str
     load_format: Literal["auto", "safetensors"] | None = None
     weight_version: int | str | None = None
@@ -45,7 +51,6 @@ class DiskBody(Body, kw_only=True):
     is_async: Literal[False] | None = None
     torch_empty_cache: bool | None = None
     recapture_cuda_graph: bool | None = None
-    """This and torch_empty_cache have no effect: there is no such cache, and an in-place update keeps graphs valid."""
 
 
 class CheckerBody(Body, kw_only=True):
