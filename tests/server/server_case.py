@@ -1,4 +1,4 @@
-"""What tests of the server share: a server on a port of its own, in threads, in front of given engines."""
+"""Shared by tests of the server: a server on its own port, in threads, in front of given engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START, END = 256, 257
 
 @lru_cache(maxsize=4)
 def tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """A byte a token, and the two marks of ChatML."""
+    """One token per byte, and the two ChatML marks."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def serving(
 ):
     """A server for engines (one EchoEngine by default): .url, .port, .http (a client), .server, .coordinator.
 
-    commands_of: engine -> commands of its replica beside the engine's own controls. decodes: whether the server
+    commands_of: engine -> commands of its replica besides the engine's controls. decodes: whether the server
     detokenizes; None: except for an EchoEngine, whose tokens have no text of their own.
     """
     engines = engines or (EchoEngine(),)
@@ -113,7 +113,7 @@ def stream(case, path, **body):
 
 
 def raw_stream(case, path, *, receive_buffer=None, **body):
-    """A socket on which a stream has been asked for and nothing has been read."""
+    """A socket with a stream request sent and no reply read."""
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

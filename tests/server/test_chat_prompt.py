@@ -1,4 +1,4 @@
-"""Messages to token ids: the template's text, turns that keep their tokens, a last message that is continued."""
+"""Messages to token ids: the template's text, turns with their sampled tokens, a continued last message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text_parts_and_developer_are_what_templates_know():
     assert text_of(ids_of(USER, variables={"opening": "So"})).endswith("assistant\nSo")
 
 
-def test_drawn_tokens_stand_where_their_turn_stands_and_the_end_token_comes_once():
+def test_sampled_tokens_take_the_place_of_their_turn_with_one_end_token():
     drawn = [65, 300, 66]
     for given, ended in ((drawn, [END]), ([*drawn, END], [])):
         ids = ids_of(USER, ("assistant", {"content": "other words", "generation_token_ids": given}), USER)
@@ -50,7 +50,7 @@ def test_prompt_ids_of_a_turn_replace_all_before_it():
     )
 
 
-def test_last_message_is_continued_to_the_letter():
+def test_last_message_is_continued_exactly():
     ids = ids_of(USER, ("assistant", {"content": "Well, "}), add_generation_prompt=False, continue_final=True)
     assert text_of(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWell, "
     turn = ("assistant", {"content": "Well", "generation_token_ids": [300, 301]})
@@ -70,7 +70,7 @@ def test_last_message_is_continued_to_the_letter():
         ([("assistant", {"content": ""})], {"continue_final": True, "add_generation_prompt": False}, "is empty"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(turns, options, message):
+def test_invalid_messages_are_refused_by_name(turns, options, message):
     with pytest.raises(ApiError, match=message) as caught:
         ids_of(*turns, **options)
     assert caught.value.status == 400

@@ -44,8 +44,8 @@ ASKS = {
 }
 
 
-def said(reply):
-    """What a reply says, without what is new in each."""
+def comparable(reply):
+    """A reply without its ids and times, which differ in every reply."""
     meta = {key: value for key, value in reply.get("meta_info", {}).items() if key not in ("id", "e2e_latency")}
     return {key: value for key, value in reply.items() if key not in ("id", "created", "meta_info")} | {"meta": meta}
 
@@ -70,10 +70,10 @@ def replies_of(decodes):
         for name, (path, ask) in ASKS.items():
             reply = post(case, path, **ask)
             assert reply.status_code == 200, f"{name}: {reply.text}"
-            found[name] = said(reply.json()), streamed(stream(case, path, **ask))
+            found[name] = comparable(reply.json()), streamed(stream(case, path, **ask))
         asked = BASE | {"prompt_logprobs": 2, "logprobs": 1}
         ids = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "seed": 1, "prompt_logprobs": 2}}
-        found["of the prompt"] = [said(post(case, COMPLETIONS, **asked).json())]
+        found["of the prompt"] = [comparable(post(case, COMPLETIONS, **asked).json())]
         if decodes:
             for entry in post(case, "/inference/v1/generate", **ids).json()["prompt_logprobs"][1:]:
                 assert {one["decoded_token"] for one in entry.values()} == {
@@ -107,18 +107,18 @@ def test_stream_has_the_text_of_the_whole_reply(replies):
 def test_engine_detokenizes_only_requests_with_stop_texts_or_grammars():
     seen = []
 
-    class Noting(EchoEngine):
+    class Recording(EchoEngine):
         def _queue(self, request_id, prompt, params, drawn, salt):
             seen.append(params.detokenize)
             super()._queue(request_id, prompt, params, drawn, salt)
 
-    with serving(Noting(), decodes=True) as case:
+    with serving(Recording(), decodes=True) as case:
         for extra in ({}, {"stop": "x"}, {"guided_choice": ["ab"]}):
             assert post(case, COMPLETIONS, prompt=[1], max_tokens=2, **extra).status_code == 200
     assert seen == [False, True, True]
 
 
-def test_text_goes_on_where_it_was_when_another_replica_takes_over():
+def test_text_continues_where_it_was_when_another_replica_takes_over():
     with serving(EchoEngine(step_s=0.02), EchoEngine(step_s=0.02), decodes=True) as case:
         ask = {"prompt": [9, 4], "max_tokens": 60, "return_token_ids": True, "temperature": 0, "stream": True}
         with case.http.stream("POST", COMPLETIONS, json=ask) as reply:
@@ -135,7 +135,7 @@ def test_text_goes_on_where_it_was_when_another_replica_takes_over():
 
 
 def windowed():
-    """A tokenizer that is not byte-level, with bytes for what it does not know."""
+    """A tokenizer that is not byte-level, with bytes for unknown characters."""
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁a": 257, "b": 258, "▁": 259}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence(

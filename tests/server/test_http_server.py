@@ -13,7 +13,7 @@ from megatron_infer.server.http_server import listen
 
 def test_replies_do_not_wait_for_the_client_s_acknowledgement():
     with contextlib.closing(listen("127.0.0.1", 0)) as one:
-        assert one.proto == socket.IPPROTO_TCP  # else asyncio leaves Nagle's algorithm on: 40 ms for every reply
+        assert one.proto == socket.IPPROTO_TCP  # else asyncio leaves Nagle's algorithm on: 40 ms per reply
     with serving() as case:
         took = []
         for _ in range(10):

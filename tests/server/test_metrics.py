@@ -1,4 +1,4 @@
-"""GET /metrics: the truth of what clients did, per route and replica; counts that never go back; who may look."""
+"""GET /metrics: what clients did, per route and replica; counts that never decrease; the key it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scrape(case, **headers):
 
 
 def settled(case, name, value):
-    """The scrape once a replica has reported what is awaited: it does so a few times a second."""
+    """The scrape once it meets the condition: replicas report a few times a second."""
     found = {}
 
     def is_there():
@@ -86,7 +86,7 @@ def test_scripted_load_is_counted_exactly():
         assert series["replica_up/r0"] == 1 and series["coordinator_replicas"] == 1
 
 
-def test_refused_and_failed_requests_have_outcomes_of_their_own():
+def test_refused_and_failed_requests_have_different_outcomes():
     with serving(EchoEngine(max_requests=1, step_s=0.02), max_queue=1) as case, contextlib.ExitStack() as stack:
         for _ in range(3):
             one = raw_stream(case, COMPLETIONS, model="tiny", prompt=[5] * 20, max_tokens=3000)
@@ -99,12 +99,12 @@ def test_refused_and_failed_requests_have_outcomes_of_their_own():
         assert series["coordinator_refused_total"] == series["requests_total/refused"]
 
 
-def test_counts_never_go_back_when_a_replica_is_killed_and_comes_again():
+def test_counts_never_decrease_when_a_replica_is_killed_and_restarted():
     with serving() as case:
         first = Child(case.coordinator.address, "echo", "worker", step_s=0.001)
         try:
             wait_for(lambda: scrape(case).get("replica_up/worker") == scrape(case).get("replica_up/r0") == 1, 30)
-            case.replicas[0].drain()  # all goes to the process
+            case.replicas[0].drain()  # every request goes to the separate process
             wait_for(lambda: scrape(case)["replica_up/r0"] == 0)
             for _ in range(4):
                 assert post(case, COMPLETIONS, model="tiny", prompt=[1] * 30, max_tokens=5).status_code == 200

@@ -1,4 +1,4 @@
-"""Options: the command line before the environment before the file; what cannot be meant is refused by name."""
+"""Options: the command line before the environment before the file; invalid ones are refused by name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_wrong_file_and_environment_are_named(tmp_path):
         server_config_from({}, {"MEGATRON_INFER_PORT": "x"}, {})
 
 
-def test_command_says_what_is_wrong_before_anything_is_loaded(capsys, monkeypatch):
+def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for arguments, message in (
         (["serve"], "no model: give MODEL"),

@@ -1,4 +1,4 @@
-"""The page and what it is drawn from: open files that bring nothing from elsewhere, figures behind the key."""
+"""The page and its data: files open to all that load nothing from elsewhere, figures behind the key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_infer.testing.echo import EchoEngine
 KEY = "k-page"
 
 
-def test_page_is_open_and_what_it_shows_is_not():
+def test_page_needs_no_key_and_its_data_does():
     with serving(api_key=KEY) as case:
         for path, (_, kind) in FILES.items():
             reply = case.http.get(path)
@@ -25,7 +25,7 @@ def test_page_is_open_and_what_it_shows_is_not():
         assert reply.json()["status"] == "ok" and reply.headers["cache-control"] == "no-store"
 
 
-def test_page_brings_nothing_from_elsewhere_and_runs_no_script_of_its_own_text():
+def test_page_loads_nothing_from_elsewhere_and_runs_no_script_from_its_text():
     with serving() as case:
         page = case.http.get("/")
         policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
@@ -49,7 +49,7 @@ def test_no_other_file_is_served_beside_the_page():
             assert case.http.send(request).status_code == 404, path
 
 
-def test_status_tells_requests_and_blocks_of_each_replica():
+def test_status_has_requests_and_blocks_of_each_replica():
     engines = EchoEngine(step_s=0.02, num_blocks=128), EchoEngine(step_s=0.02, num_blocks=64)
     with serving(*engines) as case:
 
@@ -68,7 +68,7 @@ def test_status_tells_requests_and_blocks_of_each_replica():
         assert sum(one["blocks"]["cached"] for one in status()["replicas"]) > 0, "prefixes are kept"
 
 
-def test_page_is_told_of_the_controls_that_are_served():
+def test_page_knows_which_controls_are_served():
     with serving(api_key=KEY, control=True) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"
         page = case.http.get("/").text

@@ -1,4 +1,4 @@
-"""The page in a real browser: a chat that grows as it is drawn, the key, the buttons."""
+"""The page in a real browser: a chat that grows as tokens arrive, the key, the buttons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_chat_grows_while_it_is_drawn_and_no_button_steers_a_server_without_control(tmp_path):
+def test_chat_grows_while_tokens_arrive_and_control_buttons_are_off_without_control(tmp_path):
     with serving(EchoEngine(step_s=0.03)) as case, browser(tmp_path) as page:
         page.open(case.url)
         wait_until(lambda: page.text("#state") == "ok")
@@ -41,7 +41,7 @@ def test_chat_grows_while_it_is_drawn_and_no_button_steers_a_server_without_cont
         assert page.complaints() == []
 
 
-def test_key_is_asked_for_and_kept_in_memory_and_buttons_show_what_is_served(tmp_path):
+def test_key_is_prompted_and_kept_in_memory_and_buttons_show_what_is_served(tmp_path):
     with serving(api_key=KEY, control=True) as case, browser(tmp_path) as page:
         page.open(case.url)
         wait_until(lambda: page.shown("#key-form"))

@@ -1,4 +1,4 @@
-"""Subprocesses of the server: restarted when they die, given up when that fails, gone when the server is."""
+"""Subprocesses of the server: restarted when they die, abandoned when that fails, ended with the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gone(pid):
     return False
 
 
-def test_process_that_dies_is_restarted_and_serves(tmp_path):
+def test_dead_process_is_restarted_and_serves(tmp_path):
     supervisor = Supervisor([coordinator_process(tmp_path)])
     supervisor.start()
     try:
@@ -64,7 +64,7 @@ def test_wrong_option_is_reported_and_not_retried(tmp_path):
         supervisor.stop(number=signal.SIGTERM, timeout_s=5)
 
 
-def test_processes_die_with_the_one_that_started_them(tmp_path):
+def test_processes_end_with_their_parent(tmp_path):
     code = (
         "import sys, time\nfrom megatron_infer.server.supervisor import ProcessSpec, Supervisor\n"
         f"options = {{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}}\n"

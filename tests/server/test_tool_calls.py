@@ -1,4 +1,4 @@
-"""Tool calls and thoughts through the official client: whole and streamed the same, however the text is cut."""
+"""Tool calls and reasoning with the official client: the same whole and streamed, however the text is cut."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def client(case):
 
 
 def streamed(client, **asked):
-    """What a client makes of a stream: (reasoning, content, calls by index, finish reason)."""
+    """A stream as a client joins it: (reasoning, content, calls by index, finish reason)."""
     reasoning = content = ""
     calls: dict[int, dict] = {}
     reason = None
@@ -92,14 +92,14 @@ def whole(client, **asked):
 
 @pytest.mark.parametrize("stride", [1, 3, 7, 400])
 def test_streamed_calls_are_those_of_the_whole_reply(client, engine, stride):
-    engine.tell(CALLS, stride)
+    engine.set_script(CALLS, stride)
     asked = {**ASK, "tools": [WEATHER, ADD]}
     assert whole(client, **asked) == ("", "I look.", WANTED, "tool_calls")
     assert streamed(client, **asked) == ("", "I look.", WANTED, "tool_calls")
 
 
 def test_template_gets_the_tools_and_none_means_none(client, engine):
-    engine.tell(CALLS, 50)
+    engine.set_script(CALLS, 50)
     whole(client, **ASK, tools=[WEATHER], tool_choice="auto")
     described = json.dumps(WEATHER)
     assert tokenizer().decode(engine.prompts[0]).startswith(f"system\n{described}\nCalls go within")
@@ -110,13 +110,13 @@ def test_template_gets_the_tools_and_none_means_none(client, engine):
 
 
 def test_calls_and_results_come_back_as_history(client, engine):
-    engine.tell(CALLS, 50)
+    engine.set_script(CALLS, 50)
     message = client.chat.completions.create(**ASK, tools=[WEATHER, ADD]).choices[0].message
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": f"result {place}"}
         for place, call in enumerate(message.tool_calls)
     ]
-    engine.tell("It rains.", 50)
+    engine.set_script("It rains.", 50)
     turns = [USER, message.model_dump(exclude_none=True), *results]
     assert whole(client, **{**ASK, "messages": turns}, tools=[WEATHER])[1:] == ("It rains.", [], "stop")
     prompt = tokenizer().decode(engine.prompts[0])
@@ -125,7 +125,7 @@ def test_calls_and_results_come_back_as_history(client, engine):
 
 
 def test_one_call_only_where_parallel_ones_are_off_and_a_cut_one_is_no_finished_call(client, engine):
-    engine.tell(CALLS, 5)
+    engine.set_script(CALLS, 5)
     asked = {**ASK, "tools": [WEATHER, ADD], "parallel_tool_calls": False}
     for read in (whole, streamed):
         assert read(client, **asked) == ("", "I look.", WANTED[:1], "tool_calls")
@@ -134,18 +134,18 @@ def test_one_call_only_where_parallel_ones_are_off_and_a_cut_one_is_no_finished_
         assert begun and cut == ("", "I look.", [("get_weather", begun)], "length")
 
 
-def test_thoughts_come_apart_before_calls(client, engine):
+def test_reasoning_is_separated_before_calls(client, engine):
     thoughts = "Look at <tool_call>.\n\nSure."
     asked = {**ASK, "tools": [WEATHER, ADD]}
     for stride in (1, 5, 400):
-        engine.tell(f"<think>\n{thoughts}\n</think>\n\n{CALLS}", stride)
+        engine.set_script(f"<think>\n{thoughts}\n</think>\n\n{CALLS}", stride)
         for read in (whole, streamed):
             assert read(client, **asked) == (thoughts, "I look.", WANTED, "tool_calls")
-        engine.tell(f"{thoughts}\n</think>\n\nYes.", stride)
+        engine.set_script(f"{thoughts}\n</think>\n\nYes.", stride)
         thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
         for read in (whole, streamed):
             assert read(client, **ASK, **thinking) == (thoughts, "Yes.", [], "stop")
-        engine.tell("Yes. </think> No.", stride)
+        engine.set_script("Yes. </think> No.", stride)
         thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
         for read in (whole, streamed):
             assert read(client, **ASK, **thinking) == ("", "Yes. </think> No.", [], "stop")
@@ -154,15 +154,15 @@ def test_thoughts_come_apart_before_calls(client, engine):
 
 
 def test_continued_message_knows_whether_it_is_still_thinking(client, engine):
-    engine.tell("more", 400)
+    engine.set_script("more", 400)
     body = {"add_generation_prompt": False, "continue_final_message": True}
     for content, wanted in (("<think>So", ("more", "")), ("<think>So</think>Yes", ("", "more"))):
         turns = [USER, {"role": "assistant", "content": content}]
         assert whole(client, **{**ASK, "messages": turns}, extra_body=body)[:2] == wanted
 
 
-def test_samples_have_calls_of_their_own(client, engine):
-    engine.tell(CALLS, 20)
+def test_each_sample_has_its_own_tool_calls(client, engine):
+    engine.set_script(CALLS, 20)
     reply = client.chat.completions.create(**ASK, n=3, tools=[WEATHER])
     ids = [call.id for choice in reply.choices for call in choice.message.tool_calls]
     assert len(set(ids)) == 6 and reply.choices[2].message.content == "I look."
@@ -176,7 +176,7 @@ def test_samples_have_calls_of_their_own(client, engine):
     assert sorted(firsts) == [(sample, call) for sample in range(3) for call in range(2)]
 
 
-def test_what_cannot_be_promised_is_refused_by_name(client):
+def test_options_that_cannot_be_kept_are_refused_by_name(client):
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.strict"):
         client.chat.completions.create(**ASK, tools=[strict])
@@ -196,7 +196,7 @@ def test_what_cannot_be_promised_is_refused_by_name(client):
         assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
 
 
-def test_template_that_knows_no_tools_is_told_of_them_in_the_system_text(engine):
+def test_tools_go_into_the_system_text_where_the_template_ignores_them(engine):
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     turns = [
         {"role": "system", "content": "Be brief."},
@@ -205,15 +205,15 @@ def test_template_that_knows_no_tools_is_told_of_them_in_the_system_text(engine)
         {"role": "tool", "tool_call_id": "call_1", "content": "2"},
         {"role": "tool", "tool_call_id": "call_2", "content": "3"},
     ]
-    engine.tell(CALLS, 9)
+    engine.set_script(CALLS, 9)
     with serving(engine) as case, openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client:
         asked = {**ASK, "messages": turns}
         assert whole(client, **asked, tools=[ADD]) == streamed(client, **asked, tools=[ADD])
         assert whole(client, **asked, tools=[ADD])[2] == WANTED
         whole(client, **asked)
     prompt = tokenizer().decode(engine.prompts[0])
-    said = tool_prompt.system_text([ADD], HERMES)
-    assert prompt.startswith(f"system\nBe brief.\n\n{said}\nuser\n") and json.dumps(ADD) in said
+    system = tool_prompt.system_text([ADD], HERMES)
+    assert prompt.startswith(f"system\nBe brief.\n\n{system}\nuser\n") and json.dumps(ADD) in system
     history = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\nuser\n'
     results = "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>\nassistant\n"
     assert history + results in prompt
@@ -222,15 +222,15 @@ def test_template_that_knows_no_tools_is_told_of_them_in_the_system_text(engine)
 
 
 def test_marks_that_are_special_tokens_are_kept_in_the_text(engine):
-    """The byte tokenizer's own mark serves as a model's [TOOL_CALLS]."""
-    engine.tell("", 1)
+    """The byte tokenizer's mark stands for a model's [TOOL_CALLS]."""
+    engine.set_script("", 1)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %} <|im_start|>"
     encoder = tokenizer(template)
     form = tool_parsers.CallFormat(name="of_a_test", opening="<|im_start|>", is_listed=True, id_length=9)
     tool_parsers.FORMATS["of_a_test"] = form
     try:
         with serving(engine, encoder=encoder, tool_call_parser="of_a_test") as case:
-            engine.tell('<|im_start|>[{"name": "add", "arguments": {}}]', 6)
+            engine.set_script('<|im_start|>[{"name": "add", "arguments": {}}]', 6)
             body = {"messages": [USER], "tools": [ADD]}
             reply = post(case, "/v1/chat/completions", **body).json()["choices"][0]
             (call,) = reply["message"]["tool_calls"]
