@@ -123,7 +123,7 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(se
             world.core.receive(client, protocol.Abort(number))
             aborted.add(number)
         elif event < 0.55 and gone:
-            gone[-1].work(rng)  # late messages of a replica that is gone
+            gone[-1].work(rng)  # late messages of a removed replica
         elif workers:
             rng.choice(workers).work(rng)
         collect(world.take(client), answers, ended)
@@ -197,7 +197,7 @@ def test_silent_client_is_removed_and_its_requests_are_cancelled():
     world.core.check()
 
 
-def test_tokens_out_of_turn_remove_the_replica_and_not_the_stream():
+def test_tokens_out_of_order_remove_the_replica_and_keep_the_stream():
     world = World()
     client = world.client()
     incarnation = world.replica(b"one")
@@ -215,7 +215,7 @@ def test_tokens_out_of_turn_remove_the_replica_and_not_the_stream():
     world.core.check()
 
 
-def test_output_of_a_cancelled_request_touches_no_other():
+def test_output_of_a_cancelled_request_reaches_no_other():
     world = World()
     client, other = world.client(), world.client(b"other")
     incarnation = world.replica(b"one")
@@ -237,7 +237,7 @@ def test_message_of_an_earlier_incarnation_is_dropped():
     old = world.replica(b"one")
     world.submit(1)
     run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
-    new = world.replica(b"one")  # it said hello again on the same connection
+    new = world.replica(b"one")  # it registered again on the same connection
     assert new > old
     piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1]), "", "length")
     world.core.receive(b"one", protocol.Output(run.number, old, [piece], True))
@@ -247,7 +247,7 @@ def test_message_of_an_earlier_incarnation_is_dropped():
     world.core.check()
 
 
-def test_replica_with_old_weights_gets_nothing_until_it_has_the_new_ones():
+def test_replica_with_old_weights_gets_no_request_until_it_has_the_new_ones():
     world = World()
     client = world.client()
     one, two = world.replica(b"one"), world.replica(b"two")
@@ -290,7 +290,7 @@ def test_requests_wait_by_priority_and_then_by_arrival():
     world.submit(5, priority="soon")
     (refused,) = world.take(client)
     assert refused.refused.kind == "RequestError" and "priority" in refused.refused.message
-    worker = Worker(world, b"one")  # takes four: what its rows hold and one more
+    worker = Worker(world, b"one")  # takes four: as many as its rows and one more
     for number, priority in ((6, 5), (7, 0), (8, -1)):
         world.submit(number, priority=priority)
 
@@ -303,7 +303,7 @@ def test_requests_wait_by_priority_and_then_by_arrival():
     assert sent() == [8, 7, 6]
 
 
-def test_idle_replica_takes_over_what_waits_for_a_full_one():
+def test_idle_replica_takes_requests_that_wait_for_a_full_one():
     world = World(policy="round_robin")
     world.client()
     one = world.replica(b"one", capacity=2)
