@@ -1,4 +1,4 @@
-"""`bench-serve`: what it measures is what the server did; open, closed and replayed loads; mistakes told first."""
+"""`bench-serve` measures what the server did, under open, closed and replayed loads; mistakes are reported first."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_lengths_of_conversations_spread_and_prompts_come_from_a_file(server, tm
     assert [one.code for one in load.results] == ["200"] * 3
 
 
-def test_recorded_calls_are_replayed_at_their_times_and_leave_as_they_left(capsys, tmp_path):
+def test_recorded_calls_are_replayed_at_their_times_with_their_disconnects(capsys, tmp_path):
     path = tmp_path / "calls.jsonl"
     engine = EchoEngine(step_s=0.005)
     with serving(engine, record=str(path)) as case:
@@ -138,7 +138,7 @@ def test_percentiles_are_those_of_completed_calls():
     assert report["codes"] == {"200": 1, "in_stream": 1} and report["messages"] == {"in_stream": "it failed"}
 
 
-def test_offline_engine_does_the_same_work_in_turns(server, capsys, tmp_path, monkeypatch):
+def test_offline_engine_does_the_same_work_in_alternate_rounds(server, capsys, tmp_path, monkeypatch):
     done = []
 
     class Offline:
@@ -162,20 +162,20 @@ def test_offline_engine_does_the_same_work_in_turns(server, capsys, tmp_path, mo
     assert "the server reaches 0." in shown and "other processes used 0.5 cores" in shown
 
 
-def test_mistakes_are_told_before_anything_is_sent(capsys, tmp_path, monkeypatch):
-    def said(*argv):
+def test_mistakes_are_reported_before_anything_is_sent(capsys, tmp_path, monkeypatch):
+    def misuse(*argv):
         code = main(["bench-serve", *argv])
         return code, capsys.readouterr().err
 
-    assert said("127.0.0.1:8000") == (2, said("127.0.0.1:8000")[1]) and "http://HOST" in said("127.0.0.1:8000")[1]
-    code, text = said("http://127.0.0.1:9")
+    assert misuse("127.0.0.1:8000") == (2, misuse("127.0.0.1:8000")[1]) and "http://HOST" in misuse("127.0.0.1:8000")[1]
+    code, text = misuse("http://127.0.0.1:9")
     assert code == 1 and "no server at http://127.0.0.1:9" in text
-    code, text = said("http://127.0.0.1:9", "--json", str(tmp_path / "no" / "x.json"))
+    code, text = misuse("http://127.0.0.1:9", "--json", str(tmp_path / "no" / "x.json"))
     assert code == 2 and "no such folder" in text
-    code, text = said("http://127.0.0.1:9", "--compare-offline", "smollm2", "--rate", "3")
+    code, text = misuse("http://127.0.0.1:9", "--compare-offline", "smollm2", "--rate", "3")
     assert code == 2 and "--compare-offline needs" in text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, text = said("http://127.0.0.1:9", "--plot", "x.png")
+    code, text = misuse("http://127.0.0.1:9", "--plot", "x.png")
     assert code == 2 and "pip install matplotlib" in text
 
 

@@ -1,4 +1,4 @@
-"""The command starts fast, knows its options from the dataclass, and answers a mistake with the nearest name."""
+"""The command starts fast, takes its options from the dataclass, and suggests the nearest name for a mistake."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _plan(capsys, *argv: str) -> dict:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A Hugging Face directory with a description and no weights."""
+    """A Hugging Face directory with a config and no weights."""
     path = tmp_path_factory.mktemp("llama")
     description = {
         "architectures": ["LlamaForCausalLM"],

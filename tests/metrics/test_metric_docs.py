@@ -1,4 +1,4 @@
-"""What the docs and the dashboard name is what is exported."""
+"""The docs and the dashboard name exactly the exported metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def figures(**changes):
 
 
 def exported():
-    """Families that an engine and a server with a replica and a worker give, by name."""
+    """Metric families of an engine and of a server with a replica and a worker, by name."""
     counts = ("submitted", "finished", "refused", "resent", "replicas_lost", "fenced", "waiting", "clients")
     replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
     replica["stats"] = {"figures": figures().to_dict()}
@@ -50,7 +50,7 @@ def exported():
     return {family.name: family for family in [*engine_families(figures()), *meter.families()]}
 
 
-def test_everything_in_the_definitions_is_exported_with_its_labels_and_nothing_else():
+def test_exactly_the_defined_metrics_are_exported_with_their_labels():
     found = exported()
     assert set(found) == {spec.full_name for spec in SPECS.values()}
     for spec in SPECS.values():
@@ -63,7 +63,7 @@ def test_everything_in_the_definitions_is_exported_with_its_labels_and_nothing_e
         assert spec.name.endswith("_total") == (spec.kind == "counter")
 
 
-def test_a_mismatch_meter_gives_what_the_definitions_says():
+def test_a_mismatch_meter_follows_its_definitions():
     registry = Registry()
     MismatchFigures().set_gauges(registry)
     assert {family.name for family in registry.collect()} == {spec.full_name for spec in MISMATCH.values()}

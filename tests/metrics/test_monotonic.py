@@ -1,4 +1,4 @@
-"""Counts over several runs of a source: they add up, never go back, and the number of sources is bounded."""
+"""Counts over several runs of a source: they add up, never decrease, and the number of sources is bounded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_absent_source_keeps_counts_and_loses_gauges():
     assert one.sources == {"a": False, "b": True}
 
 
-def test_a_series_that_a_later_run_does_not_have_yet_is_kept():
+def test_a_series_absent_from_a_later_run_is_kept():
     one = MonotonicCounts()
     registry = Registry()
     registry.counter("rare_total", "rare").inc(3)
@@ -64,7 +64,7 @@ def test_absent_sources_are_forgotten_beyond_a_limit(monkeypatch):
     assert list(one.sources) == ["r0", "r7", "r8", "r9"]
 
 
-def test_counts_do_not_go_back_when_a_coordinator_restarts_or_is_silent():
+def test_counts_do_not_decrease_when_a_coordinator_restarts_or_is_silent():
     meter = ServerMeter()
     names = ("submitted", "finished", "refused", "resent", "replicas_lost", "fenced", "waiting", "clients")
     seen = []

@@ -1,4 +1,4 @@
-"""Typed metrics count right, and refuse what would make them lie."""
+"""Typed metrics count right, and refuse what would make them wrong."""
 
 from __future__ import annotations
 
