@@ -129,11 +129,11 @@ class _Sender:
             async for line in reply.aiter_lines():
                 if not line.startswith("data:"):
                     continue
-                data = line[5:].strip()
-                if data == "[DONE]":
+                event = line[5:].strip()
+                if event == "[DONE]":
                     result.code = result.code or "200"
                     return
-                self._take_event(result, json.loads(data))
+                self._take_event(result, json.loads(event))
             result.code, result.message = result.code or "broken", result.message or "the stream ended without [DONE]"
 
     def _take_event(self, result: CallResult, event: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size:
         f"All graphs share one pool: {most.live / MIB:,.1f} MiB, the largest of these needs.", highlight=False
     )
     console.print(
-        f"Outputs beside it: {outputs / MIB:,.1f} MiB. The log tells what each took when it was captured.",
+        f"Outputs beside it: {outputs / MIB:,.1f} MiB. The log has the size of each after its capture.",
         highlight=False,
     )
 

@@ -146,7 +146,7 @@ class InFlightCall:
     async def updates(self, keep_alive_s: float) -> AsyncIterator[dict[int, RequestOutput]]:
         """New outputs by the index of their request, until all have finished.
 
-        The first item is {}: the requests were accepted, or nothing was heard of them within a second. Every other {}
+        The first item is {}: the requests were accepted, or no message about them came within a second. Every other {}
         says that there was nothing new for keep_alive_s seconds. Raises the error a request was refused with.
         """
         first = await self._take(min(1.0, keep_alive_s))

@@ -136,4 +136,4 @@ __all__ = [
     "serving_with_control",
     "state_of",
     "wait_for",
-]  # fmt: skip
+]
